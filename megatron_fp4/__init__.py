@@ -1,0 +1,1 @@
+"""Pretraining of hybrid Mamba-Transformer language models in NVFP4."""

@@ -1,0 +1,1 @@
+"""How a model is spread over ranks: the mesh, the layers, the collectives."""

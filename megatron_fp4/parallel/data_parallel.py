@@ -1,0 +1,40 @@
+"""Data parallelism by FSDP2: sharded FP32 masters, compute in BF16, gradients summed in FP32.
+
+What each setting is for: `param_dtype` is what the forward pass sees, `reduce_dtype` FP32 what gradients are added
+up in over ranks and micro-batches, `cast_forward_inputs` is off because token ids and FP32 losses must stay what
+they are. Modules that keep their parameters in FP32 (Mamba-2's A, D and dt bias) form groups of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+
+
+def apply_data_parallel(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    units: list[nn.Module],
+    fp32_units: list[nn.Module],
+    compute_dtype: torch.dtype,
+    reshard: bool,
+) -> None:
+    """Shard `model` over the data-parallel axis, in place.
+
+    units: modules gathered as a whole, in order of execution (the blocks). What belongs to none of them (embedding,
+    final norm, head) is gathered with the model itself.
+    fp32_units: small modules inside units whose parameters must never be rounded.
+    reshard: free the gathered parameters after the forward pass and gather them again for the backward pass.
+    """
+    fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in fp32_units:
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=fp32, reshard_after_forward=reshard)
+    for module in units:
+        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    assert isinstance(model, FSDPModule)

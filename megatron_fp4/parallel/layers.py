@@ -1,0 +1,114 @@
+"""Tensor-parallel layers on token-major activations [tokens, dim]; the collectives are in the forward passes below.
+
+    ColumnParallelLinear   W [out, in], rows sharded      all tokens in -> this rank's output features
+    RowParallelLinear      W [out, in], columns sharded   this rank's input features in -> sums over ranks
+    VocabParallelEmbedding E [vocab, dim], rows sharded
+    OutputHead             W [vocab, dim], rows sharded; never quantized
+
+Both linears are quantized by the recipe of the plan. No layer has a bias.
+
+Row order: where a projection packs several things (the query, key and value heads; Mamba-2's z, x, B, C, dt), its rows
+are ordered by *group* (all rows that belong to KV head or state group 0, then 1, ...). Splitting the rows evenly over
+the ranks then gives each rank whole groups, a checkpoint means the same at every tensor-parallel size, and a packed
+weight is still one quantized tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_fp4.parallel.collectives import enter_tensor_parallel, leave_tensor_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+
+
+class QuantizedLinear(nn.Module):
+    """What the two parallel linears share: a weight and its numerics, which `precision.plan` fills in."""
+
+    numerics: LinearNumerics
+
+    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, shard_dim: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
+        self.weight = new_parameter((out_features, in_features), mesh, shard_dim)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, recipe={self.numerics.recipe.name}"
+
+
+class ColumnParallelLinear(QuantizedLinear):
+    """y = x W^T with W's rows sharded.
+
+    num_groups: equal groups of output rows (KV heads, state groups) that are never split; must be a multiple of the
+    tensor-parallel size. With one group, rows are split anywhere on multiples of 16.
+    """
+
+    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, num_groups: int = 1) -> None:
+        super().__init__(in_features, out_features, mesh, shard_dim=0)
+        tp = mesh.tp_size
+        group = mesh.tp_group if tp > 1 else None
+        if num_groups == 1:
+            num_groups = tp  # each rank's slice is one group; whole blocks, so padding never differs from one rank's
+        if num_groups % tp != 0:
+            raise ValueError(f"{num_groups} groups of output features do not divide by parallel.tensor={tp}")
+        local_groups = num_groups // tp
+        self.numerics = LinearNumerics(
+            num_groups=local_groups, out_group_offset=mesh.tp_rank * local_groups, out_group=group
+        )
+
+    def forward(self, x_td: Tensor) -> Tensor:
+        """[tokens (local with sequence parallelism), in] -> [tokens, out / tp]."""
+        x_td = enter_tensor_parallel(x_td, self.mesh)
+        return quantized_linear(x_td, self.weight, self.numerics)
+
+
+class RowParallelLinear(QuantizedLinear):
+    """y = x W^T with W's columns, and so the features of x, sharded."""
+
+    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
+        super().__init__(in_features, out_features, mesh, shard_dim=1)
+        group = mesh.tp_group if mesh.tp_size > 1 else None
+        self.numerics = LinearNumerics(in_offset=mesh.tp_rank * (in_features // mesh.tp_size), in_group=group)
+
+    def forward(self, x_td: Tensor) -> Tensor:
+        """[tokens, in / tp] -> [tokens (local with sequence parallelism), out]."""
+        return leave_tensor_parallel(quantized_linear(x_td, self.weight, self.numerics), self.mesh)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a [vocab, dim] table; each rank looks up the tokens whose rows it holds, and the ranks add up."""
+
+    def __init__(self, vocab_size: int, dim: int, mesh: ParallelMesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.mesh, self.dtype = mesh, dtype
+        self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
+        self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, sequence] -> [tokens (local with sequence parallelism), dim]."""
+        table = local_parameter(self.weight)
+        index = tokens.flatten() - self.first
+        if self.mesh.tp_size == 1:
+            return F.embedding(index, table).to(self.dtype)
+        held = (index >= 0) & (index < table.shape[0])
+        rows = F.embedding(index.clamp(0, table.shape[0] - 1), table).to(self.dtype)
+        # One rank contributes each row and the others zeros: the sum is exact in any dtype.
+        return leave_tensor_parallel(rows * held[:, None], self.mesh)
+
+
+class OutputHead(nn.Module):
+    """Logits over this rank's slice of the vocabulary, never quantized (paper, section 4.1)."""
+
+    def __init__(self, dim: int, vocab_size: int, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
+        self.numerics = LinearNumerics(name="head")
+        self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
+
+    def forward(self, x_td: Tensor) -> Tensor:
+        """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp]."""
+        return quantized_linear(enter_tensor_parallel(x_td, self.mesh), self.weight, self.numerics)

@@ -1,0 +1,124 @@
+"""The device mesh: who computes what.
+
+    replicate x dp x tp        (the replicate axis only with hybrid sharding)
+
+Ranks along `tp` hold slices of the same layers and compute the same tokens; ranks along `dp` hold FSDP shards of the
+same slice and compute other micro-batches; `replicate` repeats all that. `tp` is innermost, so tensor-parallel groups
+are neighbouring ranks of one host.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron_fp4.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """A device mesh and the local device; `sequence_parallel`: activations between layers are sharded over tokens."""
+
+    device_mesh: DeviceMesh
+    device: torch.device
+    sequence_parallel: bool = False
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The tensor-parallel axis."""
+        return self.device_mesh["tp"]
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The axis FSDP2 shards over, with the replicate axis in front if there is one."""
+        return self.device_mesh["replicate", "dp"] if self.num_replicas > 1 else self.device_mesh["dp"]
+
+    @property
+    def num_replicas(self) -> int:
+        """Size of the replicate axis."""
+        names = self.device_mesh.mesh_dim_names or ()
+        return self.device_mesh["replicate"].size() if "replicate" in names else 1
+
+    @property
+    def tp_size(self) -> int:
+        """Number of tensor-parallel ranks."""
+        return self.tp.size()
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place on the tensor-parallel axis."""
+        return self.tp.get_local_rank()
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        """The tensor-parallel process group."""
+        return self.tp.get_group()
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks, replicas included: ranks that compute different micro-batches."""
+        return self.device_mesh.size() // self.tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among the data-parallel ranks, replicas included."""
+        return dist.get_rank() // self.tp_size
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """The process group of all data-parallel ranks, replicas included."""
+        if self.num_replicas == 1:
+            return self.device_mesh["dp"].get_group()
+        return self.fsdp._flatten("data").get_group()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.device_mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return dist.get_rank()
+
+
+def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
+    """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU) and return the local device.
+
+    Without torchrun's environment the process forms a group of its own.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return device
+
+
+def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
+    """The mesh of the initialized process group.
+
+    Raises ValueError if the world size is not a multiple of `tensor * replicate`.
+    """
+    world = dist.get_world_size()
+    if world % (config.tensor * config.replicate) != 0:
+        raise ValueError(
+            f"world size {world} is not a multiple of parallel.tensor={config.tensor} times "
+            f"parallel.replicate={config.replicate}"
+        )
+    shard = world // (config.tensor * config.replicate)
+    dims, names = (shard, config.tensor), ("dp", "tp")
+    if config.replicate > 1:
+        dims, names = (config.replicate, *dims), ("replicate", *names)
+    sequence = config.tensor > 1 if config.sequence is None else config.sequence and config.tensor > 1
+    return ParallelMesh(init_device_mesh(device.type, dims, mesh_dim_names=names), device, sequence)

@@ -1,0 +1,91 @@
+"""Parameters as DTensors on the tensor-parallel axis, and how layers get at their local part.
+
+A parameter is born as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. FSDP2 then shards it over
+`dp` as well and hands the forward pass a gathered copy in the compute dtype. Layers work on the local tensor; the two
+ways to it, here and in `precision/linear.py`, both return the gradient as an FP32 DTensor, so that gradients add up
+over micro-batches and ranks in FP32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+
+
+def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | None = None) -> nn.Parameter:
+    """An uninitialized FP32 parameter of global `shape`, sharded over `tp` along `shard_dim` (None: replicated).
+
+    Created on the current default device (the meta device under `torch.device("meta")`).
+    Raises ValueError if the dimension does not divide.
+    """
+    local = list(shape)
+    placement: Placement = Replicate()
+    if shard_dim is not None:
+        if shape[shard_dim] % mesh.tp_size != 0:
+            raise ValueError(
+                f"dimension {shard_dim} of a parameter of shape {shape} does not divide by the tensor-parallel size "
+                f"{mesh.tp_size}"
+            )
+        local[shard_dim] //= mesh.tp_size
+        placement = Shard(shard_dim)
+    data = torch.empty(local, dtype=torch.float32)
+    return nn.Parameter(DTensor.from_local(data, mesh.tp, [placement], run_check=False))
+
+
+def local_parameter(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The local part of a parameter for use in the forward pass, cast to `dtype`, with an FP32 gradient."""
+    if parameter.requires_grad and parameter.is_leaf and parameter.dtype != torch.float32:
+        parameter.grad_dtype = torch.float32
+    return _LocalParameter.apply(parameter, dtype or parameter.dtype)  # type: ignore[return-value]
+
+
+class _LocalParameter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.spec = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        return local.detach().to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        gradient = grad_outputs[0].to(torch.float32)
+        if ctx.spec is None:
+            return gradient, None
+        return DTensor.from_local(gradient.contiguous(), *ctx.spec, run_check=False), None
+
+
+def is_replicated(parameter: Tensor) -> bool:
+    """Whether every tensor-parallel rank holds the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names or ()
+    if "tp" not in names:
+        return True
+    return parameter.placements[names.index("tp")].is_replicate()
+
+
+def global_offsets(parameter: Tensor) -> tuple[int, ...]:
+    """Where the local part of a (possibly FSDP-sharded) parameter starts in the global tensor, per dimension.
+
+    `tp` shards evenly; FSDP2 then cuts dimension 0 of the tensor-parallel part into ceil-sized chunks.
+    """
+    if not isinstance(parameter, DTensor):
+        return (0,) * parameter.dim()
+    offsets = [0] * parameter.dim()
+    mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names or ()
+    extent = list(parameter.shape)
+    for axis in sorted(range(mesh.ndim), key=lambda i: names[i] != "tp"):
+        placement = parameter.placements[axis]
+        if placement.is_replicate():
+            continue
+        dim = placement.dim  # type: ignore[attr-defined]
+        size, rank = mesh.size(axis), mesh.get_local_rank(axis)
+        chunk = -(-extent[dim] // size)
+        offsets[dim] += min(chunk * rank, extent[dim])
+        extent[dim] = max(0, min(chunk, extent[dim] - chunk * rank))
+    return tuple(offsets)

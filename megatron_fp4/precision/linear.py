@@ -1,0 +1,203 @@
+"""The linear layer: one autograd function, three GEMMs, a recipe for each operand.
+
+    fprop  y  = x W^T      x [tokens, in]    W [out, in]       -> y [tokens, out]
+    dgrad  dx = dy W       dy [tokens, out]  W^T [in, out]     -> dx [tokens, in]
+    wgrad  dW = dy^T x     dy^T [out, tokens] x^T [in, tokens] -> dW [out, in], always FP32
+
+Every operand is laid out with its dot product along the last dimension and quantized there. x and dy are quantized
+twice, once per GEMM that uses them, each time with its own tensor scale and (where rounding is stochastic) its own
+draws; 16x16-scaled weights once, since their transposed codes are those of the transposed weight.
+
+Weights are DTensors: FP32 masters sharded by FSDP2, which hands the forward pass a BF16 copy. The function takes the
+DTensor itself and returns its gradient as an FP32 DTensor, so that no rounding to BF16 happens between the wgrad GEMM
+and the optimizer; `to_local()` in front of it would cast the gradient to the parameter's dtype.
+
+Output features come in `num_groups` equal groups (the heads of a packed projection), each padded with zeros to the
+recipe's block size inside the function: block boundaries then depend on the model alone, not on how many ranks share
+the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.quantization.hadamard import fixed_signs, random_signs
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass
+class LinearNumerics:
+    """What one linear needs to know besides its tensors. The plan writes `name`, `recipe` and `clock`.
+
+    num_groups: equal groups of the local output features, each padded to whole blocks.
+    in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
+    in_group, out_group: ranks among which input or output features are sharded, for shared maxima; None: not sharded.
+    """
+
+    name: str = ""
+    recipe: Recipe = BF16
+    clock: RunClock = field(default_factory=lambda: RunClock(seed=0))
+    num_groups: int = 1
+    in_offset: int = 0
+    out_group_offset: int = 0
+    in_group: ProcessGroup | None = None
+    out_group: ProcessGroup | None = None
+    weight_cache: tuple[Any, GemmOperand, GemmOperand] | None = None
+
+    @property
+    def weight_group(self) -> ProcessGroup | None:
+        """Ranks that hold the other shards of the weight."""
+        return self.in_group if self.in_group is not None else self.out_group
+
+    def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
+        """The draws of one operand; `rows`, `columns` are the offsets of the local tensor in the global one."""
+        parts = (self.clock.seed, step, micro_batch, self.name, operand)
+        return rounding_key(*parts, row_offset=rows, column_offset=columns)
+
+
+def quantized_linear(x: Tensor, weight: Tensor, numerics: LinearNumerics) -> Tensor:
+    """y = x W^T by the recipe in `numerics`.
+
+    x: [tokens, in], the compute dtype. weight: parameter [out, in] (local part of a DTensor, or a plain tensor).
+    Returns [tokens, out] in x's dtype; the weight's gradient is FP32.
+    """
+    if weight.requires_grad and weight.is_leaf and weight.dtype != torch.float32:
+        weight.grad_dtype = torch.float32
+    return _QuantizedLinear.apply(x, weight, numerics)  # type: ignore[return-value]
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, numerics: LinearNumerics) -> Tensor:
+        call = _Call(numerics, weight, x)
+        w_fprop, w_dgrad = call.weight_operands()
+        x_fprop = call.quantize("fprop_activation", x, "fprop", 0, numerics.in_offset, numerics.in_group)
+        y = call.unpad(gemm(x_fprop, w_fprop, x.dtype))
+        x_wgrad = None
+        if ctx.needs_input_grad[1]:
+            x_wgrad = (
+                x_fprop.transposed()
+                if call.recipe.wgrad_activation.reuse_fprop
+                else call.quantize("wgrad_activation", x.t(), "wgrad", numerics.in_offset, 0, numerics.in_group)
+            )
+        ctx.call, ctx.x_wgrad, ctx.w_dgrad = call, x_wgrad, w_dgrad
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        call: _Call = ctx.call
+        dy = call.pad(grad_outputs[0])
+        group = call.numerics.out_group
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dy_dgrad = call.quantize("dgrad_gradient", dy, "dgrad", 0, call.out_offset, group)
+            dx = gemm(dy_dgrad, ctx.w_dgrad, dy.dtype)
+        if ctx.needs_input_grad[1]:
+            dy_wgrad = call.quantize("wgrad_gradient", dy.t(), "wgrad", call.out_offset, 0, group)
+            dw = call.wrap(call.unpad_rows(gemm(dy_wgrad, ctx.x_wgrad, torch.float32)))
+        ctx.x_wgrad = ctx.w_dgrad = None
+        return dx, dw, None
+
+
+class _Call:
+    """One forward pass of one linear: its place in the run, and the quantization of each tensor by the recipe."""
+
+    def __init__(self, numerics: LinearNumerics, weight: Tensor, x: Tensor) -> None:
+        self.numerics, self.recipe = numerics, numerics.recipe
+        self.step, self.micro_batch = numerics.clock.step, numerics.clock.micro_batch
+        self.device = x.device
+        self.mesh = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
+        self.weight = weight._local_tensor if isinstance(weight, DTensor) else weight
+        self.weight = self.weight.detach().to(x.dtype)
+        self.group_rows = self.weight.shape[0] // numerics.num_groups
+        multiple = self.recipe.column_multiple
+        self.padded_group_rows = -(-self.group_rows // multiple) * multiple
+        self.out_offset = numerics.out_group_offset * self.padded_group_rows
+
+    def quantize(
+        self, name: str, x: Tensor, gemm_name: str, rows: int, columns: int, group: ProcessGroup | None
+    ) -> GemmOperand:
+        """The operand `name` of the recipe made from `x`, which starts at (rows, columns) of the global tensor."""
+        operand: Operand = getattr(self.recipe, name)
+        rht: int = getattr(self.recipe, f"{gemm_name}_rht")
+        key = None
+        if operand.rounding == "stochastic":
+            key = self.numerics.key(self.step, self.micro_batch, name, rows, columns)
+        signs = self._signs(rht, gemm_name) if rht else None
+        return quantize_operand(x, operand, rht=rht, signs=signs, key=key, amax_group=group)
+
+    def weight_operands(self) -> tuple[GemmOperand, GemmOperand]:
+        """The weight as fprop's and as dgrad's operand, kept for all micro-batches of a step."""
+        numerics, recipe = self.numerics, self.recipe
+        stamp = (numerics.clock.weights_version, self.weight.dtype, self.weight.device)
+        if numerics.weight_cache is not None and numerics.weight_cache[0] == stamp:
+            return numerics.weight_cache[1:]
+        weight, group = self.pad_rows(self.weight), numerics.weight_group
+        fprop = self.quantize("fprop_weight", weight, "fprop", self.out_offset, numerics.in_offset, group)
+        if recipe.dgrad_weight.reuse_fprop or self._weight_codes_transpose():
+            dgrad = fprop.transposed()
+        else:
+            dgrad = self.quantize("dgrad_weight", weight.t(), "dgrad", numerics.in_offset, self.out_offset, group)
+        if fprop.quantized and self._weight_codes_last():
+            numerics.weight_cache = (stamp, fprop, dgrad)
+        return fprop, dgrad
+
+    def _weight_codes_transpose(self) -> bool:
+        """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
+        recipe, operand = self.recipe, self.recipe.fprop_weight
+        plain = operand.rounding == "nearest" and not recipe.fprop_rht and not recipe.dgrad_rht
+        square = operand.block[0] == operand.block[1] or not operand.quantized
+        # Four-over-six compares sums of errors, whose order differs between a block and its transpose.
+        return operand == recipe.dgrad_weight and plain and square and not operand.four_over_six
+
+    def _weight_codes_last(self) -> bool:
+        """Whether the weight's codes are the same for every micro-batch of a step."""
+        recipe = self.recipe
+        stochastic = "stochastic" in (recipe.fprop_weight.rounding, recipe.dgrad_weight.rounding)
+        return not stochastic and not ((recipe.fprop_rht or recipe.dgrad_rht) and recipe.rht_signs == "fresh")
+
+    def _signs(self, size: int, gemm_name: str) -> Tensor:
+        signs = self.recipe.rht_signs
+        if signs == "fixed":
+            return fixed_signs(size, self.device)
+        if signs == "none":
+            return torch.ones(size, device=self.device)
+        return random_signs(size, self.numerics.key(self.step, self.micro_batch, f"{gemm_name}_signs", 0, 0), self.device)
+
+    def pad(self, y: Tensor) -> Tensor:
+        """[tokens, out] with each group of output features padded to whole blocks."""
+        extra = self.padded_group_rows - self.group_rows
+        if extra == 0:
+            return y
+        return torch.nn.functional.pad(y.unflatten(-1, (-1, self.group_rows)), (0, extra)).flatten(-2)
+
+    def unpad(self, y: Tensor) -> Tensor:
+        """The inverse of `pad`."""
+        if self.padded_group_rows == self.group_rows:
+            return y
+        return y.unflatten(-1, (-1, self.padded_group_rows))[..., : self.group_rows].flatten(-2)
+
+    def pad_rows(self, w: Tensor) -> Tensor:
+        """[out, in] with each group of output features padded to whole blocks."""
+        return self.pad(w.t()).t() if self.padded_group_rows != self.group_rows else w
+
+    def unpad_rows(self, w: Tensor) -> Tensor:
+        """The inverse of `pad_rows`."""
+        return self.unpad(w.t()).t() if self.padded_group_rows != self.group_rows else w
+
+    def wrap(self, dw: Tensor) -> Tensor:
+        """The local gradient as a DTensor like the weight."""
+        if self.mesh is None:
+            return dw
+        return DTensor.from_local(dw.contiguous(), self.mesh[0], self.mesh[1], run_check=False)

@@ -1,0 +1,23 @@
+"""How numbers become 4 bits (and 8): formats, rounding, the Hadamard transform.
+
+`quantize_nvfp4`, `NVFP4Tensor` and `random_hadamard_transform` are the stable public calls.
+"""
+
+from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
+
+__all__ = [
+    "FP8Tensor",
+    "MXFP4Tensor",
+    "NVFP4Tensor",
+    "RoundingKey",
+    "quantize_fp8",
+    "quantize_mxfp4",
+    "quantize_nvfp4",
+    "random_hadamard_transform",
+    "rounding_key",
+]

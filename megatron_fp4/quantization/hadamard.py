@@ -1,0 +1,78 @@
+"""Random Hadamard transforms (paper, section 4.2 and appendix C).
+
+    x' = (x * s) H / sqrt(size)        on tiles of `size` elements along the last dimension
+
+H is the Sylvester matrix (entries +-1, symmetric), s a vector of signs. H/sqrt(size) is orthogonal, so transforming
+both operands of a GEMM along the dot product leaves the product unchanged and spreads outliers over the tile.
+
+The sum over a tile is done by butterflies in FP32, in one fixed order, so that CPU, GPU and every shape give the same
+bits. For BF16 input each output is rounded once, as in Transformer Engine, whose kernel multiplies in BF16 with FP32
+accumulation. (For 16 BF16 values of like size the FP32 sum is exact and the order does not matter at all.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.quantization.rounding import RoundingKey, random_bits
+
+HADAMARD_SIZES = (2, 4, 8, 16, 32, 64, 128)
+
+# Transformer Engine's sign vector (mask 0xD7E8 over bits set = minus), the one vector of all layers and steps.
+_SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def fixed_signs(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """FP32 [size] of +-1, the same everywhere: Transformer Engine's vector for the first 16, then a fixed continuation.
+
+    Every size is a prefix of the 128-vector. Raises ValueError for a size that is not a power of two in 2..128.
+    """
+    _check_size(size)
+    signs = torch.tensor(_SIGNS_16, dtype=torch.float32, device=device)
+    if size > 16:
+        bits = random_bits(RoundingKey(0xD7E8), 1, size - 16, device)[0]
+        signs = torch.cat((signs, 1.0 - 2.0 * (bits & 1).to(torch.float32)))
+    return signs[:size]
+
+
+def random_signs(size: int, key: RoundingKey, device: torch.device | str = "cpu") -> Tensor:
+    """FP32 [size] of +-1 drawn from `key`: the "seed per instance" of paper E.4.3."""
+    _check_size(size)
+    bits = random_bits(key, 1, size, device)[0]
+    return 1.0 - 2.0 * ((bits >> 16) & 1).to(torch.float32)
+
+
+def random_hadamard_transform(x: Tensor, size: int = 16, signs: Tensor | None = None) -> Tensor:
+    """Transform tiles of `size` along the last dimension of `x` ([..., cols], floating point).
+
+    signs: FP32 [size] of +-1 (default: `fixed_signs(size)`; pass ones for a transform without random signs).
+    Returns the shape and dtype of `x`; FP64 is computed in FP64, everything else in FP32 and rounded once.
+    Raises ValueError if `size` is not a power of two in 2..128 or does not divide the last dimension.
+    """
+    _check_size(size)
+    if x.shape[-1] % size != 0:
+        raise ValueError(
+            f"random_hadamard_transform: the last dimension {x.shape[-1]} is not a multiple of the transform size "
+            f"{size}; choose one of {[s for s in HADAMARD_SIZES if x.shape[-1] % s == 0]}"
+        )
+    if signs is None:
+        signs = fixed_signs(size, x.device)
+    elif signs.shape != (size,):
+        raise ValueError(f"random_hadamard_transform: signs has shape {tuple(signs.shape)}, expected ({size},)")
+    working = torch.float64 if x.dtype == torch.float64 else torch.float32
+    tiles = x.to(working).unflatten(-1, (-1, size)) * signs.to(working)
+    stride = 1
+    while stride < size:
+        pairs = tiles.unflatten(-1, (size // (2 * stride), 2, stride))
+        low, high = pairs.unbind(-2)
+        tiles = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        stride *= 2
+    return (tiles * (1.0 / math.sqrt(size))).flatten(-2).to(x.dtype)
+
+
+def _check_size(size: int) -> None:
+    if size not in HADAMARD_SIZES:
+        raise ValueError(f"Hadamard transform size {size} is not supported; choose one of {list(HADAMARD_SIZES)}")

@@ -1,0 +1,169 @@
+"""NVFP4: E2M1 codes, one E4M3 scale for 16 (or 16x16) elements, one FP32 scale for the tensor.
+
+The arithmetic is FP32, in exactly the order of paper appendix B.1-B.3 as Transformer Engine's reference has it
+(folding the 1/6 into the tensor scale first, one true division each for the tensor scale and the block's encode
+scale), because every deviation moves codes:
+
+    S      = min(6 * 448 / amax, FLT_MAX), or 1 where that is 0 (amax = inf)
+    scale  = e4m3(clamp(block_amax * (S * (1/6)), -448, 448))
+    encode = min(1 / (scale * (1/S)), FLT_MAX)
+    code   = e2m1(clamp(x * encode, -6, 6))
+    value  = code * scale * amax / 2688
+
+Edges that follow from it: an all-zero tensor has zero codes and zero scales; a nonzero block whose scale underflows
+keeps saturated codes under scale 0 and decodes to 0; a negative zero in the input takes code 0, a negative value that
+rounds to zero takes code 8. NaN or inf anywhere makes amax NaN or inf, and then nothing decodes to a finite number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.quantization.formats import (
+    E2M1_MAX,
+    E4M3_MAX,
+    FP32_MAX,
+    e2m1_codes,
+    pack_codes,
+    round_e2m1_nearest,
+    round_e2m1_stochastic,
+    to_e4m3,
+)
+from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, random_uniform
+from megatron_fp4.quantization.tensor import NVFP4Tensor, as_rows, block_amax
+
+NVFP4_BLOCKS = ((1, 16), (16, 16))
+FOUR_OVER_SIX_SCALE_MAX = 256.0
+
+
+def quantize_nvfp4(
+    x: Tensor,
+    block: tuple[int, int] = (1, 16),
+    rounding: str = "nearest",
+    *,
+    key: RoundingKey | None = None,
+    amax: Tensor | None = None,
+    four_over_six: bool = False,
+) -> NVFP4Tensor:
+    """Quantize `x` ([..., cols], floating point) along its last dimension.
+
+    block: (1, 16), or (16, 16) for one scale per 16 rows x 16 columns.
+    rounding: `nearest` (ties to the even code) or `stochastic`, whose draws come from `key` and the element's
+        position; without a key, one is drawn from torch's default generator.
+    amax: FP32 0-dim largest magnitude to scale by, where it is that of a larger tensor of which `x` is a shard.
+    four_over_six: per block also try to map the largest value to 4 (scale x 1.5) and keep the choice with the smaller
+        absolute error, ties keeping 6 (arXiv 2512.02010); the largest block scale is then mapped to 256.
+
+    Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
+    tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons, see the top of this file.
+    """
+    if tuple(block) not in NVFP4_BLOCKS:
+        raise ValueError(f"quantize_nvfp4: block {tuple(block)} is not one of {NVFP4_BLOCKS}")
+    check_rounding(rounding, "quantize_nvfp4")
+    rows = as_rows(x, block, "quantize_nvfp4")
+    if rounding == "stochastic" and key is None:
+        key = fresh_rounding_key()
+    encoded = encode_nvfp4(rows, block, key if rounding == "stochastic" else None, amax, four_over_six)
+    lead = x.shape[:-1]
+    return NVFP4Tensor(
+        codes=pack_codes(e2m1_codes(encoded.values, encoded.negative)).reshape(*lead, -1),
+        scales=encoded.scales.reshape(*lead, -1),
+        amax=encoded.amax,
+        block=(block[0], block[1]),
+        scale_max=encoded.scale_max,
+    )
+
+
+def check_rounding(rounding: str, name: str) -> None:
+    """ValueError unless `rounding` is one of the two modes."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"{name}: rounding {rounding!r} is not 'nearest' or 'stochastic'")
+
+
+@dataclass(frozen=True)
+class EncodedNVFP4:
+    """`quantize_nvfp4` before packing: FP32 grid values [rows, cols] and where the code's sign bit is set, E4M3 scales
+    [rows, cols / 16], FP32 0-dim amax."""
+
+    values: Tensor
+    negative: Tensor
+    scales: Tensor
+    amax: Tensor
+    scale_max: float
+
+    def block_values(self) -> Tensor:
+        """FP32 `code * block scale` [rows, cols]."""
+        return (self.values.unflatten(-1, (-1, 16)) * self.scales.to(torch.float32)[..., None]).flatten(-2)
+
+
+def encode_nvfp4(
+    rows: Tensor,
+    block: tuple[int, int],
+    key: RoundingKey | None,
+    amax: Tensor | None = None,
+    four_over_six: bool = False,
+) -> EncodedNVFP4:
+    """The numbers of `quantize_nvfp4` for checked FP32 [rows, cols], unpacked. `key` None rounds to nearest."""
+    amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
+    scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
+    tensor_scale = encode_tensor_scale(amax, scale_max)
+    vector_amax = block_amax(rows, block)
+    uniform = None if key is None else random_uniform(key, rows.shape[0], rows.shape[1], rows.device)
+    if not four_over_six:
+        sixth = tensor_scale * torch.full_like(tensor_scale, E2M1_MAX).reciprocal()
+        scales = to_e4m3((vector_amax * sixth).clamp(max=FP32_MAX))
+        scaled = _encode(rows, scales, tensor_scale)
+        return EncodedNVFP4(_round(scaled, uniform), scaled < 0, scales, amax, scale_max)
+
+    base = vector_amax / torch.full_like(vector_amax, E2M1_MAX) * tensor_scale
+    scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
+    scaled_6, scaled_4 = _encode(rows, scales_6, tensor_scale), _encode(rows, scales_4, tensor_scale)
+    error_6 = _block_error(rows, scaled_6, scales_6, amax, scale_max, block)
+    error_4 = _block_error(rows, scaled_4, scales_4, amax, scale_max, block)
+    take_4 = error_4 < error_6
+    scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
+    scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
+    return EncodedNVFP4(_round(scaled, uniform), scaled < 0, scales, amax, scale_max)
+
+
+def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
+    """S, the FP32 factor that maps the largest block scale to `scale_max` (paper eq. 1), 0-dim."""
+    # `2688.0 / amax` would be amax.reciprocal() * 2688 in PyTorch: one rounding too many, and codes move.
+    scale = torch.div(torch.full_like(amax, E2M1_MAX * scale_max), amax).clamp(max=FP32_MAX)
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _encode(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+    inverse = tensor_scale.reciprocal()
+    encode = (scales.to(torch.float32) * inverse).reciprocal().clamp(max=FP32_MAX)
+    scaled = rows.unflatten(-1, (-1, 16)) * encode[..., None]
+    return scaled.flatten(-2).clamp_(-E2M1_MAX, E2M1_MAX)
+
+
+def _round(scaled: Tensor, uniform: Tensor | None) -> Tensor:
+    return round_e2m1_nearest(scaled) if uniform is None else round_e2m1_stochastic(scaled, uniform)
+
+
+def _block_error(
+    rows: Tensor, scaled: Tensor, scales: Tensor, amax: Tensor, scale_max: float, block: tuple[int, int]
+) -> Tensor:
+    """Sum of absolute errors of a nearest rounding over each block, [rows, cols / 16], replicated over its rows.
+
+    Summed element by element along a block's columns and by halves over its rows, Transformer Engine's order: two
+    choices that err alike must compare the same everywhere.
+    """
+    decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
+    difference = (decoded * amax / (E2M1_MAX * scale_max) - rows.unflatten(-1, (-1, 16))).abs()
+    error = torch.zeros_like(difference[..., 0])
+    for column in range(16):
+        error = error + difference[..., column]
+    if block[0] > 1:
+        error = error.unflatten(0, (-1, block[0]))
+        while error.shape[1] > 1:
+            half = error.shape[1] // 2
+            error = error[:, :half] + error[:, half:]
+        error = error[:, 0].repeat_interleave(block[0], dim=0)
+    return error

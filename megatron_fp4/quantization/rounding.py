@@ -1,0 +1,82 @@
+"""Random draws as a pure function of who asks and where the element lies.
+
+Stochastic rounding must give the same codes after a restart, at any mesh, on CPU and on GPU. A stateful generator
+cannot do that; a counter-based one can. A draw here depends on
+
+    a 64-bit key:  run seed, step, global micro-batch index, name of the linear, name of the operand;
+    a position:    row and column of the element in the *global* tensor.
+
+The key is split in two 32-bit halves. Row and column are hashed separately (a few thousand hashes), and each element
+mixes the exclusive-or of its two hashes once more (`lowbias32`, Chris Wellons' two-multiplication finalizer, whose
+bias is near the statistical minimum). Positions never overflow, whatever the tensor's size, and a rank that holds a
+shard needs only the shard's offset.
+
+All arithmetic is modulo 2^32. PyTorch's int32 wraps in multiplication; its right shift is arithmetic, hence the masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B9
+_MIX_A = 0x7FEB352D
+_MIX_B = 0x846CA68B
+
+
+@dataclass(frozen=True)
+class RoundingKey:
+    """Where the draws of one quantization come from.
+
+    key: 64 bits, from `rounding_key`. row_offset, column_offset: position of the local tensor's first element in the
+    global tensor, for tensors that are shards.
+    """
+
+    key: int
+    row_offset: int = 0
+    column_offset: int = 0
+
+
+def rounding_key(*parts: int | str, row_offset: int = 0, column_offset: int = 0) -> RoundingKey:
+    """The key of one quantization from its coordinates, for instance (seed, step, micro-batch, linear, operand)."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return RoundingKey(int.from_bytes(digest, "little"), row_offset, column_offset)
+
+
+def fresh_rounding_key() -> RoundingKey:
+    """A key drawn from torch's default CPU generator, for callers that have no position in a run."""
+    return RoundingKey(int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64)))
+
+
+def random_bits(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
+    """32 random bits for every element of a [num_rows, num_columns] tensor, as int32."""
+    row_hash = _hash_positions(key.key & 0xFFFFFFFF, key.row_offset, num_rows, device)
+    column_hash = _hash_positions(key.key >> 32, key.column_offset, num_columns, device)
+    return _mix(row_hash[:, None] ^ column_hash[None, :])
+
+
+def random_uniform(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
+    """FP32 draws in [0, 1) with 22 bits each (the highest), [num_rows, num_columns]."""
+    bits = random_bits(key, num_rows, num_columns, device)
+    return (bits >> 10).bitwise_and_(0x3FFFFF).to(torch.float32).mul_(2.0**-22)
+
+
+def _hash_positions(seed: int, offset: int, count: int, device: torch.device | str) -> Tensor:
+    position = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
+    return _mix(_as_int32((position * _GOLDEN + seed) & 0xFFFFFFFF))
+
+
+def _as_int32(values: Tensor) -> Tensor:
+    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16).bitwise_and_(0xFFFF)
+    x.mul_(_MIX_A)
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x.mul_(_MIX_B - 2**32)
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
