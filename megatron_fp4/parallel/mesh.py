@@ -117,7 +117,8 @@ def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
             f"parallel.replicate={config.replicate}"
         )
     shard = world // (config.tensor * config.replicate)
-    dims, names = (shard, config.tensor), ("dp", "tp")
+    dims: tuple[int, ...] = (shard, config.tensor)
+    names: tuple[str, ...] = ("dp", "tp")
     if config.replicate > 1:
         dims, names = (config.replicate, *dims), ("replicate", *names)
     sequence = config.tensor > 1 if config.sequence is None else config.sequence and config.tensor > 1

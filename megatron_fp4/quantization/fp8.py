@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.quantization.formats import E4M3_MAX, FP32_MAX, to_e4m3
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, random_bits
 from megatron_fp4.quantization.nvfp4 import check_rounding
+from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, random_bits
 from megatron_fp4.quantization.tensor import FP8Tensor, as_rows, block_amax
 
 FP8_BLOCKS = ((1, 128), (128, 128))

@@ -1,0 +1,155 @@
+"""The plan: which linear has which recipe, and why.
+
+Selective high precision (paper, sections 4.1 and E.2): linears are quantized by the run's recipe except those of the
+first and last blocks, those whose names match a pattern, and those that a plan file lists. Both linears of a block
+follow the block. Embedding, head, norms and everything between the linears are never quantized and do not appear.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from megatron_fp4.config import Bf16BlocksConfig
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.recipe import BF16, Recipe, switched_recipe
+
+if TYPE_CHECKING:
+    from megatron_fp4.precision.linear import LinearNumerics
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear as the plan sees it: its name (`blocks.<index>.mixer.<projection>`), block, and global shape."""
+
+    name: str
+    block: int
+    in_features: int
+    out_features: int
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of the forward GEMM, a multiply and an add counted as two; training takes three times that."""
+        return 2 * self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class PlannedLinear:
+    """One row of the plan."""
+
+    linear: LinearShape
+    recipe: Recipe
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe for every quantizable linear of a model, in order of execution."""
+
+    rows: tuple[PlannedLinear, ...]
+
+    @property
+    def num_quantized(self) -> int:
+        """Number of linears with at least one quantized operand."""
+        return sum(row.recipe.quantized for row in self.rows)
+
+    @property
+    def share_of_linears(self) -> float:
+        """Quantized linears over all linears, 0..1."""
+        return self.num_quantized / max(1, len(self.rows))
+
+    @property
+    def quantized_flops_per_token(self) -> int:
+        """Forward FLOPs per token in quantized linears."""
+        return sum(row.linear.flops_per_token for row in self.rows if row.recipe.quantized)
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Forward FLOPs per token in all linears of the plan."""
+        return sum(row.linear.flops_per_token for row in self.rows)
+
+    def switched(self, target: Plan, scope: str) -> Plan:
+        """The plan after a precision switch of `scope` to `target`, a plan of the same model."""
+        rows = []
+        for now, then in zip(self.rows, target.rows, strict=True):
+            recipe = switched_recipe(now.recipe, then.recipe, scope) if now.recipe != then.recipe else now.recipe
+            rows.append(PlannedLinear(now.linear, recipe, f"precision switch ({scope}); before: {now.reason}"))
+        return Plan(tuple(rows))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For YAML and checkpoints: the recipes written out, and every linear with its recipe's name and the reason."""
+        recipes = {row.recipe.name: row.recipe.describe() for row in self.rows}
+        linears = {row.linear.name: {"recipe": row.recipe.name, "why": row.reason} for row in self.rows}
+        return {
+            "recipes": recipes,
+            "linears": linears,
+            "quantized_linears": f"{self.num_quantized} of {len(self.rows)}",
+            "bf16": [row.linear.name for row in self.rows if not row.recipe.quantized],
+        }
+
+
+def build_plan(linears: Iterable[LinearShape], recipe: Recipe, bf16: Bf16BlocksConfig, num_blocks: int) -> Plan:
+    """The plan of a model with `num_blocks` blocks.
+
+    Raises ValueError if a name pattern or a plan file names no linear of this model, or the file cannot be read.
+    """
+    shapes = list(linears)
+    listed = _read_plan_file(bf16.file, {shape.name for shape in shapes}) if bf16.file else frozenset()
+    for pattern in bf16.names:
+        if not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in shapes):
+            names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
+            raise ValueError(
+                f"precision.bf16_blocks.names has {pattern!r}, which matches no linear; names are "
+                f"blocks.<0..{num_blocks - 1}>.<one of {names}>"
+            )
+    rows = []
+    for shape in shapes:
+        reason = _bf16_reason(shape, bf16, num_blocks, listed) if recipe.quantized else "the run's recipe"
+        planned = BF16 if reason and recipe.quantized else recipe
+        rows.append(PlannedLinear(shape, planned, reason or "the run's recipe"))
+    return Plan(tuple(rows))
+
+
+def apply_plan(linears: Mapping[str, LinearNumerics], plan: Plan, clock: RunClock) -> None:
+    """Put `plan` into effect from the next forward pass on; `linears` maps names to the layers' numerics.
+
+    Quantized weights that a layer kept are dropped: they belong to the recipe before.
+    """
+    rows = {row.linear.name: row for row in plan.rows}
+    assert rows.keys() == linears.keys(), "the plan is of another model"
+    for name, numerics in linears.items():
+        numerics.name, numerics.recipe, numerics.clock = name, rows[name].recipe, clock
+        numerics.weight_cache = None
+
+
+def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:
+    """Why a linear stays in BF16, or an empty string if it does not."""
+    if shape.block < bf16.first:
+        return f"block {shape.block} is one of the first {bf16.first}"
+    if shape.block >= num_blocks - bf16.last:
+        return f"block {shape.block} is one of the last {bf16.last}"
+    for pattern in bf16.names:
+        if fnmatch.fnmatchcase(shape.name, pattern):
+            return f"its name matches {pattern}"
+    return f"listed in {Path(bf16.file or '').name}" if shape.name in listed else ""
+
+
+def _read_plan_file(path: str, known: set[str]) -> frozenset[str]:
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"precision.bf16_blocks.file={path} cannot be read: {error}") from error
+    names = content.get("bf16") if isinstance(content, dict) else None
+    if not isinstance(names, list):
+        raise ValueError(f"precision.bf16_blocks.file={path} has no list of linears under the key `bf16`")
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(
+            f"precision.bf16_blocks.file={path} lists {unknown[0]!r}, which is no linear of this model; was the file "
+            f"made for another model?"
+        )
+    return frozenset(names)
