@@ -1,0 +1,7 @@
+"""Training data: from text to the tokens of any global sample index.
+
+From the ground up: `indexed_dataset` (the file format), `tokenizer`, `permutation` and `samples` (a source's
+shuffled samples), `blend` and `phases` (which source serves global sample i), `loader` (micro-batches,
+workers, state), `validation` (fixed held-out windows), `builtin` (the corpus every Python carries), `bundle`
+(one entry).
+"""

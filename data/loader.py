@@ -1,0 +1,229 @@
+"""The loader: every rank's micro-batches as a pure function of (seed, phases, global sample index).
+
+Global batch b covers the global samples [b * G, (b + 1) * G). Its micro-batch m covers `micro_batch_size`
+consecutive ones of them, and data-parallel rank r of R takes m = r, r + R, r + 2R, ...: the same
+micro-batches exist at any R, so another number of ranks or workers, or a restart anywhere, changes neither
+their content nor their order. The whole state is the number of samples consumed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from data.fingerprint import data_fingerprint, differences
+from data.phases import PhaseSchedule
+from data.samples import SampleSource
+from data.workers import WorkerSetup, signals_held_back
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Micro-batch `index` of its global batch: tokens and targets, int64 [micro_batch_size, seq_length].
+
+    targets[:, t] is the token that follows tokens[:, t]. The index is the same at any data-parallel size.
+    """
+
+    index: int
+    tokens: torch.Tensor
+    targets: torch.Tensor
+
+    def pin_memory(self) -> MicroBatch:
+        """The same in page-locked memory; DataLoader calls it by this name."""
+        return MicroBatch(self.index, self.tokens.pin_memory(), self.targets.pin_memory())
+
+
+class GlobalSamples(Dataset[tuple[int, np.ndarray]]):
+    """The samples of a run by global sample index: item i is (i, int64 [seq_length + 1])."""
+
+    def __init__(self, schedule: PhaseSchedule, sources: Mapping[str, SampleSource]) -> None:
+        self.schedule = schedule
+        self.sources = dict(sources)
+
+    def __len__(self) -> int:
+        return self.schedule.num_samples
+
+    def __getitem__(self, index: int) -> tuple[int, np.ndarray]:
+        location = self.schedule.locate(index)
+        return index, self.sources[location.source].sample(location.ordinal)
+
+
+class MicroBatchLoader:
+    """Loads one rank's micro-batches, step by step.
+
+    `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers
+    processes prepare `prefetch` micro-batches each ahead of time; with 0 the rank prepares each when it needs
+    it, and prefetch has no meaning. pin_memory is for a rank with a GPU. The global random state is left
+    alone.
+
+    Raises ValueError when a source is missing or the global batch does not divide into whole rounds of
+    micro-batches.
+    """
+
+    def __init__(
+        self,
+        schedule: PhaseSchedule,
+        sources: Mapping[str, SampleSource],
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        num_workers: int = 1,
+        pin_memory: bool = False,
+        prefetch: int = 2,
+    ) -> None:
+        global_batch_size = schedule.global_batch_size
+        if not 0 <= dp_rank < dp_size:
+            raise ValueError(f"dp_rank is {dp_rank}, which is not a rank of dp_size {dp_size}")
+        if micro_batch_size < 1 or global_batch_size % (micro_batch_size * dp_size):
+            raise ValueError(
+                f"the global batch of {global_batch_size} samples is not a multiple of micro_batch_size * "
+                f"dp_size = {micro_batch_size} * {dp_size}: every rank must get equally many whole "
+                "micro-batches"
+            )
+        if num_workers < 0 or prefetch < 1:
+            raise ValueError(f"num_workers is {num_workers} and prefetch {prefetch}; they start at 0 and at 1")
+        missing = [name for name in schedule.source_names if name not in sources]
+        if missing:
+            raise ValueError(
+                f"the phases draw from {', '.join(missing)}, but the data has the sources "
+                f"{', '.join(sources)}; correct the blends of the phases or add the source"
+            )
+        settings = {(sources[name].seq_length, sources[name].seed) for name in schedule.source_names}
+        if len(settings) > 1:
+            raise ValueError(f"the sources differ in (seq_length, seed): {sorted(settings)}; make them agree")
+        self.schedule = schedule
+        self.sources = {name: sources[name] for name in schedule.source_names}
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.prefetch = prefetch
+        self.consumed_samples = 0
+        """Global samples handed out so far, by all ranks together, the step in progress included."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that this rank gets in a step."""
+        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+
+    @property
+    def consumed_steps(self) -> int:
+        """The step to go on with."""
+        return self.consumed_samples // self.global_batch_size
+
+    def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
+        """This rank's micro-batches of the steps [start_step, end_step), a list for each step.
+
+        Workers live until the iterator ends or is closed. Raises ValueError for a span outside the run.
+        """
+        if not 0 <= start_step <= end_step <= self.schedule.num_steps:
+            raise ValueError(
+                f"steps [{start_step}, {end_step}) are outside the run of {self.schedule.num_steps} steps "
+                "that the phases were laid out for"
+            )
+        return self._steps(start_step, end_step)
+
+    def _steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
+        setup = WorkerSetup()
+        loader: DataLoader[Any] = DataLoader(
+            GlobalSamples(self.schedule, self.sources),
+            batch_sampler=_MicroBatchIndices(self, start_step, end_step),
+            collate_fn=self._collate,
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch if self.num_workers else None,
+            pin_memory=self.pin_memory,
+            worker_init_fn=setup,
+            # Without its own generator DataLoader draws from the global one, and a resumed run would draw
+            # once more.
+            generator=torch.Generator(),
+        )
+        with signals_held_back():
+            micro_batches = iter(loader)
+        # Should the run end by an exception, multiprocessing stops the workers at exit; see workers.py.
+        atexit.register(setup.release)
+        try:
+            for step in range(start_step, end_step):
+                batch = [next(micro_batches) for _ in range(self.num_micro_batches)]
+                self.consumed_samples = (step + 1) * self.global_batch_size
+                yield batch
+        finally:
+            setup.release()
+            atexit.unregister(setup.release)
+
+    def _collate(self, samples: Sequence[tuple[int, np.ndarray]]) -> MicroBatch:
+        index = samples[0][0] % self.global_batch_size // self.micro_batch_size
+        tokens = torch.from_numpy(np.stack([tokens for _, tokens in samples]))
+        return MicroBatch(index, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the data of this run (see fingerprint.py). Reads the sources' indexes once."""
+        return data_fingerprint(self.schedule, self.sources)
+
+    def state_dict(self) -> dict[str, Any]:
+        """consumed_samples and the fingerprint: JSON types, equal on all ranks."""
+        return {"consumed_samples": self.consumed_samples, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any], allow_other_data: bool = False) -> None:
+        """Take up where a checkpoint stood; go on with steps(loader.consumed_steps, ...).
+
+        Raises ValueError, with what differs, when this run's data would not have given the samples that the
+        checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
+        """
+        consumed = int(state["consumed_samples"])
+        if consumed % self.global_batch_size or not 0 <= consumed <= self.schedule.num_samples:
+            raise ValueError(
+                f"the checkpoint stands after {consumed} samples, which is not a whole number of global "
+                f"batches of {self.global_batch_size} within a run of {self.schedule.num_samples} samples; "
+                "resume with the checkpoint's global batch size and at least its number of steps"
+            )
+        found = differences(state["fingerprint"], self.fingerprint, consumed)
+        if found and not allow_other_data:
+            raise ValueError(
+                "this run's data is not the data of the checkpoint: " + "; ".join(found) + ". Restore those settings "
+                "and files, or allow other data explicitly, which gives up exact resumption"
+            )
+        self.consumed_samples = consumed
+
+
+class _MicroBatchIndices:
+    """The global sample indices of a rank's micro-batches, in order, in steps [start_step, end_step)."""
+
+    def __init__(self, loader: MicroBatchLoader, start_step: int, end_step: int) -> None:
+        stride = loader.micro_batch_size * loader.dp_size
+        self._firsts = range(
+            start_step * loader.global_batch_size + loader.dp_rank * loader.micro_batch_size,
+            end_step * loader.global_batch_size,
+            stride,
+        )
+        self._size = loader.micro_batch_size
+
+    def __len__(self) -> int:
+        return len(self._firsts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in self._firsts:
+            yield list(range(first, first + self._size))
+
+
+def batch_hash(micro_batches: Iterable[MicroBatch]) -> str:
+    """A sha256 of micro-batches' indices, tokens and targets, whatever order they are given in.
+
+    Of a rank's list it identifies its share of a step; of all ranks' lists together, the step.
+    """
+    digest = hashlib.sha256()
+    for batch in sorted(micro_batches, key=lambda batch: batch.index):
+        digest.update(batch.index.to_bytes(8, "little"))
+        digest.update(batch.tokens.contiguous().numpy().tobytes())
+        digest.update(batch.targets.contiguous().numpy().tobytes())
+    return digest.hexdigest()

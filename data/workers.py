@@ -1,0 +1,65 @@
+"""How loader workers live and die: never a checkpoint of their own, never outliving the rank that made them.
+
+A worker is forked from a rank that has handlers which save a checkpoint on SIGTERM or SIGUSR1, and launchers
+send those signals to the whole process group. A worker must neither run the handlers nor die of the signal,
+because the rank still has a step to finish. Yet at the end multiprocessing stops workers by SIGTERM and waits
+for them, so a worker may not ignore it always: the rank sets `released` first. A rank that is killed cannot
+do so; then the kernel kills its workers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.sharedctypes import RawValue
+from types import FrameType
+
+# What launchers, schedulers and terminals send to every process of a job; SIGTERM is handled apart.
+_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Block the signals around a fork, so that a worker meets none before `WorkerSetup` ran in it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_LEFT_TO_THE_RANK, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class WorkerSetup:
+    """The `worker_init_fn` of one set of workers; made in the rank, called in each worker.
+
+    The rank must make the workers in a thread that outlives them (the main thread does): the kernel takes the
+    end of that thread for the end of the rank.
+    """
+
+    def __init__(self) -> None:
+        self._rank_pid = os.getpid()
+        self._released = RawValue(ctypes.c_bool, False)
+
+    def release(self) -> None:
+        """In the rank: from now on SIGTERM ends the workers."""
+        self._released.value = True
+
+    def __call__(self, worker: int) -> None:
+        """In worker number `worker`: tie its life to the rank's and let go of the rank's signal handlers."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != self._rank_pid:  # the rank died before the line above
+            os._exit(1)
+        signal.set_wakeup_fd(-1)
+        for number in _LEFT_TO_THE_RANK:
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_LEFT_TO_THE_RANK, signal.SIGTERM))
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self._released.value:
+            os._exit(0)

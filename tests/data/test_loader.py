@@ -1,0 +1,190 @@
+"""The loader's promise: the same global order at any data-parallel size, worker count and restart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from data.indexed_dataset import IndexedDataset
+from data.loader import MicroBatch, MicroBatchLoader, batch_hash
+from data.phases import Phase, PhaseSchedule
+from data.samples import SampleSource
+
+MakeDataset = Callable[..., IndexedDataset]
+Sources = Mapping[str, SampleSource]
+
+NUM_STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ_LENGTH = 20, 8, 2, 6
+PHASES = (
+    Phase("broad", 0.7, {"code": 0.7, "prose": 0.3}),
+    Phase("balanced", 0.2, {"code": 0.5, "prose": 0.5}),
+    Phase("late", 0.1, {"code": 0.3, "prose": 0.7}),
+)
+
+
+def schedule(num_steps: int = NUM_STEPS, global_batch_size: int = GLOBAL_BATCH) -> PhaseSchedule:
+    return PhaseSchedule(PHASES, num_steps, global_batch_size)
+
+
+def open_sources(make_dataset: MakeDataset, seed: int = 5, num_tokens: int = 500) -> dict[str, SampleSource]:
+    """Small enough that the run is several epochs long."""
+    return {
+        name: SampleSource(name, make_dataset(name, num_tokens), SEQ_LENGTH, seed, vocab_size=1000)
+        for name in ("code", "prose")
+    }
+
+
+@pytest.fixture
+def sources(make_dataset: MakeDataset) -> dict[str, SampleSource]:
+    return open_sources(make_dataset)
+
+
+def loader(sources: Sources, dp_rank: int = 0, dp_size: int = 1, num_workers: int = 0) -> MicroBatchLoader:
+    return MicroBatchLoader(schedule(), sources, MICRO_BATCH, dp_rank, dp_size, num_workers)
+
+
+def step_hashes(
+    sources: Sources, dp_size: int = 1, num_workers: int = 0, span: tuple[int, int] = (0, NUM_STEPS)
+) -> list[str]:
+    """The hash of each whole step, put together from all ranks."""
+    ranks = [loader(sources, rank, dp_size, num_workers).steps(*span) for rank in range(dp_size)]
+    return [batch_hash([batch for share in shares for batch in share]) for shares in zip(*ranks, strict=True)]
+
+
+def test_micro_batches_are_the_schedules_samples_in_order(sources: Sources) -> None:
+    plan = schedule()
+    for step, batches in enumerate(loader(sources).steps(0, NUM_STEPS)):
+        assert [batch.index for batch in batches] == [0, 1, 2, 3]
+        rows = torch.cat([torch.cat([b.tokens, b.targets[:, -1:]], dim=1) for b in batches])
+        for row, sample in zip(rows, range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH), strict=True):
+            location = plan.locate(sample)
+            assert np.array_equal(row.numpy(), sources[location.source].sample(location.ordinal))
+        for batch in batches:
+            assert batch.tokens.shape == batch.targets.shape == (MICRO_BATCH, SEQ_LENGTH)
+            assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+            assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+
+
+@pytest.mark.parametrize("dp_size", [2, 4])
+def test_order_is_the_same_at_any_data_parallel_size(sources: Sources, dp_size: int) -> None:
+    assert step_hashes(sources, dp_size) == step_hashes(sources)
+
+
+def test_ranks_take_turns(sources: Sources) -> None:
+    for rank in range(2):
+        step = next(iter(loader(sources, rank, 2).steps(3, 4)))
+        assert [batch.index for batch in step] == [rank, rank + 2]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_order_is_the_same_at_any_number_of_workers(sources: Sources, num_workers: int) -> None:
+    assert step_hashes(sources, num_workers=num_workers) == step_hashes(sources)
+
+
+@pytest.mark.parametrize("start", [5, 14, 15, 18], ids=["mid-phase", "boundary", "after boundary", "last"])
+@pytest.mark.parametrize(("dp_size", "num_workers"), [(1, 0), (2, 1), (1, 2)])
+def test_restart_anywhere_gives_the_same_batches(sources: Sources, start: int, dp_size: int, num_workers: int) -> None:
+    assert step_hashes(sources, dp_size, num_workers, (start, NUM_STEPS)) == step_hashes(sources)[start:]
+
+
+def test_state_is_the_number_of_consumed_samples(sources: Sources, make_dataset: MakeDataset) -> None:
+    first = loader(sources, num_workers=2)
+    hashes = []
+    for step, batches in enumerate(first.steps(0, NUM_STEPS)):
+        hashes.append(batch_hash(batches))
+        # Workers are ahead by now; the state must not be.
+        assert first.consumed_samples == (step + 1) * GLOBAL_BATCH
+        if step == 9:
+            break
+    state = json.loads(json.dumps(first.state_dict()))
+    second = loader(open_sources(make_dataset))
+    second.load_state_dict(state)
+    assert second.consumed_steps == 10
+    hashes += [batch_hash(batches) for batches in second.steps(second.consumed_steps, NUM_STEPS)]
+    assert hashes == step_hashes(sources)
+
+
+def test_the_global_random_state_is_left_alone(sources: Sources) -> None:
+    before = torch.get_rng_state()
+    for num_workers in (0, 1):
+        list(loader(sources, num_workers=num_workers).steps(0, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_hash_sees_order_and_content() -> None:
+    one = MicroBatch(0, torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))
+    two = MicroBatch(1, torch.tensor([[4, 5]]), torch.tensor([[5, 6]]))
+    assert batch_hash([one, two]) == batch_hash([two, one])
+    swapped = [MicroBatch(1, one.tokens, one.targets), MicroBatch(0, two.tokens, two.targets)]
+    assert batch_hash(swapped) != batch_hash([one, two])
+    assert batch_hash([MicroBatch(0, torch.tensor([[1, 7]]), one.targets), two]) != batch_hash([one, two])
+
+
+def resume(state: dict[str, object], sources: Sources, plan: PhaseSchedule | None = None) -> MicroBatchLoader:
+    resumed = MicroBatchLoader(plan or schedule(), sources, MICRO_BATCH, 0, 1, num_workers=0)
+    resumed.load_state_dict(state)
+    return resumed
+
+
+def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset: MakeDataset) -> None:
+    before = loader(sources)
+    before.consumed_samples = 15 * GLOBAL_BATCH
+    state = before.state_dict()
+    resume(state, sources)
+    with pytest.raises(ValueError, match="seed was 5 and is now 6"):
+        resume(state, open_sources(make_dataset, seed=6))
+    other = PhaseSchedule([Phase("only", 1.0, {"code": 0.7, "prose": 0.3})], NUM_STEPS, GLOBAL_BATCH)
+    with pytest.raises(ValueError, match="phases up to sample 120 were"):
+        resume(state, sources, other)
+    swapped = [Phase(p.name, p.fraction, dict(reversed(p.blend.items()))) for p in PHASES]
+    with pytest.raises(ValueError, match="phases up to sample 120 were"):  # ties in the blend fall otherwise
+        resume(state, sources, PhaseSchedule(swapped, NUM_STEPS, GLOBAL_BATCH))
+    with pytest.raises(ValueError, match=r"source 'code' had 500 tokens .* and now has 600"):
+        resume(state, open_sources(make_dataset, num_tokens=600))
+    changed = MicroBatchLoader(schedule(), open_sources(make_dataset, seed=6), MICRO_BATCH, 0, 1)
+    changed.load_state_dict(state, allow_other_data=True)
+    assert changed.consumed_steps == 15
+
+
+def test_a_run_may_change_what_it_has_not_reached(sources: Sources, make_dataset: MakeDataset) -> None:
+    before = loader(sources)
+    before.consumed_samples = 15 * GLOBAL_BATCH
+    state = before.state_dict()
+    sources = {
+        **sources,
+        "new": SampleSource("new", make_dataset("new", 300), SEQ_LENGTH, 5, vocab_size=1000),
+    }
+    phases = [*PHASES[:2], Phase("late", 0.1, {"new": 1.0})]
+    assert resume(state, sources, PhaseSchedule(phases, NUM_STEPS, GLOBAL_BATCH)).consumed_steps == 15
+    with pytest.raises(ValueError, match="phases up to sample"):  # 15 steps are past the first boundary
+        resume(state, sources, schedule(num_steps=40))
+    before.consumed_samples = 14 * GLOBAL_BATCH
+    assert resume(before.state_dict(), sources, schedule(num_steps=40)).consumed_steps == 14
+
+
+def test_a_position_that_this_run_does_not_have_is_refused(sources: Sources) -> None:
+    state = loader(sources).state_dict()
+    for consumed in (12, 21 * GLOBAL_BATCH, -GLOBAL_BATCH):
+        with pytest.raises(ValueError, match="whole number of global batches"):
+            resume({**state, "consumed_samples": consumed}, sources)
+
+
+def test_misuse_is_explained(sources: Sources, make_dataset: MakeDataset) -> None:
+    with pytest.raises(ValueError, match="global batch of 8 samples is not a multiple"):
+        MicroBatchLoader(schedule(), sources, 3, 0, 1)
+    with pytest.raises(ValueError, match=r"2 \* 8"):
+        MicroBatchLoader(schedule(), sources, 2, 0, 8)
+    with pytest.raises(ValueError, match="not a rank of dp_size 2"):
+        MicroBatchLoader(schedule(), sources, 2, 2, 2)
+    with pytest.raises(ValueError, match="num_workers is -1"):
+        MicroBatchLoader(schedule(), sources, 2, 0, 1, num_workers=-1)
+    with pytest.raises(ValueError, match="draw from prose, but the data has the sources code"):
+        MicroBatchLoader(schedule(), {"code": sources["code"]}, 2, 0, 1)
+    with pytest.raises(ValueError, match="outside the run of 20 steps"):
+        loader(sources).steps(0, 21)
+    mixed = {"code": sources["code"], "prose": open_sources(make_dataset, seed=6)["prose"]}
+    with pytest.raises(ValueError, match="make them agree"):
+        MicroBatchLoader(schedule(), mixed, 2, 0, 1)

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from data.phases import Phase, PhaseSchedule
+
+PHASES = [
+    Phase("broad", 0.7, {"code": 0.7, "prose": 0.3}),
+    Phase("balanced", 0.2, {"code": 0.5, "prose": 0.5}),
+    Phase("late", 0.1, {"prose": 0.6, "new": 0.4}),
+]
+
+
+def test_boundaries_are_whole_steps_and_cover_the_run() -> None:
+    schedule = PhaseSchedule(PHASES, num_steps=101, global_batch_size=6)
+    assert [(span.start, span.end) for span in schedule.spans] == [(0, 426), (426, 546), (546, 606)]
+    assert schedule.num_samples == 606
+    assert schedule.tokens_per_phase(10) == {"broad": 4260, "balanced": 1200, "late": 600}
+
+
+def test_ordinals_go_on_across_phases() -> None:
+    schedule = PhaseSchedule(PHASES, num_steps=101, global_batch_size=6)
+    seen: Counter[str] = Counter()
+    for i in range(schedule.num_samples):
+        location = schedule.locate(i)
+        assert location.ordinal == seen[location.source]
+        assert location.phase == ("broad" if i < 426 else "balanced" if i < 546 else "late")
+        seen[location.source] += 1
+    assert schedule.samples_per_source() == dict(seen)
+    assert schedule.source_names == ["code", "prose", "new"]
+    epochs = schedule.epochs_per_source({"code": 100, "prose": 50, "new": 10})
+    assert epochs == {"code": seen["code"] / 100, "prose": seen["prose"] / 50, "new": seen["new"] / 10}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
+def test_very_short_runs_skip_short_phases(num_steps: int) -> None:
+    schedule = PhaseSchedule(PHASES, num_steps, global_batch_size=2)
+    phases = [schedule.locate(i).phase for i in range(2 * num_steps)]
+    assert phases == [span.name for span in schedule.spans for _ in range(span.num_samples)]
+    assert len(phases) == 2 * num_steps
+    assert sum(schedule.samples_per_source().values()) == 2 * num_steps
+
+
+def test_off_the_run() -> None:
+    schedule = PhaseSchedule(PHASES, num_steps=10, global_batch_size=2)
+    for i in (-1, 20):
+        with pytest.raises(IndexError, match="outside a run of 20"):
+            schedule.locate(i)
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ([], "at least one phase"),
+        ([Phase("a", 0.5, {"x": 1}), Phase("a", 0.5, {"x": 1})], "two phases are named 'a'"),
+        ([Phase("a", 0.5, {"x": 1}), Phase("b", 0.4, {"x": 1})], "sum to 0.9"),
+        ([Phase("a", 1.0, {"x": 1}), Phase("b", 0.0, {"x": 1})], "'b' has the fraction 0"),
+        ([Phase("a", 1.0, {"x": -1})], "phase 'a': the weight of source 'x'"),
+    ],
+)
+def test_misuse_is_explained(phases: list[Phase], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PhaseSchedule(phases, num_steps=10, global_batch_size=2)
+
+
+def test_a_run_needs_steps() -> None:
+    with pytest.raises(ValueError, match="0 steps"):
+        PhaseSchedule(PHASES, num_steps=0, global_batch_size=2)
