@@ -66,9 +66,14 @@ def random_hadamard_transform(x: Tensor, size: int = 16, signs: Tensor | None = 
     tiles = x.to(working).unflatten(-1, (-1, size)) * signs.to(working)
     stride = 1
     while stride < size:
-        pairs = tiles.unflatten(-1, (size // (2 * stride), 2, stride))
-        low, high = pairs.unbind(-2)
-        tiles = torch.stack((low + high, low - high), dim=-2).flatten(-3)
+        low, high = tiles.unflatten(-1, (size // (2 * stride), 2, stride)).unbind(-2)
+        if tiles.requires_grad:
+            sums = torch.stack((low + high, low - high), dim=-2)
+        else:  # half the memory traffic
+            sums = torch.empty_like(tiles).unflatten(-1, (size // (2 * stride), 2, stride))
+            torch.add(low, high, out=sums[..., 0, :])
+            torch.sub(low, high, out=sums[..., 1, :])
+        tiles = sums.flatten(-3)
         stride *= 2
     return (tiles * (1.0 / math.sqrt(size))).flatten(-2).to(x.dtype)
 
