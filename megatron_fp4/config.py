@@ -197,6 +197,8 @@ class DataConfig:
     cache_dir: where the built-in corpus is kept; null means the user's cache directory.
     sources, validation: name -> path prefix of the `.bin`/`.idx` pair (`indexed` only).
     tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
+    eod_token: that tokenizer's end-of-document token; null means `<|endoftext|>`.
+    num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
 
@@ -205,9 +207,11 @@ class DataConfig:
     sources: dict[str, str] = field(default_factory=dict)
     validation: dict[str, str] = field(default_factory=dict)
     tokenizer: str | None = None
+    eod_token: str | None = None
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, float]] = field(default_factory=dict)
     num_workers: int = 1
+    prefetch: int = 2
 
 
 @dataclass(frozen=True)
