@@ -1,0 +1,262 @@
+"""Refuses recipes that cannot be computed: formats against blocks, blocks against model and batch.
+
+Output features never appear here: the linear layer pads them to whole blocks itself. Input features and tokens
+are what the user chose, so they must divide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig
+
+BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
+RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
+_TRANSFORMER_ENGINE_FORMATS = ("bf16", "nvfp4", "fp8")
+
+
+@dataclass(frozen=True)
+class _Gemm:
+    """A GEMM's operands under their keys, and its transform's size."""
+
+    name: str
+    operands: dict[str, OperandConfig]
+    rht: int
+
+
+def validate_precision(precision: PrecisionConfig, config: Config, device_type: str, key: str = "precision") -> None:
+    """Raise ConfigError if `precision` cannot run with `config`'s model, batch and mesh on `device_type`.
+
+    key: how messages call it; for a switch's target, something like `precision.switch.target=NAME: precision`.
+    """
+    gemms = _gemms(precision)
+    _choices(precision, key)
+    for gemm in gemms:
+        for name, operand in gemm.operands.items():
+            _operand(operand, f"{key}.{gemm.name}.{name}")
+        if gemm.rht not in RHT_SIZES:
+            raise ConfigError(
+                f"{key}.{gemm.name}.rht={gemm.rht} is no size of a Hadamard transform; use a power of two "
+                "up to 128, or 0 for none"
+            )
+    _reuse(precision, gemms, key)
+    _backend(precision, gemms, device_type, key)
+    quantized = any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values())
+    if quantized:
+        _bf16_blocks(precision, config, key)
+        _sizes(precision, gemms, config, key)
+    _switch(precision, key)
+
+
+def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
+    fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
+    return [
+        _Gemm("fprop", {"activation": fprop.activation, "weight": fprop.weight}, fprop.rht),
+        _Gemm("dgrad", {"gradient": dgrad.gradient, "weight": dgrad.weight}, dgrad.rht),
+        _Gemm("wgrad", {"gradient": wgrad.gradient, "activation": wgrad.activation}, wgrad.rht),
+    ]
+
+
+def _choices(precision: PrecisionConfig, key: str) -> None:
+    choices = {
+        "compute_dtype": (precision.compute_dtype, ("bfloat16", "float32")),
+        "backend": (precision.backend, ("auto", "emulated", "transformer_engine")),
+        "amax": (precision.amax, ("global", "shard")),
+        "rht_signs": (precision.rht_signs, ("fixed", "none", "fresh")),
+        "switch.scope": (precision.switch.scope, ("both", "forward", "backward")),
+    }
+    for name, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ConfigError(f"{key}.{name}={value} is not known; choose one of {', '.join(allowed)}")
+
+
+def _operand(operand: OperandConfig, key: str) -> None:
+    formats = ("bf16", *BLOCKS)
+    if operand.format not in formats:
+        raise ConfigError(f"{key}.format={operand.format} is not known; choose one of {', '.join(formats)}")
+    if operand.rounding not in ("nearest", "stochastic"):
+        raise ConfigError(f"{key}.rounding={operand.rounding} is not known; choose nearest or stochastic")
+    if operand.format != "bf16" and operand.block not in BLOCKS[operand.format]:
+        raise ConfigError(
+            f"{key}.block={operand.block} does not go with format={operand.format}; choose "
+            f"{' or '.join(BLOCKS[operand.format])}"
+        )
+    if operand.four_over_six and operand.format != "nvfp4":
+        raise ConfigError(
+            f"{key}.four_over_six=true does not go with format={operand.format}; it is for nvfp4: set it to false"
+        )
+    if operand.power_of_two_scales and operand.format != "fp8":
+        always = " (mxfp4 scales always are powers of two)" if operand.format == "mxfp4" else ""
+        raise ConfigError(
+            f"{key}.power_of_two_scales=true does not go with format={operand.format}; it is for fp8: set "
+            f"it to false{always}"
+        )
+
+
+def _reuse(precision: PrecisionConfig, gemms: list[_Gemm], key: str) -> None:
+    """`reuse_fprop` asks for the very codes of fprop, so everything about them must be fprop's."""
+    for gemm in gemms:
+        for name, operand in gemm.operands.items():
+            if not operand.reuse_fprop:
+                continue
+            where = f"{key}.{gemm.name}.{name}"
+            if gemm.name == "fprop" or name == "gradient":
+                why = "fprop has nothing to reuse" if gemm.name == "fprop" else "fprop never sees gradients"
+                raise ConfigError(f"{where}.reuse_fprop=true: {why}; set it to false")
+            source = getattr(precision.fprop, name)
+            if source.format == "bf16":
+                raise ConfigError(
+                    f"{where}.reuse_fprop=true, but {key}.fprop.{name}.format=bf16 makes no codes; set it to false"
+                )
+            if gemm.rht or precision.fprop.rht:
+                raised = f"{gemm.name}.rht={gemm.rht}" if gemm.rht else f"fprop.rht={precision.fprop.rht}"
+                raise ConfigError(
+                    f"{where}.reuse_fprop=true does not go with {key}.{raised}: codes are those of an "
+                    "untransformed tensor; set one of them to false or 0"
+                )
+            if replace(operand, reuse_fprop=False) != source:
+                raise ConfigError(
+                    f"{where} ({_described(operand)}) differs from {key}.fprop.{name} "
+                    f"({_described(source)}), whose codes reuse_fprop=true takes; make them equal or set "
+                    "reuse_fprop to false"
+                )
+            if precision.backend == "transformer_engine":
+                raise ConfigError(
+                    f"{where}.reuse_fprop=true needs {key}.backend=emulated: tensor cores want scales along "
+                    "the dot product"
+                )
+
+
+def _backend(precision: PrecisionConfig, gemms: list[_Gemm], device_type: str, key: str) -> None:
+    if precision.backend != "transformer_engine":
+        return
+    backend = f"{key}.backend=transformer_engine"
+    if device_type != "cuda":
+        raise ConfigError(f"{backend} needs a CUDA device and this run is on {device_type}; use {key}.backend=emulated")
+    if precision.compute_dtype != "bfloat16":
+        raise ConfigError(
+            f"{key}.compute_dtype={precision.compute_dtype} does not go with {backend}; use bfloat16, or "
+            "backend=emulated"
+        )
+    if precision.rht_signs == "fresh":
+        raise ConfigError(f"{key}.rht_signs=fresh does not go with {backend}; use fixed, or backend=emulated")
+    for gemm in gemms:
+        (first_name, first), (second_name, second) = gemm.operands.items()
+        for name, operand in gemm.operands.items():
+            if operand.format not in _TRANSFORMER_ENGINE_FORMATS:
+                raise ConfigError(
+                    f"{key}.{gemm.name}.{name}.format={operand.format} does not go with {backend}; use "
+                    f"{', '.join(_TRANSFORMER_ENGINE_FORMATS)}, or backend=emulated"
+                )
+        if first.format != second.format:
+            raise ConfigError(
+                f"{key}.{gemm.name}.{first_name}.format={first.format} and "
+                f"{second_name}.format={second.format} differ, which {backend} cannot multiply; make them "
+                "equal, or use backend=emulated"
+            )
+        allowed = (0, 16) if gemm.name == "wgrad" else (0,)
+        if gemm.rht not in allowed:
+            raise ConfigError(
+                f"{key}.{gemm.name}.rht={gemm.rht} does not go with {backend}; use "
+                f"{' or '.join(map(str, allowed))}, or backend=emulated"
+            )
+
+
+def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
+    blocks, num_blocks = precision.bf16_blocks, config.model.num_blocks
+    for name, count in (("first", blocks.first), ("last", blocks.last)):
+        if count < 0:
+            raise ConfigError(f"{key}.bf16_blocks.{name}={count} is negative; give 0 or more blocks")
+    if blocks.first + blocks.last >= num_blocks:
+        raise ConfigError(
+            f"{key}.bf16_blocks.first={blocks.first} and last={blocks.last} leave none of the {num_blocks} "
+            f"blocks of model.pattern={config.model.pattern} quantized; lower them to less than "
+            f"{num_blocks} together, or choose precision=bf16"
+        )
+
+
+def _sizes(precision: PrecisionConfig, gemms: list[_Gemm], config: Config, key: str) -> None:
+    """Blocks and transforms must tile the input features of every quantized linear, and the tokens."""
+    fprop, _, wgrad = gemms
+    along_inputs = {
+        f"{key}.fprop.activation.block": _block(precision.fprop.activation)[1],
+        f"{key}.fprop.weight.block": _block(precision.fprop.weight)[1],
+        f"{key}.fprop.rht": fprop.rht,
+        f"{key}.dgrad.weight.block": _block(precision.dgrad.weight)[0],
+        f"{key}.wgrad.activation.block": _block(precision.wgrad.activation)[0],
+    }
+    tensor = config.parallel.tensor
+    for name, (size, sharded, linear) in _input_dims(config, precision).items():
+        shards = tensor if sharded else 1
+        for source, multiple in along_inputs.items():
+            if multiple > 1 and size % (shards * multiple):
+                each = f" / parallel.tensor={tensor}" if shards > 1 else ""
+                below = size // (shards * multiple) * shards * multiple
+                working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
+                raise ConfigError(
+                    f"{name}={size}{each} is the input of {linear} and not a multiple of {multiple}, as "
+                    f"{source} needs; {working} work, or choose another format or block"
+                )
+    along_tokens = {
+        f"{key}.fprop.activation.block": _block(precision.fprop.activation)[0],
+        f"{key}.dgrad.gradient.block": _block(precision.dgrad.gradient)[0],
+        f"{key}.wgrad.gradient.block": _block(precision.wgrad.gradient)[1],
+        f"{key}.wgrad.activation.block": _block(precision.wgrad.activation)[1],
+        f"{key}.wgrad.rht": wgrad.rht,
+    }
+    micro, length = config.train.micro_batch_size, config.train.sequence_length
+    for source, multiple in along_tokens.items():
+        if multiple > 1 and (micro * length) % multiple:
+            raise ConfigError(
+                f"train.micro_batch_size={micro} x train.sequence_length={length} = {micro * length} tokens "
+                f"is not a multiple of {multiple}, as {source} needs; use "
+                f"train.sequence_length={-(-length // multiple) * multiple}"
+            )
+
+
+def _block(operand: OperandConfig) -> tuple[int, int]:
+    if operand.format == "bf16":
+        return 1, 1
+    rows, columns = operand.block.split("x")
+    return int(rows), int(columns)
+
+
+def _input_dims(config: Config, precision: PrecisionConfig) -> dict[str, tuple[int, bool, str]]:
+    """Key -> (input features, whether tensor-parallel ranks share them, the linear), of quantized blocks."""
+    model, blocks = config.model, precision.bf16_blocks
+    pattern = model.pattern[blocks.first : model.num_blocks - blocks.last]
+    dims = {"model.hidden_dim": (model.hidden_dim, False, "the projections into every block")}
+    if "-" in pattern:
+        dims["model.ffn_dim"] = (model.ffn_dim, True, "the FFN's down projection")
+    if "*" in pattern:
+        q_dim = model.num_query_heads * model.head_dim
+        dims["model.num_query_heads x model.head_dim"] = (q_dim, True, "the attention's output projection")
+    if "M" in pattern:
+        inner = model.mamba_inner_dim
+        dims["model.mamba_num_heads x model.mamba_head_dim"] = (inner, True, "the Mamba output projection")
+    return dims
+
+
+def _switch(precision: PrecisionConfig, key: str) -> None:
+    switch = precision.switch
+    for name, value, least in (
+        ("interval", switch.interval, 1),
+        ("patience", switch.patience, 1),
+        ("rewarm_steps", switch.rewarm_steps, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{key}.switch.{name}={value} is too small; give {least} or more")
+    if not switch.threshold > 0:
+        raise ConfigError(f"{key}.switch.threshold={switch.threshold} is not positive; the paper's is sqrt(3) = 1.732")
+    if precision.diagnostics.interval < 0:
+        raise ConfigError(f"{key}.diagnostics.interval={precision.diagnostics.interval} is negative; give 0 or more")
+    if switch.when != "never" and switch.target == precision.name:
+        raise ConfigError(
+            f"{key}.switch.when={switch.when} would switch from {precision.name} to itself; set "
+            f"{key}.switch.when=never or another target"
+        )
+
+
+def _described(operand: OperandConfig) -> str:
+    flags = [name for name in ("four_over_six", "power_of_two_scales") if getattr(operand, name)]
+    return " ".join([operand.format, operand.block, operand.rounding, *flags])

@@ -1,0 +1,24 @@
+"""Draw the losses of a run: `python scripts/plot_run.py runs/default` writes runs/default/loss.png."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from megatron_fp4.training.plot import plot_loss
+
+
+def main() -> None:
+    """Plot every run named on the command line; exit code 2, with a line on stderr, if one cannot be."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", nargs="+", help="folder of a run, with its metrics.jsonl")
+    for run_dir in parser.parse_args().run_dir:
+        try:
+            print(plot_loss(run_dir))
+        except (FileNotFoundError, ValueError) as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
