@@ -35,6 +35,8 @@ from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron_fp4.precision.probe import Probe
+
 
 @dataclass
 class LinearNumerics:
@@ -43,6 +45,7 @@ class LinearNumerics:
     num_groups: equal groups of the local output features, each padded to whole blocks.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_group, out_group: ranks among which input or output features are sharded, for shared maxima; None: not sharded.
+    probe: measures the calls it is interested in (precision/probe.py); None: nobody measures.
     """
 
     name: str = ""
@@ -54,6 +57,7 @@ class LinearNumerics:
     in_group: ProcessGroup | None = None
     out_group: ProcessGroup | None = None
     weight_cache: tuple[Any, GemmOperand, GemmOperand] | None = None
+    probe: Probe | None = None
 
     @property
     def weight_group(self) -> ProcessGroup | None:
@@ -92,6 +96,7 @@ class _QuantizedLinear(torch.autograd.Function):
                 else call.quantize("wgrad_activation", x.t(), "wgrad", numerics.in_offset, 0, numerics.in_group)
             )
         ctx.call, ctx.x_wgrad, ctx.w_dgrad = call, x_wgrad, w_dgrad
+        ctx.probed = None if numerics.probe is None else numerics.probe.forward(call, x, y)
         return y
 
     @staticmethod
@@ -107,6 +112,8 @@ class _QuantizedLinear(torch.autograd.Function):
             dy_wgrad = call.quantize("wgrad_gradient", dy.t(), "wgrad", call.out_offset, 0, group)
             dw = call.wrap(call.unpad_rows(gemm(dy_wgrad, ctx.x_wgrad, torch.float32)))
         ctx.x_wgrad = ctx.w_dgrad = None
+        if ctx.probed is not None:
+            ctx.probed.backward(grad_outputs[0], dx, dw)
         return dx, dw, None
 
 
