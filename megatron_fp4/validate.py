@@ -46,6 +46,7 @@ def _positive_numbers(config: Config) -> None:
         "train.sequence_length": config.train.sequence_length,
         "train.max_skipped_steps": config.train.max_skipped_steps,
         "validation.num_samples": config.validation.num_samples,
+        "data.prefetch": config.data.prefetch,
         "logging.interval": config.logging.interval,
         "parallel.tensor": config.parallel.tensor,
         "parallel.replicate": config.parallel.replicate,
@@ -221,12 +222,17 @@ def _schedule(config: Config) -> None:
 
 def _data(data: DataConfig) -> None:
     if data.kind == "builtin":
-        for key in ("sources", "validation", "tokenizer"):
+        for key in ("sources", "validation", "tokenizer", "eod_token"):
             if getattr(data, key):
                 raise ConfigError(
                     f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose "
                     "data=indexed for your own data"
                 )
+    elif data.cache_dir is not None:
+        raise ConfigError(
+            f"data.cache_dir={data.cache_dir} has no effect with data.kind=indexed; leave it out (indexed files are "
+            "read where they lie)"
+        )
     elif not data.sources:
         raise ConfigError(
             "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"

@@ -236,7 +236,8 @@ def _open_wandb(directory: Path, mode: str, project: str, run_id: str | None, co
             project=project,
             name=directory.name,
             dir=str(directory),
-            mode=mode,  # type: ignore[arg-type]
+            # Without a mode wandb is online unless the environment's WANDB_MODE says otherwise.
+            mode="offline" if mode == "offline" else None,
             id=run_id,
             resume="allow",
             config=config,
