@@ -1,0 +1,220 @@
+"""Checkpoints on disk, as one process sees them: folders, manifests, the pointer. No collectives here.
+
+    checkpoints/
+      latest                     the name of the newest checkpoint, for people and tools; replaced, never rewritten
+      step_00000200/             whole by construction: renamed into place after its manifest was written
+        manifest.json            what the checkpoint is, and size and SHA-256 of every other file
+        trainer.json             the loop's own state
+        __0_0.distcp, .metadata  model and optimizer, by torch.distributed.checkpoint
+        rng_00000.pt             random generators of rank 0
+      step_00000400.tmp/         being written, or left over from an interrupted save or removal
+      step_00000200.old/         the previous holder of that name, for the moment of its replacement
+
+"Newest" is what was saved last (`save_index`), not the highest step: a run may have gone back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+POINTER = "latest"
+FORMAT = 1
+_FOLDER = re.compile(r"step_\d{8,}")
+
+
+class DamagedCheckpointError(Exception):
+    """A checkpoint is not whole; the message says in what way."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file must be: size in bytes, SHA-256 as hexadecimal digits."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    save_index: 1 for the first ever made in its folder, then counting up. step: optimizer steps done.
+    consumed_*: training samples and tokens up to it. world_size: of the job that saved it.
+    identity: see identity.py. files: by name relative to the checkpoint, all but the manifest itself.
+    """
+
+    save_index: int
+    step: int
+    consumed_samples: int
+    consumed_tokens: int
+    world_size: int
+    identity: dict[str, Any]
+    files: dict[str, FileRecord]
+    torch_version: str
+    format: int = FORMAT
+
+
+def folder_name(step: int) -> str:
+    """`step_00000200` for 200."""
+    return f"step_{step:08d}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Folders under `root` that bear a checkpoint's name, whole or not; none if there is no root."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
+
+
+def record_of(path: Path) -> FileRecord:
+    """Read a file and say what it is."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(os.fstat(file.fileno()).st_size, digest)
+
+
+def check_file(folder: Path, name: str, record: FileRecord) -> str | None:
+    """What is wrong with a file of a checkpoint; None if it is what the manifest says."""
+    path = folder / name
+    if not path.is_file():
+        return f"{name} is missing"
+    size = path.stat().st_size
+    if size != record.size:
+        return f"{name} has {size} bytes instead of {record.size}"
+    if record_of(path) != record:
+        return f"{name} has changed since it was written (its SHA-256 differs)"
+    return None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it down to the disk, with a digest of itself."""
+    content = dataclasses.asdict(manifest)
+    write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{MANIFEST} is missing") from None
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+        raise DamagedCheckpointError(f"{MANIFEST} has changed since it was written (its SHA-256 differs)")
+    if content["format"] != FORMAT:
+        raise DamagedCheckpointError(f"{MANIFEST} has format {content['format']}, this version reads {FORMAT}")
+    content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+    return Manifest(**content)
+
+
+def scan(root: Path) -> list[tuple[Path, Manifest | None, str | None]]:
+    """All checkpoints as (folder, manifest, problem), those without a readable manifest first, then the newest."""
+    broken: list[tuple[Path, Manifest | None, str | None]] = []
+    readable: list[tuple[Path, Manifest]] = []
+    for folder in list_checkpoints(root):
+        try:
+            readable.append((folder, read_manifest(folder)))
+        except DamagedCheckpointError as error:
+            broken.append((folder, None, str(error)))
+    readable.sort(key=lambda entry: entry[1].save_index, reverse=True)
+    return [*broken, *((folder, manifest, None) for folder, manifest in readable)]
+
+
+def next_save_index(root: Path) -> int:
+    """1 + the highest index under `root`."""
+    return 1 + max((manifest.save_index for _, manifest, _ in scan(root) if manifest is not None), default=0)
+
+
+def publish(staging: Path, final: Path) -> None:
+    """Give a finished folder its name, then point to it. An earlier holder of the name goes only after that."""
+    replaced = final.with_name(final.name + ".old")
+    if final.exists():
+        os.rename(final, replaced)
+    try:
+        os.rename(staging, final)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, final)
+        raise
+    sync_folder(final.parent)
+    write_pointer(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_pointer(folder: Path) -> None:
+    """Let `latest` name `folder`; at every moment the file is either the old one or the new one."""
+    new = folder.parent / f"{POINTER}.tmp"
+    write_file(new, folder.name + "\n")
+    os.replace(new, folder.parent / POINTER)
+    sync_folder(folder.parent)
+
+
+def read_pointer(root: Path) -> str | None:
+    """The name in `latest`; None if the file is missing or empty."""
+    try:
+        return (root / POINTER).read_text(errors="replace").strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def prune(root: Path, keep: int, just_made: Path) -> list[Path]:
+    """Remove all but the `keep` newest (0: keep all), never `just_made` or what `latest` names. Returns removed."""
+    if keep == 0:
+        return []
+    protected = {just_made.name, read_pointer(root)}
+    newest_first = [folder for folder, manifest, _ in scan(root) if manifest is not None]
+    removed = [folder for folder in newest_first[keep:] if folder.name not in protected]
+    for folder in removed:
+        # Renamed first: a removal that is interrupted must not leave something that looks like a checkpoint.
+        doomed = folder.with_name(folder.name + ".tmp")
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)
+    return removed
+
+
+def clean_stale(root: Path) -> list[str]:
+    """Clear what interrupted saves and removals left behind; returns what was done, a line each."""
+    done: list[str] = []
+    if not root.is_dir():
+        return done
+    for path in sorted(root.iterdir()):
+        if path.suffix == ".old" and not path.with_suffix("").exists():
+            # Interrupted between the two renames of `publish`: the name's previous holder is still good.
+            os.rename(path, path.with_suffix(""))
+            done.append(f"restored {path.with_suffix('').name}")
+        elif path.suffix in (".tmp", ".old") and _FOLDER.fullmatch(path.stem):
+            shutil.rmtree(path)
+            done.append(f"removed unfinished {path.name}")
+    return done
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text file down to the disk."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's list of names down to the disk (renames are safe only then)."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,89 @@
+"""Held-out loss per source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.step import MicroBatch
+
+
+@dataclass(frozen=True)
+class _Filler:
+    """A micro-batch that counts nothing, for ranks that have fewer than others."""
+
+    index: int
+    tokens: torch.Tensor
+    targets: torch.Tensor
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, sources: Mapping[str, Iterable[MicroBatch]], mesh: ParallelMesh, clock: RunClock
+) -> dict[str, float]:
+    """Mean NLL per token, in nats, of each source; the same numbers on all ranks.
+
+    model(tokens, targets) returns the mean loss over the micro-batch's targets. sources: the same names in the
+    same order on all ranks, this data-parallel rank's micro-batches of each; ranks may have different numbers of
+    them, also none. Sums are FP64. Training is not disturbed: mode and clock are as before afterwards, and
+    parameters are sharded.
+
+    Raises ValueError if a source has no tokens on any rank.
+    """
+    batches = {name: list(micro_batches) for name, micro_batches in sources.items()}
+    counts, filler = _common_shape(batches, mesh)
+    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=mesh.device)  # NLL, tokens
+
+    was_training, step, micro_batch = model.training, clock.step, clock.micro_batch
+    model.eval()
+    try:
+        for row, mine, count in zip(sums, batches.values(), counts, strict=True):
+            for batch in mine:
+                num_tokens = batch.targets.numel()
+                row[0] += _loss(model, batch, mesh, clock).double() * num_tokens
+                row[1] += num_tokens
+            # FSDP gathers parameters in every forward, which all ranks must take part in.
+            for _ in range(count - len(mine)):
+                _loss(model, filler, mesh, clock)
+    finally:
+        model.train(was_training)
+        clock.step, clock.micro_batch = step, micro_batch
+    _reshard(model)
+
+    dist.all_reduce(sums, group=mesh.dp_group)
+    losses: dict[str, float] = {}
+    for name, (nll, num_tokens) in zip(batches, sums.tolist(), strict=True):
+        if num_tokens == 0:
+            raise ValueError(f"validation source {name!r} has no tokens; give it data or leave it out")
+        losses[name] = nll / num_tokens
+    return losses
+
+
+def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> torch.Tensor:
+    clock.micro_batch = batch.index
+    return model(batch.tokens.to(mesh.device, non_blocking=True), batch.targets.to(mesh.device, non_blocking=True))
+
+
+def _common_shape(batches: Mapping[str, Sequence[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], _Filler]:
+    """How many forwards of each source every rank runs, and a filler as large as the largest of them."""
+    shapes = [batch.tokens.shape for mine in batches.values() for batch in mine]
+    rows, length = (max((shape[dim] for shape in shapes), default=0) for dim in (0, 1))
+    agreed = torch.tensor([rows, length, *map(len, batches.values())], device=mesh.device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.dp_group)
+    rows, length, *counts = agreed.tolist()
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return counts, _Filler(0, tokens, tokens)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Without a backward nobody frees what the last forward gathered, and checkpoints want shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

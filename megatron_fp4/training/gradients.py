@@ -1,0 +1,85 @@
+"""Gradients between the last backward and the optimizer: summed over the tensor axis, measured, clipped.
+
+A gradient is a DTensor placed like its parameter, already averaged over data-parallel ranks by FSDP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import is_replicated
+
+
+@torch.no_grad()
+def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> None:
+    """Add up, over the tensor-parallel group, the gradients of parameters that are replicated over it.
+
+    With sequence parallelism each rank of the group has seen only its slice of the sequence, so a replicated
+    parameter (a norm's scale) holds a part of its gradient on each. One all-reduce for all of them, in place.
+    Without sequence parallelism every rank already holds the whole, and nothing is done.
+    """
+    if not mesh.sequence_parallel or mesh.tp_size == 1:
+        return
+    parts = [_local(p.grad) for p in parameters if p.grad is not None and is_replicated(p)]
+    if not parts:
+        return
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=mesh.tp_group)
+    for part, total in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.copy_(total.view_as(part))
+
+
+@torch.no_grad()
+def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> torch.Tensor:
+    """This rank's share of the squared L2 norm of all gradients: 0-dim FP64 on the mesh's device.
+
+    The sum of the shares over all ranks counts every element once: of the ranks that hold the same shard, only
+    the first contributes. The caller reduces, so that the sum can travel with other numbers.
+    """
+    mine = [_local(p.grad) for p in parameters if p.grad is not None and _holds_first_copy(p, mesh)]
+    if not mine:
+        return torch.zeros((), dtype=torch.float64, device=mesh.device)
+    # Accumulated in FP64: squares of FP32 gradients neither overflow nor vanish in it.
+    norms = torch._foreach_norm(mine, 2.0, dtype=torch.float64)  # type: ignore[attr-defined]
+    return torch.stack(norms).square().sum()
+
+
+def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> float:
+    """The global L2 norm of all gradients, the same number on all ranks. One all-reduce, one host sync."""
+    total = squared_norm_share(parameters, mesh)
+    dist.all_reduce(total)
+    return math.sqrt(total.item())
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, clip_norm: float) -> None:
+    """Scale all gradients so that their global norm, `norm` before, becomes at most `clip_norm` (0: no limit)."""
+    if clip_norm > 0 and norm > clip_norm:
+        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, clip_norm / norm)  # type: ignore[attr-defined]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _holds_first_copy(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
+    all_names = mesh.device_mesh.mesh_dim_names
+    assert all_names is not None
+    sharded: set[str] = set()
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names
+        assert names is not None and set(names) <= set(all_names), (
+            f"a parameter lies on axes {names}, the mesh has {all_names}"
+        )
+        assert not any(isinstance(placement, Partial) for placement in parameter.placements)
+        sharded = {n for n, p in zip(names, parameter.placements, strict=True) if not isinstance(p, Replicate)}
+    return all(name in sharded or mesh.device_mesh.get_local_rank(name) == 0 for name in all_names)

@@ -1,0 +1,54 @@
+"""What makes a run that run: the settings a checkpoint must not be continued without.
+
+Left out is what may change on resume: the mesh, precision, optimizer and schedule, number of steps, intervals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_fp4.config import Config
+
+_ABSENT = "(absent)"
+
+
+def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a run as a flat dict, dotted name -> JSON value.
+
+    data_fingerprint: what data and tokenizer are, of JSON types, nested as one likes; it appears under `data.`.
+    """
+    model = dataclasses.asdict(config.model)
+    del model["name"], model["nvfp4_bf16_blocks"]  # a label, and precision
+    nested = {
+        "model": model,
+        "train": {
+            "sequence_length": config.train.sequence_length,
+            "global_batch_size": config.train.global_batch_size,
+        },
+        "run": {"seed": config.run.seed},
+        "data": json.loads(json.dumps(data_fingerprint)),  # as it will come back from the checkpoint
+    }
+    return _flatten(nested)
+
+
+def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One line for each field that differs, with both values; empty if it is the same run."""
+    lines = []
+    for name in sorted({*saved, *current}):
+        before, now = saved.get(name, _ABSENT), current.get(name, _ABSENT)
+        if before != now:
+            lines.append(f"{name}: {before!r} in the checkpoint, {now!r} now")
+    return lines
+
+
+def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(_flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

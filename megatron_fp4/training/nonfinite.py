@@ -1,0 +1,171 @@
+"""Steps whose loss or gradient is not finite: count them, give up after too many, and say where it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.step import MicroBatch, StepResult
+
+
+class NonFiniteError(RuntimeError):
+    """Too many steps in a row were skipped."""
+
+
+@dataclass
+class NonFiniteGuard:
+    """Counts skipped steps; both counters belong into the checkpoint.
+
+    max_skipped_steps: this many in a row end the run. consecutive: skipped since the last update.
+    total: skipped since the run began.
+    """
+
+    max_skipped_steps: int
+    consecutive: int = 0
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_skipped_steps < 1:
+            raise ValueError(f"train.max_skipped_steps is {self.max_skipped_steps}; give 1 or more")
+
+    def observe(self, result: StepResult, step: int, diagnose: Callable[[], str]) -> None:
+        """Count `result`; raise NonFiniteError with what `diagnose` says once too many in a row were skipped.
+
+        All ranks see the same results, so all call `diagnose` together: it may use collectives.
+        """
+        if not result.skipped:
+            self.consecutive = 0
+            return
+        self.consecutive += 1
+        self.total += 1
+        if self.consecutive >= self.max_skipped_steps:
+            raise NonFiniteError(
+                f"{self.consecutive} steps in a row were skipped, up to step {step} (loss {result.loss}, gradient "
+                f"norm {result.grad_norm}): weights and optimizer are those of step "
+                f"{step - self.consecutive}. {diagnose()}"
+            )
+
+
+@dataclass
+class NonFiniteReport:
+    """Where one rank met numbers that are not finite while it computed one micro-batch.
+
+    weights: parameters that were not finite to begin with. output: the first module, in execution order, whose
+    output was not. output_gradient: the first module, in backward order, whose output's gradient was not; the
+    fault then lies in what consumed that output. gradients: parameters whose gradient was not.
+    """
+
+    weights: list[str] = field(default_factory=list)
+    output: str | None = None
+    output_gradient: str | None = None
+    gradients: list[str] = field(default_factory=list)
+
+    @property
+    def has_origin(self) -> bool:
+        """Whether it names a place in this rank's own computation, not only (reduced) gradients."""
+        return bool(self.weights or self.output or self.output_gradient)
+
+    def __bool__(self) -> bool:
+        return self.has_origin or bool(self.gradients)
+
+    def __str__(self) -> str:
+        lines = []
+        if self.weights:
+            lines.append(f"weights of {_shorten(self.weights)}")
+        if self.output is not None:
+            lines.append(f"first in the forward pass: the output of {self.output}")
+        if self.output_gradient is not None:
+            lines.append(f"first in the backward pass: the gradient of the output of {self.output_gradient}")
+        if self.gradients:
+            lines.append(f"gradients of {_shorten(self.gradients)}")
+        return "; ".join(lines) or "everything was finite"
+
+
+def find_nonfinite(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> NonFiniteReport:
+    """Run forward and backward of one micro-batch again and report where numbers stop being finite.
+
+    All ranks must call it together (FSDP gathers and reduces), each with a micro-batch of its own. The clock's
+    step must still be that of the failed step, so that stochastic rounding repeats itself. Gradients are dropped.
+    """
+    report = NonFiniteReport(weights=[n for n, p in model.named_parameters() if not _is_finite(p)])
+
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+        def after_forward(module: nn.Module, inputs: object, output: object) -> None:
+            for tensor in _tensors(output):
+                if report.output is None and not _is_finite(tensor):
+                    report.output = name
+                if tensor.requires_grad:
+                    tensor.register_hook(after_backward)
+
+        def after_backward(gradient: torch.Tensor) -> None:
+            if report.output_gradient is None and not _is_finite(gradient):
+                report.output_gradient = name
+
+        return after_forward
+
+    handles = [
+        module.register_forward_hook(watch(name or "the model (its loss)")) for name, module in model.named_modules()
+    ]
+    clock.micro_batch = micro_batch.index
+    try:
+        model(micro_batch.tokens.to(mesh.device), micro_batch.targets.to(mesh.device)).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not _is_finite(parameter.grad):
+            report.gradients.append(name)
+        parameter.grad = None
+    return report
+
+
+def diagnose_nonfinite(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, clock: RunClock
+) -> str:
+    """Run a failed step's micro-batches again and say, in a sentence a rank, where numbers stopped being finite.
+
+    All ranks must call it together, with equally many micro-batches.
+    """
+    mine = []
+    for micro_batch in micro_batches:
+        report = find_nonfinite(model, micro_batch, mesh, clock)
+        mine.append((f"rank {mesh.rank}, micro-batch {micro_batch.index}", report))
+    of_ranks: list[list[tuple[str, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
+    dist.all_gather_object(of_ranks, mine)
+    # One culprit spoils the reduced gradients of all ranks, so gradients alone accuse nobody while there is better.
+    found = [entry for entries in of_ranks for entry in entries if entry[1]]
+    found = [entry for entry in found if entry[1].has_origin] or found
+    if not found:
+        return (
+            "Computed again, every micro-batch is finite: suspect the reduction of gradients, or a device that "
+            "does not repeat its results."
+        )
+    listed = ". ".join(f"{where}: {report}" for where, report in found[:4])
+    more = f", and {len(found) - 4} more micro-batches" if len(found) > 4 else ""
+    return f"Not finite: {listed}{more}."
+
+
+def _tensors(output: object) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, (tuple, list)):
+        return [tensor for item in output for tensor in _tensors(item)]
+    return []
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    local = tensor.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
+    return not local.is_floating_point() or bool(local.isfinite().all())
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

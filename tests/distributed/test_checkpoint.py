@@ -1,0 +1,273 @@
+"""Checkpoints with real processes: resume bit for bit, other world sizes, killed and failing saves."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from megatron_fp4.config import OptimizerConfig
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training import checkpoint, checkpoint_files
+from megatron_fp4.training.checkpoint import Checkpointer, CheckpointError
+from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
+from megatron_fp4.training.signals import StopRequest
+from megatron_fp4.training.step import train_step
+from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {**model.state_dict(), **optimizer_state(model, optimizer)}
+    return {name: whole(value) for name, value in state.items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run(
+    rank: int, root: str, until: int, interval: int = 2, sabotage: str | None = None, stop_rank: int | None = None
+) -> dict[str, Any]:
+    """Train to step `until` with a checkpoint every `interval` steps, resuming from what there is."""
+    mesh = toy_mesh()
+    model, optimizer = toy(mesh, seed=3)
+    clock = RunClock(seed=0)
+    checkpointer = Checkpointer(Path(root), mesh, keep=2, identity={"run": 1})
+    resumed = checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False)
+    start = 0 if resumed is None else resumed.step
+    loaded = snapshot(model, optimizer)
+    if sabotage is not None:
+        SABOTAGE[sabotage](rank)
+    losses: list[tuple[float, float]] = []
+    draws: list[float] = []
+    stopped = False
+    with StopRequest() as stop:
+        for step in range(start, until):
+            if rank == stop_rank and step == until - 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            batches = toy_batches(step, mesh)
+            result = train_step(
+                model, optimizer, batches, mesh, clock,
+                step=step, lr=1e-2, clip_norm=1.0, stop_requested=stop.requested,
+            )  # fmt: skip
+            losses.append((result.loss, result.grad_norm))
+            draws += [random.random(), float(np.random.normal()), torch.rand(()).item()]
+            done, stopped = step + 1, result.stop
+            if done % interval == 0 or stopped or done == until:
+                checkpointer.save(
+                    done, model, optimizer, {"skipped": 0, "note": [step, 0.1]},
+                    consumed_samples=8 * done, consumed_tokens=64 * done,
+                )  # fmt: skip
+            if stopped:
+                break
+    return {
+        "start": start,
+        "trainer": None if resumed is None else resumed.trainer,
+        "consumed": None if resumed is None else (resumed.consumed_samples, resumed.consumed_tokens),
+        "same_world": None if resumed is None else resumed.same_world,
+        "loaded": loaded,
+        "losses": losses,
+        "draws": draws,
+        "final": snapshot(model, optimizer),
+        "stopped": stopped,
+    }
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Two ranks, six steps without interruption."""
+    return launch(run, 2, str(tmp_path_factory.mktemp("straight")), 6)
+
+
+@pytest.fixture(scope="module")
+def after_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two ranks' checkpoint after two steps."""
+    root = tmp_path_factory.mktemp("after_two")
+    launch(run, 2, str(root), 2)
+    return root
+
+
+@pytest.fixture
+def root(after_two: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(after_two, tmp_path / "checkpoints"))
+
+
+def assert_continues(resumed: list[dict[str, Any]], straight: list[dict[str, Any]], start: int) -> None:
+    for one, other in zip(resumed, straight, strict=True):
+        assert one["start"] == start
+        assert one["losses"] == other["losses"][start:]
+        assert one["draws"] == other["draws"][3 * start :]
+        assert equal(one["final"], other["final"])
+
+
+def test_resumed_is_straight_bit_for_bit(root: Path, straight: list[dict[str, Any]]) -> None:
+    resumed = launch(run, 2, str(root), 6)
+    assert_continues(resumed, straight, start=2)
+    assert straight[0]["draws"] != straight[1]["draws"]
+    assert resumed[0]["trainer"] == {"skipped": 0, "note": [1, 0.1]}
+    assert resumed[0]["consumed"] == (16, 128) and resumed[0]["same_world"]
+    assert names(root) == {"latest", "step_00000004", "step_00000006"}
+    assert (root / "latest").read_text() == "step_00000006\n"
+
+
+def test_two_ranks_one_rank_two_ranks(root: Path, straight: list[dict[str, Any]]) -> None:
+    single = launch(run, 1, str(root), 4)[0]
+    again = launch(run, 2, str(root), 6)
+    first = launch(run, 2, str(root), 6)[0]  # nothing left to do: loads what `again` saved
+    assert (single["start"], again[0]["start"], first["start"]) == (2, 4, 6)
+    assert not single["same_world"]
+    assert equal(again[0]["loaded"], single["final"]) and equal(first["loaded"], again[0]["final"])
+    losses = [loss for loss, _ in single["losses"] + again[0]["losses"]]
+    assert losses == pytest.approx([loss for loss, _ in straight[0]["losses"][2:]], rel=1e-5)
+
+
+class Sharded(nn.Module):
+    """Parameters sharded over tp along either dimension, or replicated; uneven over dp."""
+
+    def __init__(self, mesh: Any, fill: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        for name, shape, placement in [
+            ("columns", (10, 6), Shard(0)),
+            ("rows", (7, 8), Shard(1)),
+            ("scale", (5,), Replicate()),
+        ]:
+            values = torch.randn(shape, generator=generator) if fill else torch.zeros(shape)
+            self.register_parameter(name, nn.Parameter(distribute_tensor(values, mesh.tp, [placement])))
+
+
+def _sharded(rank: int, tp_size: int, root: str, save: bool, replicate: int = 1) -> dict[str, Tensor]:
+    mesh = toy_mesh(tp_size, replicate=replicate)
+    model = Sharded(mesh, fill=save)
+    fully_shard(model, mesh=mesh.fsdp)
+    optimizer = build_optimizer(model, OptimizerConfig()).optimizer
+    checkpointer = Checkpointer(Path(root), mesh, keep=1, identity={})
+    if save:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        checkpointer.save(1, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
+    else:
+        assert checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False) is not None
+    return snapshot(model, optimizer)
+
+
+@pytest.mark.parametrize("saved", [(4, 2, 1), (2, 2, 1), (4, 1, 2)])
+def test_tensor_and_data_parallel_sizes_may_change(tmp_path: Path, saved: tuple[int, int, int]) -> None:
+    world_size, tp_size, replicate = saved
+    original = launch(_sharded, world_size, tp_size, str(tmp_path), True, replicate)[0]
+    assert original["columns.exp_avg"].abs().min() > 0
+    for world_size, tp_size in [(1, 1), (2, 1), (2, 2)]:
+        for loaded in launch(_sharded, world_size, tp_size, str(tmp_path), False):
+            assert equal(loaded, original), (world_size, tp_size)
+
+
+def _kill(*unused: Any, **unused_too: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _before(owner: Any, name: str, victim: int) -> Callable[[int], None]:
+    """Kill rank `victim` when it comes to `owner.name`."""
+
+    def sabotage(rank: int) -> None:
+        if rank == victim:
+            setattr(owner, name, _kill)
+
+    return sabotage
+
+
+def _after(owner: Any, name: str, victim: int) -> Callable[[int], None]:
+    def sabotage(rank: int) -> None:
+        if rank == victim:
+            original = getattr(owner, name)
+            setattr(owner, name, lambda *args, **keywords: _kill(original(*args, **keywords)))
+
+    return sabotage
+
+
+SABOTAGE: dict[str, Callable[[int], None]] = {
+    "folder": _after(checkpoint, "_make_staging", victim=0),
+    "shard": _before(FileSystemWriter, "write_data", victim=1),
+    "metadata": _before(FileSystemWriter, "finish", victim=0),
+    "generators": _before(checkpoint, "save_random_state", victim=1),
+    "manifest": _before(checkpoint_files, "write_manifest", victim=0),
+    "rename": _before(checkpoint_files, "publish", victim=0),
+    "pointer": _before(checkpoint_files, "write_pointer", victim=0),
+    "half pointer": _before(checkpoint_files.os, "replace", victim=0),
+    "prune": _before(checkpoint_files, "prune", victim=0),
+}
+
+
+@pytest.mark.parametrize("stage", SABOTAGE)
+def test_killed_while_saving(root: Path, straight: list[dict[str, Any]], stage: str) -> None:
+    exit_codes: list[int] = []
+    launch(run, 2, str(root), 4, 2, stage, exit_codes=exit_codes)
+    assert -signal.SIGKILL in exit_codes and 0 not in exit_codes
+    renamed = stage in ("pointer", "half pointer", "prune")
+    assert ("step_00000004" in names(root)) == renamed
+    assert (root / "latest").read_text() == ("step_00000004\n" if stage == "prune" else "step_00000002\n")
+    assert_continues(launch(run, 2, str(root), 6), straight, start=4 if renamed else 2)
+    assert not [name for name in names(root) if name.startswith("step") and "." in name]
+
+
+def _disk_full(rank: int, root: str, victim: int) -> tuple[str, set[str], set[str], int]:
+    mesh = toy_mesh()
+    model, optimizer = toy(mesh)
+    checkpointer = Checkpointer(Path(root), mesh, keep=0, identity={"run": 1})
+    checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False)
+
+    def save() -> None:
+        checkpointer.save(3, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
+
+    if rank == victim:  # this rank's writes fail after 1,000 bytes of a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        save()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    torch.distributed.barrier()
+    left = names(Path(root))
+    torch.distributed.barrier()
+    save()  # the process is still good for another try
+    return str(caught.value), left, names(Path(root)), checkpoint_files.next_save_index(Path(root))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_failing_write_is_known_to_all_and_leaves_nothing(root: Path, victim: int) -> None:
+    for message, left, later, index in launch(_disk_full, 2, str(root), victim):
+        assert "could not write" in message and "File too large" in message
+        assert left == {"latest", "step_00000002"}
+        assert later == {"latest", "step_00000002", "step_00000003"} and index == 3
+
+
+def test_damaged_shard_falls_back_on_all_ranks(root: Path, straight: list[dict[str, Any]]) -> None:
+    launch(run, 2, str(root), 4)
+    shard = root / "step_00000004" / "__1_0.distcp"
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert_continues(launch(run, 2, str(root), 6), straight, start=2)
+    assert names(root) == {"latest", "step_00000004", "step_00000006"}
+    assert_continues(launch(run, 2, str(root), 6), straight, start=6)
+
+
+def test_sigterm_to_one_rank_saves_and_resumes(root: Path, straight: list[dict[str, Any]]) -> None:
+    stopped = launch(run, 2, str(root), 7, 100, None, 1)
+    assert all(one["stopped"] and one["start"] == 2 and len(one["losses"]) == 4 for one in stopped)
+    assert "step_00000006" in names(root)
+    assert equal(stopped[0]["final"], straight[0]["final"])
+    assert launch(run, 2, str(root), 6)[1]["start"] == 6

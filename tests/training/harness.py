@@ -1,0 +1,191 @@
+"""Runs a function on several gloo ranks, and gives it a small sharded model to train.
+
+Processes come from a fork server that has torch imported already, so that a launch costs well under a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore, HashStore
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import functional as F
+
+from megatron_fp4.config import OptimizerConfig, ParallelConfig
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.parallel.parameters import local_parameter as local
+from megatron_fp4.training.optimizer import build_optimizer
+
+# torch._dynamo because FSDP imports it when first used, which would cost every process a second.
+_PRELOAD = [__name__, "megatron_fp4.training.checkpoint", "pytest", "numpy.random", "torch._dynamo"]
+VOCAB_SIZE = 32
+LENGTH = 8
+
+
+class RankFailedError(RuntimeError):
+    """A rank of `launch` did not end well."""
+
+
+def launch(function: Callable[..., Any], world_size: int, *args: Any, exit_codes: list[int] | None = None) -> list[Any]:
+    """function(rank, *args) on every rank of a gloo group; what the ranks returned.
+
+    exit_codes: given, receives the ranks' exit codes, and failing ranks are no error; what they returned is None.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_enter, args=(function, rank, world_size, folder, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        _join(processes)
+        results = []
+        for rank, process in enumerate(processes):
+            outcome = Path(folder, f"result_{rank}")
+            results.append(pickle.loads(outcome.read_bytes()) if outcome.exists() else None)
+            if exit_codes is not None:
+                exit_codes.append(process.exitcode or 0)
+            elif process.exitcode != 0:
+                errors = [path.read_text() for path in sorted(Path(folder).glob("error_*"))]
+                raise RankFailedError(f"rank {rank} exited with {process.exitcode}\n" + "\n".join(errors))
+    return results
+
+
+def _join(processes: list[Any], seconds: float = 60.0, grace: float = 3.0) -> None:
+    """Wait for all; once one has failed, or time is over, end the others, which may wait for it forever."""
+    deadline = time.monotonic() + seconds
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if any(process.exitcode not in (None, 0) for process in processes):
+            deadline = min(deadline, time.monotonic() + grace)
+        time.sleep(0.01)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _enter(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        dist.init_process_group(
+            "gloo", store=FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
+        )
+        result = function(rank, *args)
+        Path(folder, f"result_{rank}").write_bytes(pickle.dumps(result))
+        dist.destroy_process_group()
+    except BaseException:
+        Path(folder, f"error_{rank}").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[ParallelMesh]:
+    """A mesh of one rank in this very process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield toy_mesh()
+    finally:
+        dist.destroy_process_group()
+
+
+def toy_mesh(tp_size: int = 1, sequence_parallel: bool = False, replicate: int = 1) -> ParallelMesh:
+    """All ranks as (dp, tp), or (replicate, dp, tp)."""
+    mesh = build_mesh(ParallelConfig(tensor=tp_size, replicate=replicate), torch.device("cpu"))
+    return ParallelMesh(mesh.device_mesh, mesh.device, sequence_parallel)
+
+
+@dataclass(frozen=True)
+class ToyBatch:
+    index: int
+    tokens: Tensor
+    targets: Tensor
+
+
+def toy_batches(step: int, mesh: ParallelMesh, num_global: int = 4, rows: int = 2) -> list[ToyBatch]:
+    """This rank's micro-batches of a step, dealt round robin; the global batch is the same at any mesh."""
+    batches = []
+    for index in range(mesh.dp_rank, num_global, mesh.dp_size):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        text = torch.randint(VOCAB_SIZE, (rows, LENGTH + 1), generator=generator)
+        batches.append(ToyBatch(index, text[:, :-1], text[:, 1:]))
+    return batches
+
+
+class _Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_norm = F.layer_norm(x, x.shape[-1:], local(self.norm.weight), local(self.norm.bias))
+        hidden = torch.relu(F.linear(x_norm, local(self.up.weight), local(self.up.bias)))
+        return x + F.linear(hidden, local(self.down.weight))
+
+
+class ToyModel(nn.Module):
+    """Embedding, two blocks, head; returns the mean NLL."""
+
+    def __init__(self, dim: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB_SIZE, dim)
+        self.blocks = nn.ModuleList([_Block(dim) for _ in range(2)])
+        self.scale = nn.Parameter(torch.ones(dim))
+        self.head = nn.Linear(dim, VOCAB_SIZE, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = F.embedding(tokens, local(self.embedding.weight))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(x * local(self.scale), local(self.head.weight))
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def replicate_over_tp(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Turn all parameters into DTensors that are replicated on the tp axis."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            distributed = DTensor.from_local(parameter.data, mesh.tp, [Replicate()], run_check=False)
+            module.register_parameter(name, nn.Parameter(distributed))
+
+
+def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32, on_tp: bool = False) -> tuple[Any, Any]:
+    """A sharded toy model and its optimizer. on_tp: parameters are DTensors on tp before they are sharded."""
+    random.seed(seed + mesh.rank)
+    np.random.seed(seed + mesh.rank)
+    torch.manual_seed(seed)
+    model = ToyModel()
+    if on_tp:
+        replicate_over_tp(model, mesh)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    torch.manual_seed(seed + 100 + mesh.rank)
+    return model, build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, on every rank; a collective."""
+    return tensor.full_tensor().detach().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.training import checkpoint_files as files
+
+
+def make(root: Path, step: int, save_index: int, suffix: str = "") -> Path:
+    folder = root / (files.folder_name(step) + suffix)
+    folder.mkdir(parents=True)
+    (folder / "shard").write_bytes(b"x" * 100)
+    records = {"shard": files.record_of(folder / "shard")}
+    files.write_manifest(folder, files.Manifest(save_index, step, 0, 0, 1, {"a": 1}, records, "2"))
+    return folder
+
+
+def names(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+def test_manifest_round_trip(tmp_path: Path) -> None:
+    folder = make(tmp_path, 200, 1)
+    assert folder.name == "step_00000200"
+    manifest = files.read_manifest(folder)
+    assert (manifest.step, manifest.identity) == (200, {"a": 1})
+    assert files.check_file(folder, "shard", manifest.files["shard"]) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_text(""), "is not readable"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "is not readable"),
+        (lambda path: path.write_text("[]"), "has changed"),
+        (lambda path: path.write_text(path.read_text().replace("200", "300")), "has changed"),
+    ],
+)
+def test_damaged_manifest(tmp_path: Path, damage, message: str) -> None:  # type: ignore[no-untyped-def]
+    folder = make(tmp_path, 200, 1)
+    damage(folder / files.MANIFEST)
+    with pytest.raises(files.DamagedCheckpointError, match=message):
+        files.read_manifest(folder)
+
+
+def test_unknown_format(tmp_path: Path) -> None:
+    folder = make(tmp_path, 200, 1)
+    content = json.loads((folder / files.MANIFEST).read_text())
+    del content["sha256"]
+    content["format"] = 99
+    content["sha256"] = files._digest(content)
+    (folder / files.MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(files.DamagedCheckpointError, match="format 99"):
+        files.read_manifest(folder)
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    folder = make(tmp_path, 200, 1)
+    record = files.read_manifest(folder).files["shard"]
+    (folder / "shard").write_bytes(b"x" * 99 + b"y")
+    assert "has changed" in str(files.check_file(folder, "shard", record))
+    os.truncate(folder / "shard", 50)
+    assert files.check_file(folder, "shard", record) == "shard has 50 bytes instead of 100"
+    (folder / "shard").unlink()
+    assert files.check_file(folder, "shard", record) == "shard is missing"
+
+
+def test_newest_is_what_was_saved_last(tmp_path: Path) -> None:
+    assert files.scan(tmp_path / "nowhere") == []
+    make(tmp_path, 400, 1)
+    make(tmp_path, 200, 3)  # the run went back and saved again
+    make(tmp_path, 300, 2)
+    (make(tmp_path, 100, 9) / files.MANIFEST).unlink()
+    make(tmp_path, 500, 10, ".tmp")
+    assert [folder.name[-3:] for folder, _, _ in files.scan(tmp_path)] == ["100", "200", "300", "400"]
+    assert files.next_save_index(tmp_path) == 4
+
+
+def test_publish_and_pointer(tmp_path: Path) -> None:
+    assert files.read_pointer(tmp_path) is None
+    old = make(tmp_path, 200, 1)
+    files.write_pointer(old)
+    staging = make(tmp_path, 200, 2, ".tmp")
+    files.publish(staging, old)
+    assert names(tmp_path) == {"step_00000200", "latest"}
+    assert files.read_manifest(old).save_index == 2
+    assert files.read_pointer(tmp_path) == "step_00000200"
+    (tmp_path / "latest").write_text("")
+    assert files.read_pointer(tmp_path) is None
+
+
+def test_prune_keeps_the_newest_the_pointed_and_the_damaged(tmp_path: Path) -> None:
+    for index in range(1, 6):
+        make(tmp_path, 100 * index, index)
+    files.write_pointer(tmp_path / "step_00000100")
+    (tmp_path / "step_00000200" / files.MANIFEST).unlink()
+    assert files.prune(tmp_path, 0, tmp_path / "step_00000500") == []
+    removed = files.prune(tmp_path, 1, just_made=tmp_path / "step_00000500")
+    assert {path.name for path in removed} == {"step_00000300", "step_00000400"}
+    assert names(tmp_path) == {"latest", "step_00000100", "step_00000200", "step_00000500"}
+
+
+def test_clean_stale(tmp_path: Path) -> None:
+    assert files.clean_stale(tmp_path / "nowhere") == []
+    make(tmp_path, 100, 1)
+    make(tmp_path, 100, 1, ".old")  # replaced, not yet removed
+    make(tmp_path, 200, 2, ".old")  # killed between the two renames
+    make(tmp_path, 200, 3, ".tmp")
+    (tmp_path / "notes.tmp").mkdir()
+    done = files.clean_stale(tmp_path)
+    assert len(done) == 3 and "restored step_00000200" in done
+    assert names(tmp_path) == {"step_00000100", "step_00000200", "notes.tmp"}
+    assert files.read_manifest(tmp_path / "step_00000200").save_index == 2

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.evaluate import evaluate
+from megatron_fp4.training.step import train_step
+from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh
+
+NUM_GLOBAL = {"web": 3, "code": 1, "long": 5}  # with 2 ranks: 2 + 1, 1 + 0, 3 + 2
+
+
+def _sources(mesh: Any) -> dict[str, list[ToyBatch]]:
+    sources = {
+        name: toy_batches(100 + number, mesh, num_global=count)
+        for number, (name, count) in enumerate(NUM_GLOBAL.items())
+    }
+    for batch in sources["web"]:
+        if batch.index == 2:  # the last one of a source may be smaller
+            sources["web"][sources["web"].index(batch)] = ToyBatch(2, batch.tokens[:1], batch.targets[:1])
+    return sources
+
+
+def _evaluate(rank: int) -> dict[str, float]:
+    mesh = toy_mesh()
+    model, _ = toy(mesh)
+    return evaluate(model, {name: iter(b) for name, b in _sources(mesh).items()}, mesh, RunClock(0))
+
+
+def test_ranks_with_different_numbers_of_batches() -> None:
+    single = launch(_evaluate, 1)[0]
+    both = launch(_evaluate, 2)
+    assert both[0] == both[1]
+    assert both[0] == pytest.approx(single, rel=1e-6)
+    assert list(single) == list(NUM_GLOBAL)
+
+
+def test_is_the_mean_over_tokens() -> None:
+    with alone() as mesh:
+        model, _ = toy(mesh)
+        batches = _sources(mesh)["web"]
+        losses = [model(b.tokens, b.targets).item() for b in batches]
+        expected = (2 * losses[0] + 2 * losses[1] + losses[2]) / 5
+        assert evaluate(model, {"web": batches}, mesh, RunClock(0))["web"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_leaves_no_trace_in_training() -> None:
+    def train(with_evaluation: bool) -> tuple[list[float], torch.Tensor]:
+        model, optimizer = toy(mesh)
+        clock = RunClock(0)
+        losses = []
+        for step in range(3):
+            losses.append(
+                train_step(
+                    model, optimizer, toy_batches(step, mesh), mesh, clock, step=step, lr=1e-2, clip_norm=1.0
+                ).loss
+            )
+            if with_evaluation:
+                clock.micro_batch = 77
+                evaluate(model, _sources(mesh), mesh, clock)
+                assert clock == RunClock(0, step, 77, step + 1)
+                assert model.training and model.blocks[0].training
+                assert all(parameter in optimizer.state for parameter in model.parameters())
+        return losses, model.head.weight.to_local().clone()
+
+    with alone() as mesh:
+        plain, watched = train(False), train(True)
+        assert plain[0] == watched[0] and torch.equal(plain[1], watched[1])
+
+
+def test_empty_source_is_refused() -> None:
+    with alone() as mesh:
+        model, _ = toy(mesh)
+        with pytest.raises(ValueError, match="'nothing' has no tokens"):
+            evaluate(model, {"web": _sources(mesh)["web"], "nothing": []}, mesh, RunClock(0))
