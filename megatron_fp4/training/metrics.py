@@ -229,6 +229,9 @@ def _open_wandb(directory: Path, mode: str, project: str, run_id: str | None, co
         import wandb
     except ImportError as error:
         raise ValueError(f"logging.wandb={mode} needs the package wandb; pip install wandb, or set disabled") from error
+    if mode == "online":
+        # wandb's own switch for machines without a network, which an explicit mode would overrule.
+        mode = os.environ.get("WANDB_MODE", mode)
     # wandb wraps stdout by default, which garbles a live progress bar.
     settings = wandb.Settings(console="off", quiet=True)
     try:
@@ -236,8 +239,7 @@ def _open_wandb(directory: Path, mode: str, project: str, run_id: str | None, co
             project=project,
             name=directory.name,
             dir=str(directory),
-            # Without a mode wandb is online unless the environment's WANDB_MODE says otherwise.
-            mode="offline" if mode == "offline" else None,
+            mode=mode,  # type: ignore[arg-type]
             id=run_id,
             resume="allow",
             config=config,
