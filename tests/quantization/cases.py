@@ -1,0 +1,79 @@
+"""Tensors on which formats differ or break, and how codes of the package compare with those of the oracle."""
+
+import numpy as np
+import torch
+
+from megatron_fp4.quantization.formats import unpack_codes
+
+
+def tensors(rows: int, columns: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Name -> single precision [rows, columns]."""
+    rng = np.random.default_rng(seed)
+    gauss = rng.standard_normal((rows, columns))
+    spikes = gauss * 0.01
+    spikes[rng.integers(rows), rng.integers(columns)] = 1e4
+    zero_blocks = gauss.copy()
+    zero_blocks[: rows // 2, : columns // 2] = 0
+    grid = rng.choice([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6], (rows, columns))
+    halfway = rng.choice([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5], gauss.shape)
+    halfway[:, ::16] = 6
+    named = {
+        "gauss": gauss,
+        "gauss_odd_scale": gauss * 0.0137,
+        "bf16": torch.from_numpy(gauss).bfloat16().double().numpy(),
+        "student_t": rng.standard_t(2, (rows, columns)),
+        "wide": np.exp(6 * gauss) * np.sign(rng.standard_normal((rows, columns))),
+        "subnormal": gauss * 1e-40,
+        "nearly_subnormal": gauss * 2e-36,
+        "huge": np.clip(gauss * 1.1e38, -3.4028234e38, 3.4028234e38),
+        "integer": rng.integers(-8, 9, (rows, columns)),
+        "constant": np.full((rows, columns), 0.7),
+        "sparse": gauss * (rng.random((rows, columns)) < 0.04),
+        "zero_blocks": zero_blocks,
+        "spike": spikes,
+        "grid": grid,
+        "halfway": halfway,
+        "zero": np.zeros((rows, columns)),
+        "negative_zero": np.full((rows, columns), -0.0),
+    }
+    return {name: np.ascontiguousarray(values.astype(np.float32)) for name, values in named.items()}
+
+
+NAMES = list(tensors(32, 32))
+
+
+def codes_of(quantized) -> np.ndarray:
+    """Unpacked E2M1 codes as [rows, cols]."""
+    codes = unpack_codes(quantized.codes)
+    return codes.reshape(-1, codes.shape[-1]).numpy()
+
+
+def scales_of(quantized) -> np.ndarray:
+    """Block scales as doubles [rows, blocks]."""
+    scales = quantized.scales.double()
+    return scales.reshape(-1, scales.shape[-1]).numpy()
+
+
+def close_in_single(actual: torch.Tensor, expected: np.ndarray, ulps: float = 3) -> bool:
+    """Whether single precision `actual` is `expected` up to a few roundings."""
+    with np.errstate(over="ignore"):
+        expected = expected.astype(np.float32).reshape(actual.shape).astype(np.float64)
+    tolerance = ulps * np.maximum(np.abs(expected) * 2.0**-23, 2.0**-149)
+    difference = np.abs(np.where(np.isfinite(expected), actual.double().numpy() - expected, 0))
+    overflows_alike = np.array_equal(np.isinf(expected), np.isinf(actual.numpy()))
+    return overflows_alike and bool((difference <= tolerance).all())
+
+
+def check_unbiased(mean: np.ndarray, exact: np.ndarray, unit: np.ndarray, num: int) -> None:
+    """Means of `num` stochastic roundings to E2M1 x unit against the exact values, by the spread they should have."""
+    scaled = np.abs(exact) / unit
+    spacing = np.where(scaled < 2, 0.5, np.where(scaled < 4, 1, 2))
+    up = scaled / spacing - np.floor(scaled / spacing)
+    error = (mean - exact) / (spacing * unit)
+    variance = up * (1 - up) / num
+    # Five deviations of a binomial each (and a few counts, where it is no Gaussian), four for all together.
+    assert (np.abs(error) <= 5 * np.sqrt(variance) + 5 / num).all()
+    for part in (exact > 0, exact < 0, scaled < 0.5):
+        assert abs(error[part].sum()) < 4 * np.sqrt(variance[part].sum())
+        outwards = np.sign(exact[part]) * error[part]
+        assert abs(outwards.sum()) < 4 * np.sqrt(variance[part].sum())

@@ -1,0 +1,204 @@
+"""A second, independent statement of the number formats, written from the papers and not from the package.
+
+Everything here is numpy: single precision where the formats are defined in single precision (`np.float32` operations
+round once each), double precision where a result is to be exact. The small formats are tables, and rounding picks the
+nearest entry of the table, an even code on a tie. Nothing is fast and nothing is shared with the package.
+
+Sources: arXiv 2509.25149 appendix B (NVFP4), B.4 and section 5 (MXFP4), A.1 (FP8 blocks), appendix C (Hadamard);
+arXiv 2512.02010 (four over six). Shapes: every function takes a matrix (rows, columns), blocks run along columns.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+F32 = np.float32
+FLT_MAX = np.finfo(np.float32).max
+
+# Code c of E2M1 (sign bit 8, exponent bits 6, mantissa bit 1).
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def _e4m3_table() -> np.ndarray:
+    """The 127 non-negative finite values of E4M3, indexed by code; 448 is the last, code 127 is NaN."""
+    table = []
+    for code in range(127):
+        exponent, mantissa = code >> 3, code & 7
+        table.append((mantissa / 8) * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return np.array(table)
+
+
+E4M3 = _e4m3_table()
+
+
+def nearest(magnitude: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """The code of the entry of an ascending table nearest to each magnitude; a tie goes to the even code."""
+    distance = np.abs(magnitude.astype(np.float64)[..., None] - table)
+    closest = distance.min(axis=-1, keepdims=True)
+    tied = distance == closest
+    assert tied.sum(axis=-1).max(initial=1) <= 2
+    odd = np.arange(len(table)) % 2
+    return np.argmin(np.where(tied, odd, 2), axis=-1).astype(np.uint8)
+
+
+def e2m1(x: np.ndarray) -> np.ndarray:
+    """E2M1 codes of values within +-6; a negative that rounds to zero takes 8, a zero of either sign takes 0."""
+    return nearest(np.abs(x), E2M1[:8]) + np.where(x < 0, 8, 0).astype(np.uint8)
+
+
+def e4m3(x: np.ndarray) -> np.ndarray:
+    """E4M3 values (double) of values within +-448."""
+    return np.copysign(E4M3[nearest(np.abs(x), E4M3)], x)
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """Doubles rounded once to BF16 (8 significant bits, smallest spacing 2^-133), ties to even."""
+    x = np.asarray(x, dtype=np.float64)
+    spacing = np.exp2(np.maximum(np.frexp(x)[1] - 8, -133))
+    return np.rint(x / spacing) * spacing
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """codes: as the format numbers or values them, (rows, columns). scales: one per block of a row, (rows, blocks)."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    amax: float
+    values: np.ndarray  # decoded, double
+
+
+def _block_amax(x: np.ndarray, block_rows: int, width: int) -> np.ndarray:
+    """Largest magnitude of each block, repeated over the block's rows: (rows, blocks)."""
+    rows, columns = x.shape
+    assert rows % block_rows == 0 and columns % width == 0
+    result = np.zeros((rows, columns // width), dtype=np.float32)
+    for top in range(0, rows, block_rows):
+        for block in range(columns // width):
+            tile = x[top : top + block_rows, block * width : (block + 1) * width]
+            result[top : top + block_rows, block] = np.abs(tile).max()
+    return result
+
+
+def _spread(per_block: np.ndarray, width: int) -> np.ndarray:
+    return np.repeat(per_block, width, axis=1)
+
+
+def tensor_scale(amax: np.float32, cap: float = 448) -> np.float32:
+    """Step 1: S, the largest block scale mapped to `cap`; a true division in single precision."""
+    scale = min(F32(6 * cap) / amax, FLT_MAX)
+    return F32(1) if scale == 0 else scale
+
+
+def wanted_scale(block_amax: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
+    """Step 2 before the rounding to E4M3: the sixth is folded into the tensor scale first."""
+    return block_amax * (tensor_scale * (F32(1) / F32(6)))
+
+
+def _encode(x: np.ndarray, scale: np.ndarray, tensor_scale: np.float32) -> np.ndarray:
+    """Steps 3 and 4: the codes of x under E4M3 block scales; encode = 1 / (scale * (1 / S)), a true division."""
+    decode = scale.astype(F32) * (F32(1) / tensor_scale)
+    encode = np.minimum(F32(1) / decode, FLT_MAX)
+    scaled = x * _spread(encode, 16)
+    assert scaled.dtype == np.float32
+    return e2m1(np.clip(scaled, F32(-6), F32(6)))
+
+
+def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False) -> Quantized:
+    """NVFP4 with 1x16 (block_rows = 1) or 16x16 blocks (appendix B, in single precision, in this order).
+
+    Four over six: a tensor scale for a cap of 256; each block keeps the scale for 6 unless the scale for 4 (times 1.5)
+    has the smaller sum of absolute errors.
+    """
+    x = np.asarray(x, dtype=F32)
+    cap = 256.0 if four_over_six else 448.0
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max(initial=0).astype(F32)
+        block_amax = _block_amax(x, block_rows, 16)
+        factor = tensor_scale(amax, cap)
+        # Transformer Engine folds the sixth into the tensor scale only without four over six.
+        wanted = block_amax / F32(6) * factor if four_over_six else wanted_scale(block_amax, factor)
+        wanted = np.minimum(wanted, FLT_MAX)
+        assert wanted.dtype == np.float32
+        scale = e4m3(np.clip(wanted, F32(-448), F32(448)))
+        codes = _encode(x, scale, factor)
+        if four_over_six:
+            scale_4 = e4m3(np.clip(np.minimum(wanted * F32(1.5), FLT_MAX), F32(-448), F32(448)))
+            codes_4 = _encode(x, scale_4, factor)
+            error_6 = block_error(x, nvfp4_values(codes, scale, amax, cap), block_rows)
+            error_4 = block_error(x, nvfp4_values(codes_4, scale_4, amax, cap), block_rows)
+            four = error_4 < error_6
+            scale = np.where(four, scale_4, scale)
+            codes = np.where(_spread(four, 16), codes_4, codes)
+    return Quantized(codes, scale, float(amax), nvfp4_values(codes, scale, amax, cap))
+
+
+def nvfp4_values(codes: np.ndarray, scale: np.ndarray, amax: float, cap: float = 448) -> np.ndarray:
+    """Decoded values, in double: code * scale * amax / (6 * 448)."""
+    return E2M1[codes] * _spread(scale, 16) * (float(amax) / (6 * cap))
+
+
+def block_error(x: np.ndarray, decoded: np.ndarray, block_rows: int) -> np.ndarray:
+    """Sum of absolute errors of each 16-wide block, repeated over the block's rows, in double precision."""
+    error = np.abs(x.astype(np.float64) - decoded)
+    rows, columns = x.shape
+    per_block = error.reshape(rows // block_rows, block_rows, columns // 16, 16).sum(axis=(1, 3))
+    return np.repeat(per_block, block_rows, axis=0)
+
+
+def mxfp4(x: np.ndarray, block_rows: int = 1) -> Quantized:
+    """MXFP4 with 1x32 or 32x32 blocks: the smallest power of two s in 2^-127 .. 2^127 with amax <= 6 s."""
+    x = np.asarray(x, dtype=F32)
+    block_amax = _block_amax(x, block_rows, 32).astype(np.float64)
+    scale = np.full(block_amax.shape, 2.0**-127)
+    for exponent in range(-127, 127):
+        scale = np.where(6 * 2.0**exponent < block_amax, 2.0 ** (exponent + 1), scale)
+    codes = e2m1(np.clip(x / _spread(scale, 32), -6, 6))
+    return Quantized(codes, scale, float(np.abs(x).max(initial=0)), E2M1[codes] * _spread(scale, 32))
+
+
+def fp8(x: np.ndarray, block_rows: int = 1, power_of_two: bool = False) -> Quantized:
+    """E4M3 with 1x128 or 128x128 blocks: encode = 448 / amax (optionally a power of two, down), decode = 1 / encode.
+
+    `codes` are the E4M3 values, `scales` the FP32 decode scales. A zero block has codes 0 under any scale.
+    """
+    x = np.asarray(x, dtype=F32)
+    block_amax = _block_amax(x, block_rows, 128)
+    with np.errstate(all="ignore"):
+        encode = np.minimum(F32(448) / block_amax, FLT_MAX)
+        if power_of_two:
+            encode = np.exp2(np.frexp(encode)[1].astype(np.float64) - 1).astype(F32)
+        decode = F32(1) / encode
+        scaled = x * _spread(encode, 128)
+        assert scaled.dtype == np.float32 and decode.dtype == np.float32
+    values = e4m3(np.clip(scaled, F32(-448), F32(448)))
+    return Quantized(values, decode, float(block_amax.max(initial=0)), values * _spread(decode, 128).astype(np.float64))
+
+
+PAPER_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=np.float64)
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Sylvester's matrix of +-1, unnormalized."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+def rht(x: np.ndarray, signs: np.ndarray = PAPER_SIGNS) -> np.ndarray:
+    """(x diag(signs) H) / sqrt(size) on tiles of len(signs) along the last dimension, in double, not rounded."""
+    size = len(signs)
+    tiles = np.asarray(x, dtype=np.float64).reshape(-1, size)
+    return ((tiles * signs) @ hadamard(size) / np.sqrt(size)).reshape(x.shape)
+
+
+def gemm(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a (m, k) times b (n, k) transposed, in double."""
+    return np.asarray(a, dtype=np.float64) @ np.asarray(b, dtype=np.float64).T
+
+
+def snr_db(exact: np.ndarray, approximate: np.ndarray) -> float:
+    """Signal to noise in decibels."""
+    exact = np.asarray(exact, dtype=np.float64)
+    return float(10 * np.log10(np.square(exact).sum() / np.square(exact - approximate).sum()))

@@ -1,0 +1,134 @@
+import numpy as np
+import oracle
+import pytest
+import torch
+
+from megatron_fp4.quantization import random_hadamard_transform, rounding_key
+from megatron_fp4.quantization.hadamard import HADAMARD_SIZES, fixed_signs, random_signs
+
+
+def test_the_sign_vector_and_its_mask():
+    signs = fixed_signs(16)
+    assert signs.tolist() == oracle.PAPER_SIGNS.tolist()
+    assert sum(1 << i for i, sign in enumerate(signs.tolist()) if sign < 0) == 0xD7E8
+
+
+def test_signs_of_every_size_are_a_prefix_and_frozen():
+    longest = fixed_signs(128)
+    for size in HADAMARD_SIZES:
+        assert torch.equal(fixed_signs(size), longest[:size])
+    assert set(longest.tolist()) == {1.0, -1.0}
+    mask = sum(1 << i for i, sign in enumerate(longest.tolist()) if sign < 0)
+    assert mask == 0xD2CB698E823CE4903FC9A9133115D7E8
+
+
+def test_random_signs_are_balanced_and_a_function_of_the_key():
+    drawn = torch.stack([random_signs(128, rounding_key(step)) for step in range(256)])
+    assert set(drawn.unique().tolist()) == {1.0, -1.0}
+    assert abs(drawn.mean().item()) < 4 / (256 * 128) ** 0.5
+    assert drawn.mean(0).abs().max() < 5 / 256**0.5
+    assert len({tuple(row) for row in drawn.tolist()}) == 256
+    assert torch.equal(random_signs(128, rounding_key(3)), drawn[3])
+    assert torch.equal(random_signs(16, rounding_key(3)), drawn[3, :16])
+
+
+@pytest.mark.parametrize("size", HADAMARD_SIZES)
+def test_double_precision_is_the_matrix_of_the_oracle(size):
+    x = torch.randn(5, 256, dtype=torch.float64)
+    signs = fixed_signs(size).double().numpy()
+    for given, expected in ((None, signs), (torch.ones(size), np.ones(size)), (-fixed_signs(size), -signs)):
+        actual = random_hadamard_transform(x, size, given).numpy()
+        assert np.abs(actual - oracle.rht(x.numpy(), expected)).max() < 1e-13
+
+
+@pytest.mark.parametrize("size", HADAMARD_SIZES)
+def test_it_is_orthogonal_and_undone_by_itself(size):
+    matrix = random_hadamard_transform(torch.eye(size, dtype=torch.float64), size)
+    assert (matrix @ matrix.T - torch.eye(size)).abs().max() < 1e-14
+    x = torch.randn(3, 4 * size, dtype=torch.float64)
+    signs = fixed_signs(size).double().repeat(4)
+    ones = torch.ones(size)
+    back = random_hadamard_transform(random_hadamard_transform(x, size), size, ones) * signs
+    assert (back - x).abs().max() < 1e-13
+    plain_twice = random_hadamard_transform(random_hadamard_transform(x, size, ones), size, ones)
+    assert (plain_twice - x).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("size", HADAMARD_SIZES)
+def test_bf16_results_are_the_exact_transform_rounded_once(size):
+    """Except where a tie of BF16 lies within the error that single-precision sums provably may have.
+
+    Sums are exact where a tile's magnitudes add up to less than 2^24 units in the last place of its smallest.
+    """
+    signs = fixed_signs(size).double().numpy()
+    rng = np.random.default_rng(0)
+    for values in (rng.standard_normal((64, 256)), rng.standard_t(2, (64, 256)), rng.standard_normal((64, 256)) * 1e-6):
+        x = torch.from_numpy(values).bfloat16()
+        exact = oracle.rht(x.double().numpy(), signs).reshape(-1, size)
+        magnitudes = np.abs(x.double().numpy()).reshape(-1, size)
+        total = magnitudes.sum(axis=1, keepdims=True)
+        unit = np.exp2(np.floor(np.log2(magnitudes.min(axis=1, keepdims=True))) - 7)
+        slack = np.where(total < 2.0**24 * unit, 0, total / np.sqrt(size) * np.log2(size) * 2.0**-24)
+        if int(np.log2(size)) % 2:  # the factor is irrational: it is rounded, and so is the product
+            slack = slack + np.abs(exact) * 2.0**-23
+        decided = oracle.bfloat16(exact - slack) == oracle.bfloat16(exact + slack)
+        assert decided.mean() > 0.98
+        actual = random_hadamard_transform(x, size)
+        assert actual.dtype == torch.bfloat16
+        actual = actual.double().numpy().reshape(-1, size)
+        assert np.array_equal(actual[decided], oracle.bfloat16(exact)[decided])
+
+
+def test_sixteen_values_of_like_size_are_exact_before_the_one_rounding():
+    x = (torch.randint(128, 256, (512, 64)) * torch.randint(0, 2, (512, 64)).mul(2).sub(1)).bfloat16()
+    expected = oracle.bfloat16(oracle.rht(x.double().numpy()))
+    assert np.array_equal(random_hadamard_transform(x).double().numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_does_not_depend_on_the_leading_shape_or_strides(dtype):
+    x = torch.randn(12, 64).to(dtype)
+    whole = random_hadamard_transform(x)
+    assert torch.equal(random_hadamard_transform(x.reshape(3, 2, 2, 64)).reshape(12, 64), whole)
+    assert torch.equal(random_hadamard_transform(x[7]), whole[7])
+    assert torch.equal(random_hadamard_transform(x[:, 16:48]), whole[:, 16:48])
+    assert torch.equal(random_hadamard_transform(x.t().contiguous().t()), whole)
+
+
+def test_the_input_is_left_alone_and_gradients_flow():
+    x = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
+    before = x.detach().clone()
+    y = random_hadamard_transform(x, 32)
+    assert torch.equal(y.detach(), random_hadamard_transform(before, 32))
+    assert torch.equal(x.detach(), before)
+    assert torch.autograd.gradcheck(lambda t: random_hadamard_transform(t, 32), (x,))
+
+
+@pytest.mark.parametrize("size", HADAMARD_SIZES)
+def test_wgrad_undoes_it(size):
+    dy, x = torch.randn(128, 24, dtype=torch.float64), torch.randn(128, 40, dtype=torch.float64)
+    plain = dy.t() @ x
+    transformed = random_hadamard_transform(dy.t(), size) @ random_hadamard_transform(x.t(), size).t()
+    assert (plain - transformed).abs().max() < 1e-12
+    wrong_signs = random_hadamard_transform(dy.t(), size) @ random_hadamard_transform(x.t(), size, torch.ones(size)).t()
+    assert (plain - wrong_signs).abs().max() > 1 or size <= 2
+
+
+def test_it_spreads_an_outlier_over_its_tile():
+    x = torch.zeros(1, 32)
+    x[0, 3] = 8.0
+    y = random_hadamard_transform(x)
+    assert torch.equal(y[0, :16].abs(), torch.full((16,), 2.0))
+    assert not y[0, 16:].any()
+
+
+def test_wrong_arguments_are_refused_with_value_and_remedy():
+    with pytest.raises(ValueError, match=r"size 12 is not supported; choose one of \[2, 4, 8, 16, 32, 64, 128\]"):
+        random_hadamard_transform(torch.randn(4, 24), 12)
+    with pytest.raises(ValueError, match=r"24 is not a multiple.*16; choose one of \[2, 4, 8\]"):
+        random_hadamard_transform(torch.randn(4, 24))
+    with pytest.raises(ValueError, match=r"shape \(8,\), expected \(16,\)"):
+        random_hadamard_transform(torch.randn(4, 32), 16, torch.ones(8))
+    for size in (0, 1, 256, -16):
+        with pytest.raises(ValueError, match=f"size {size} "):
+            fixed_signs(size)

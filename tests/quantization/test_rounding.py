@@ -1,0 +1,186 @@
+import numpy as np
+import pytest
+import torch
+
+from megatron_fp4.quantization.rounding import (
+    RoundingKey,
+    fresh_rounding_key,
+    random_bits,
+    random_uniform,
+    rounding_key,
+)
+
+ROWS, COLUMNS = 512, 512
+COORDINATES = (1234, 7, 3, "blocks.2.mixer.in_proj", "dgrad_gradient")
+
+
+def unsigned(bits: torch.Tensor) -> np.ndarray:
+    return bits.long().numpy() & 0xFFFFFFFF
+
+
+def chi_square_z(samples: np.ndarray, num_bins: int) -> float:
+    """Standard deviations by which the chi-square statistic of a uniform distribution is off."""
+    counts = np.bincount(samples.ravel(), minlength=num_bins)
+    expected = samples.size / num_bins
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return (statistic - (num_bins - 1)) / (2 * (num_bins - 1)) ** 0.5
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Correlation in units of its standard error."""
+    return float(np.corrcoef(a.ravel(), b.ravel())[0, 1] * a.size**0.5)
+
+
+@pytest.fixture(scope="module")
+def draws() -> np.ndarray:
+    return unsigned(random_bits(rounding_key(*COORDINATES), ROWS, COLUMNS, "cpu"))
+
+
+def test_frozen_values():
+    # Runs are reproduced by these numbers: a change of the generator must be deliberate.
+    assert rounding_key(*COORDINATES).key == 12551157338171298465
+    assert unsigned(random_bits(RoundingKey(0x0123456789ABCDEF), 2, 4, "cpu")).tolist() == [
+        [3807668871, 3809269288, 3589561367, 2744733583],
+        [1140517120, 1541774008, 3325128299, 388761209],
+    ]
+    assert unsigned(random_bits(RoundingKey(0xFEDCBA9876543210, 10**6, 3), 1, 2, "cpu")).tolist() == [
+        [2307730339, 3433861231]
+    ]
+    assert (random_uniform(RoundingKey(42), 1, 3, "cpu") * 2**22).tolist() == [[1574654, 3780994, 847853]]
+
+
+def test_the_hash_is_lowbias32_of_both_coordinates():
+    """The generator once more, in Python integers."""
+
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x7FEB352D & 0xFFFFFFFF
+        x ^= x >> 15
+        x = x * 0x846CA68B & 0xFFFFFFFF
+        return x ^ (x >> 16)
+
+    key = RoundingKey(0xDEADBEEFCAFEF00D, 2**31 - 3, 2**32 - 5)
+    rows = [mix(((2**31 - 3 + i) * 0x9E3779B9 + 0xCAFEF00D) & 0xFFFFFFFF) for i in range(6)]
+    columns = [mix(((2**32 - 5 + i) * 0x9E3779B9 + 0xDEADBEEF) & 0xFFFFFFFF) for i in range(7)]
+    expected = [[mix(r ^ c) for c in columns] for r in rows]
+    assert unsigned(random_bits(key, 6, 7, "cpu")).tolist() == expected
+
+
+def test_a_draw_is_a_function_of_key_and_global_position():
+    whole = random_bits(RoundingKey(99), 64, 96, "cpu")
+    again = random_bits(RoundingKey(99), 64, 96, "cpu")
+    assert torch.equal(whole, again)
+    for row, column, height, width in ((0, 0, 16, 16), (16, 32, 48, 64), (63, 95, 1, 1), (5, 0, 2, 96)):
+        shard = random_bits(RoundingKey(99, row, column), height, width, "cpu")
+        assert torch.equal(shard, whole[row : row + height, column : column + width])
+        uniform = random_uniform(RoundingKey(99, row, column), height, width, "cpu")
+        part = random_uniform(RoundingKey(99), 64, 96, "cpu")[row : row + height, column : column + width]
+        assert torch.equal(uniform, part)
+
+
+def test_the_default_generator_of_torch_is_not_touched():
+    before = torch.random.get_rng_state()
+    random_uniform(rounding_key(1), 4, 4, "cpu")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_fresh_keys_differ_and_follow_the_torch_seed():
+    torch.manual_seed(5)
+    first, second = fresh_rounding_key(), fresh_rounding_key()
+    torch.manual_seed(5)
+    assert first != second
+    assert fresh_rounding_key() == first
+
+
+def test_uniform_draws_are_in_range_with_22_bits():
+    uniform = random_uniform(rounding_key(0), 1024, 1024, "cpu")
+    assert uniform.dtype == torch.float32
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
+    assert torch.equal((uniform * 2**22).floor(), uniform * 2**22)
+    assert abs(uniform.double().mean().item() - 0.5) < 4 * (1 / 12) ** 0.5 / 1024
+    assert abs(uniform.double().square().mean().item() - 1 / 3) < 4 * (4 / 45) ** 0.5 / 1024
+
+
+@pytest.mark.parametrize("shift", [0, 8, 16, 24])
+def test_every_byte_is_uniform(draws, shift):
+    assert abs(chi_square_z((draws >> shift) & 255, 256)) < 5
+
+
+@pytest.mark.parametrize("shift", [0, 4, 10, 18, 28])
+def test_neighbours_in_rows_and_columns_are_independent(draws, shift):
+    nibble = (draws >> shift) & 15
+    above_diagonal = np.triu_indices(ROWS, 1)
+    for near, far in (
+        (nibble[:-1], nibble[1:]),
+        (nibble[:, :-1], nibble[:, 1:]),
+        (nibble[:-1, :-1], nibble[1:, 1:]),
+        (nibble[:-16], nibble[16:]),
+        (nibble[:, :-16], nibble[:, 16:]),
+        (nibble[above_diagonal], nibble.T[above_diagonal]),
+    ):
+        assert abs(chi_square_z(near * 16 + far, 256)) < 5
+
+
+def test_every_bit_is_balanced_and_uncorrelated_with_its_neighbours(draws):
+    for bit in range(32):
+        ones = (draws >> bit) & 1
+        assert abs(ones.mean() - 0.5) < 4.5 * 0.5 / ones.size**0.5
+        assert abs(correlation(ones[:-1], ones[1:])) < 4.5
+        assert abs(correlation(ones[:, :-1], ones[:, 1:])) < 4.5
+
+
+def test_rows_and_columns_do_not_merely_add(draws):
+    """Four corners of a rectangle: for a hash of row exclusive-or a hash of column they would cancel."""
+    corners = draws[:-1, :-1] ^ draws[1:, :-1] ^ draws[:-1, 1:] ^ draws[1:, 1:]
+    for shift in (0, 8, 16, 24):
+        assert abs(chi_square_z((corners >> shift) & 255, 256)) < 5
+    uniform = draws / 2**32
+    added = uniform[:-1, :-1] + uniform[1:, 1:] - uniform[:-1, 1:] - uniform[1:, :-1]
+    assert abs(added.var() / (4 / 12) - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (1235, 7, 3, "blocks.2.mixer.in_proj", "dgrad_gradient"),
+        (1234, 8, 3, "blocks.2.mixer.in_proj", "dgrad_gradient"),
+        (1234, 7, 4, "blocks.2.mixer.in_proj", "dgrad_gradient"),
+        (1234, 3, 7, "blocks.2.mixer.in_proj", "dgrad_gradient"),
+        (1234, 7, 3, "blocks.3.mixer.in_proj", "dgrad_gradient"),
+        (1234, 7, 3, "blocks.2.mixer.in_proj", "wgrad_gradient"),
+    ],
+    ids=["seed", "step", "micro_batch", "step_and_micro_batch_exchanged", "linear", "operand"],
+)
+def test_other_coordinates_give_independent_draws(draws, other):
+    others = unsigned(random_bits(rounding_key(*other), ROWS, COLUMNS, "cpu"))
+    for mine, theirs in ((draws, others), (draws, others.T), (draws[1:], others[:-1]), (draws[:, 1:], others[:, :-1])):
+        assert abs(correlation(mine.astype(float), theirs.astype(float))) < 4.5
+        assert abs(chi_square_z((mine & 15) * 16 + (theirs & 15), 256)) < 5
+        assert abs(chi_square_z((mine >> 28) * 16 + (theirs >> 28), 256)) < 5
+
+
+def test_consecutive_steps_draw_independently_at_one_position():
+    """A single element over 2^14 steps: what unbiasedness over time rests on."""
+    bits = np.array(
+        [unsigned(random_bits(rounding_key(0, step, 0, "a", "b"), 1, 1, "cpu"))[0, 0] for step in range(2**14)]
+    )
+    for shift in (0, 10, 26):
+        assert abs(chi_square_z((bits >> shift) & 63, 64)) < 5
+    assert abs(correlation(bits[:-1].astype(float), bits[1:].astype(float))) < 4.5
+
+
+def test_keys_do_not_confuse_their_parts():
+    keys = [
+        rounding_key(1, 23),
+        rounding_key(12, 3),
+        rounding_key(1, 2, 3),
+        rounding_key("1", 23),
+        rounding_key("1, 23"),
+        rounding_key("a", "b"),
+        rounding_key("a', 'b"),
+        rounding_key("ab"),
+    ]
+    assert len({key.key for key in keys}) == len(keys)
+    assert all(0 <= key.key < 2**64 for key in keys)
+    assert rounding_key(1, row_offset=5, column_offset=6) == RoundingKey(rounding_key(1).key, 5, 6)
