@@ -1,0 +1,71 @@
+"""Mamba-2's causal depthwise convolution over time, with SiLU behind it.
+
+    y_s = silu(bias + sum_k weight_k x_{s - (width - 1) + k})        x before the sequence is zero
+
+Written as `width` shifted multiply-adds over [batch, sequence, channels]: the channels stay innermost, as the
+projections before and behind want them, and on a CPU this is several times faster than `conv1d`. Everything is FP32,
+whatever the input's dtype; only the input is kept for the backward pass, which computes the sum before SiLU again.
+
+Shapes: b batch, s sequence, c channels of this rank, k taps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+
+
+def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
+    """The formula at the top of this file: [batch, sequence, channels] -> the same shape, in the weight's dtype."""
+    return _CausalConvSiLU.apply(x_bsc, weight_ck, bias_c)  # type: ignore[return-value]
+
+
+class CausalConv(nn.Module):
+    """Weight [channels, width] and bias [channels], sharded over channels."""
+
+    def __init__(self, channels: int, width: int, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.weight = new_parameter((channels, width), mesh, shard_dim=0)
+        self.bias = new_parameter((channels,), mesh, shard_dim=0)
+
+    def forward(self, x_bsc: Tensor) -> Tensor:
+        """[batch, sequence, channels / tp], any dtype -> the same shape, FP32."""
+        weight, bias = local_parameter(self.weight, torch.float32), local_parameter(self.bias, torch.float32)
+        return causal_conv_silu(x_bsc, weight, bias)
+
+
+def _shifted_sum(padded_bsc: Tensor, taps_kc: Tensor, start: Tensor) -> Tensor:
+    """start + sum_k taps_k padded[:, k : k + s]: a correlation along the sequence."""
+    length = padded_bsc.shape[1] - taps_kc.shape[0] + 1
+    total = torch.addcmul(start, padded_bsc[:, :length], taps_kc[0])
+    for k in range(1, taps_kc.shape[0]):
+        total.addcmul_(padded_bsc[:, k : k + length], taps_kc[k])
+    return total
+
+
+class _CausalConvSiLU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        padded = F.pad(x.to(weight.dtype), (0, 0, weight.shape[1] - 1, 0))
+        return F.silu(_shifted_sum(padded, weight.t().contiguous(), bias), inplace=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias = ctx.saved_tensors
+        width, length = weight.shape[1], x.shape[1]
+        taps = weight.t().contiguous()
+        padded = F.pad(x.to(weight.dtype), (0, 0, width - 1, 0))
+        total = _shifted_sum(padded, taps, bias)
+        gradient = torch.ops.aten.silu_backward(grad_outputs[0], total)
+        # The gradient runs back in time: the last tap meets the newest input.
+        dx = _shifted_sum(F.pad(gradient, (0, 0, 0, width - 1)), taps.flip(0), torch.zeros_like(bias))
+        dweight = [(padded[:, k : k + length] * gradient).sum((0, 1)) for k in range(width)]
+        return dx.to(x.dtype), torch.stack(dweight, 1), gradient.sum((0, 1))

@@ -1,0 +1,93 @@
+"""The Mamba-2 mixer (arXiv:2405.21060), tensor parallel over state groups.
+
+    z, x, B, C, dt = in_proj(input)
+    x, B, C        = silu(causal_conv(x, B, C))
+    dt             = softplus(dt + dt_bias)         not clamped, as mamba-ssm's default
+    y              = scan(x, dt, A, B, C) + D x     A = -exp(A_log)
+    output         = out_proj(norm(y * silu(z)))
+
+Between the two projections everything is FP32. `out_proj` is a layer of its own and runs as such: fused kernels that
+swallow it would leave it out of the precision plan.
+
+Shapes: t tokens, b batch, s sequence, g state groups of this rank, h heads of this rank, p head dimension, n state.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_fp4.config import ModelConfig
+from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+from models.conv import CausalConv
+from models.norm import GatedRMSNorm
+from models.ssd import ssd_scan
+
+
+class SSMParameters(nn.Module):
+    """A_log, D and dt_bias, one number per head, which must never be rounded.
+
+    A module of its own because FSDP2's precision is a module's: this one is wrapped with an FP32 policy. It has to be
+    called, not read, for FSDP2 to gather its parameters.
+    """
+
+    def __init__(self, num_heads: int, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.A_log = new_parameter((num_heads,), mesh, shard_dim=0)
+        self.D = new_parameter((num_heads,), mesh, shard_dim=0)
+        self.dt_bias = new_parameter((num_heads,), mesh, shard_dim=0)
+
+    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(A_log, D, dt_bias) of this rank's heads, FP32 [heads / tp] each."""
+        # Copies: FSDP2 may free the gathered parameters as soon as this module is left.
+        return (
+            local_parameter(self.A_log).clone(),
+            local_parameter(self.D).clone(),
+            local_parameter(self.dt_bias).clone(),
+        )
+
+
+class Mamba2(nn.Module):
+    """`in_proj` packs `[z | x | B | C | dt]` of one state group after the other, `conv` `[x | B | C]` likewise
+    (models/packing.py). Head i uses group i // (heads / groups).
+
+    Raises ValueError if heads do not divide by groups, or groups by the tensor-parallel size.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        super().__init__()
+        heads, groups, inner = config.mamba_num_heads, config.mamba_num_groups, config.mamba_inner_dim
+        if heads % groups != 0:
+            raise ValueError(f"model.mamba_num_heads={heads} must be a multiple of model.mamba_num_groups={groups}")
+        if groups % mesh.tp_size != 0:
+            raise ValueError(
+                f"model.mamba_num_groups={groups} must be a multiple of parallel.tensor={mesh.tp_size}: "
+                "lower the latter"
+            )
+        self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
+        self.chunk_size = config.mamba_chunk_size
+        self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
+        conv_channels = inner + 2 * groups * config.mamba_state_dim
+        self.in_proj = ColumnParallelLinear(config.hidden_dim, inner + conv_channels + heads, mesh, num_groups=groups)
+        self.conv = CausalConv(conv_channels, config.mamba_conv_width, mesh)
+        self.ssm = SSMParameters(heads, mesh)
+        self.norm = GatedRMSNorm(inner, groups, config.norm_eps, mesh)
+        self.out_proj = RowParallelLinear(inner, config.hidden_dim, mesh)
+
+    def forward(self, x_td: Tensor, sequence_length: int) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], each sequence on its own."""
+        groups, inner, state = self.num_local_groups, self.heads_per_group * self.head_dim, self.state_dim
+        projected = self.in_proj(x_td).unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
+        z, xbc, dt = projected.split([inner, inner + 2 * state, self.heads_per_group], -1)
+        xbc = self.conv(xbc.flatten(2)).unflatten(-1, (groups, -1))
+        x, b_bsgn, c_bsgn = xbc.split([inner, state, state], -1)
+        x_bshp = x.reshape(*x.shape[:2], -1, self.head_dim)
+
+        a_log_h, d_h, dt_bias_h = self.ssm()
+        dt_bsh = F.softplus(dt.flatten(2).to(torch.float32) + dt_bias_h)
+        y_bshp = ssd_scan(x_bshp, dt_bsh, -a_log_h.exp(), b_bsgn, c_bsgn, self.chunk_size)
+        y_bshp = torch.addcmul(y_bshp, x_bshp, d_h[:, None])
+        return self.out_proj(self.norm(y_bshp.flatten(2).flatten(0, 1), z.flatten(2).flatten(0, 1)))

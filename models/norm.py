@@ -1,0 +1,58 @@
+"""RMS normalization, plain and gated. Computed in FP32, returned in the compute dtype.
+
+Shapes: t tokens, d features (of this rank), g norm groups (of this rank).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of `x` (arXiv:1910.07467, eq. 4)."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def gated_rms_norm(y_td: Tensor, z_td: Tensor, weight_d: Tensor, num_groups: int, eps: float) -> Tensor:
+    """RMS norm of `y * silu(z)` inside each of `num_groups` equal groups of channels, then the weight.
+
+    The gate comes first, as in mamba-ssm's `RMSNormGated(norm_before_gate=False, group_size=d // num_groups)`.
+    All in the dtype of `y_td`, into which `z_td` is converted.
+    """
+    gated_tgd = (y_td * F.silu(z_td.to(y_td.dtype))).unflatten(-1, (num_groups, -1))
+    return F.rms_norm(gated_tgd, gated_tgd.shape[-1:], None, eps).flatten(-2) * weight_d
+
+
+class RMSNorm(nn.Module):
+    """RMS norm with a weight that every tensor-parallel rank holds whole.
+
+    With sequence parallelism each rank sees its own tokens only, so the weight's gradient is a partial sum.
+    """
+
+    def __init__(self, dim: int, eps: float, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter((dim,), mesh)
+
+    def forward(self, x_td: Tensor) -> Tensor:
+        """[tokens, dim] -> [tokens, dim] in the dtype of the input."""
+        return rms_norm(x_td.to(torch.float32), local_parameter(self.weight, torch.float32), self.eps).to(x_td.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """The norm behind the Mamba-2 scan; channels are sharded over tensor-parallel ranks by whole groups."""
+
+    def __init__(self, dim: int, num_groups: int, eps: float, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.num_local_groups, self.eps = num_groups // mesh.tp_size, eps
+        self.weight = new_parameter((dim,), mesh, shard_dim=0)
+
+    def forward(self, y_td: Tensor, z_td: Tensor) -> Tensor:
+        """`y_td` FP32 and `z_td` [tokens, dim / tp] -> [tokens, dim / tp] in the dtype of `z_td`."""
+        weight = local_parameter(self.weight, torch.float32)
+        return gated_rms_norm(y_td, z_td, weight, self.num_local_groups, self.eps).to(z_td.dtype)

@@ -1,0 +1,27 @@
+"""Rotary position embedding (arXiv:2104.09864), the variant that pairs feature i with feature i + head_dim / 2.
+
+Shapes: b batch, s sequence, h heads, d head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rope_tables(sequence_length: int, head_dim: int, base: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every angle, FP32 [sequence, head_dim / 2].
+
+    angle[position, i] = position * base^(-2 i / head_dim), in radians.
+    """
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    position = torch.arange(sequence_length, dtype=torch.float32, device=device)
+    angle = position[:, None] * base**-exponent
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x_bshd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    """Rotate each pair (x_i, x_{i + d/2}) by its position's angle; computed in the tables' dtype, returned in x's."""
+    first, second = x_bshd.to(cos_sd.dtype).chunk(2, -1)
+    cos, sin = cos_sd[:, None], sin_sd[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_bshd.dtype)

@@ -1,0 +1,198 @@
+"""The state-space dual (SSD) scan of Mamba-2 (arXiv:2405.21060, section 6) in plain PyTorch.
+
+The recurrence, for one head, with state S [p, n]:
+
+    S_t = exp(dt_t a) S_{t-1} + dt_t x_t B_t^T        y_t = S_t C_t
+
+Unrolled, y_t = sum_{m <= t} (C_t . B_m) exp(w_{m+1} + ... + w_t) dt_m x_m with w = dt a: attention with a decay
+instead of a softmax. Sequences are cut into chunks of l tokens. With cum the running sum of w inside a chunk and
+u = dt x:
+
+    inside a chunk    y  = (C B^T * exp(cum_t - cum_m) [m <= t]) u               matrices [l, l]
+    a chunk's state   N  = B^T (exp(cum_last - cum) u)                           [n, p]
+    between chunks    S_k = sum_{j < k} exp(w of the chunks between j and k) N_j  the state that chunk k begins with
+    from the past     y += exp(cum) (C S)
+
+Work is linear in the sequence and nearly all of it is matrix products. Every decay is the exponential of a number
+that is at most zero, so nothing overflows however long or fast the decay.
+
+The backward pass is written out. It keeps the inputs, the output and the states (which are small) and computes the
+[l, l] matrices again, so that they never exist for more than one layer. It needs no products of [l, l] matrices for
+the decays' gradient: d/dcum_t collects dy_t . y_t - u_t . du_t, plus what flows through cum_last.
+
+Everything is computed in the dtype of `x`: FP32 in training, FP64 in tests.
+
+Shapes: b batch, s sequence, h heads, p head dimension, g state groups, n state dimension, r heads per group,
+k chunks (j: another one), l position in a chunk (m: another one). Head i belongs to group i // r.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+
+def ssd_scan(x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor, chunk_size: int) -> Tensor:
+    """y [batch, sequence, heads, head_dim] of the recurrence above, by chunks of `chunk_size` tokens.
+
+    x_bshp: [batch, sequence, heads, head_dim]. dt_bsh: positive step sizes. a_h: negative decay rates.
+    b_bsgn, c_bsgn: [batch, sequence, groups, state]. All of one dtype; any sequence length.
+    """
+    length = x_bshp.shape[1]
+    chunk_size = min(chunk_size, length)
+    extra = -length % chunk_size
+    if extra:
+        # Steps of size zero neither decay the state nor add to it.
+        x_bshp, b_bsgn, c_bsgn = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x_bshp, b_bsgn, c_bsgn))
+        dt_bsh = F.pad(dt_bsh, (0, 0, 0, extra))
+    y: Tensor = _SsdScan.apply(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size)  # type: ignore[assignment]
+    return y[:, :length] if extra else y
+
+
+def ssd_recurrence(x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor) -> Tensor:
+    """The same as `ssd_scan`, token by token: the reference, in any dtype, differentiable by autograd."""
+    repeats = x_bshp.shape[2] // b_bsgn.shape[2]
+    b_bshn, c_bshn = b_bsgn.repeat_interleave(repeats, 2), c_bsgn.repeat_interleave(repeats, 2)
+    state_bhpn = x_bshp.new_zeros(x_bshp.shape[0], *x_bshp.shape[2:], b_bsgn.shape[3])
+    outputs = []
+    for t in range(x_bshp.shape[1]):
+        decay_bh = (dt_bsh[:, t] * a_h).exp()
+        update_bhp = dt_bsh[:, t, :, None] * x_bshp[:, t]
+        state_bhpn = decay_bh[..., None, None] * state_bhpn + update_bhp[..., None] * b_bshn[:, t, :, None]
+        outputs.append((state_bhpn * c_bshn[:, t, :, None]).sum(-1))
+    return torch.stack(outputs, 1)
+
+
+class _SsdScan(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int) -> Tensor:
+        parts = _Chunks(x, dt, a, b, c, chunk_size)
+        y_inside = parts.decays().mul_(parts.scores()) @ parts.u_by_head()
+        states = parts.b.mT @ parts.weighted_u_by_group()
+        _accumulate_states(states.unflatten(-1, parts.r_p), parts.chunk_decay)
+        y_past = (parts.c @ states).unflatten(-1, parts.r_p).transpose(3, 4)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        torch.addcmul(y_inside, y_past, parts.cum.exp()[..., None], out=parts.by_head(y))
+        ctx.save_for_backward(x, dt, a, b, c, y, states)
+        ctx.chunk_size = chunk_size
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, dt, a, b, c, y, states = ctx.saved_tensors
+        parts = _Chunks(x, dt, a, b, c, ctx.chunk_size)
+        dy_by_head = parts.by_head(grad_outputs[0])
+        dy = dy_by_head.contiguous()
+
+        # Inside a chunk: y = (scores * decays) u.
+        decays = parts.decays()
+        dscores = (dy @ parts.u_by_head().mT).mul_(decays).sum(3).tril_()
+        du = decays.mul_(parts.scores()).mT @ dy
+        dc, db = dscores @ parts.b, dscores.mT @ parts.c
+
+        # From the past: y += exp(cum) (C S).
+        dy_decayed = _product(parts.by_group(grad_outputs[0]), parts.cum.exp().mT[..., None]).flatten(-2)
+        dc += dy_decayed @ states.mT
+        dstates = parts.c.mT @ dy_decayed
+
+        # Between chunks: S_{k+1} = exp(cum_last) S_k + N_k. From here on `dstates` holds the gradient of N.
+        _accumulate_states_backward(dstates.unflatten(-1, parts.r_p), parts.chunk_decay)
+        dcum_last = (dstates * states).unflatten(-1, parts.r_p).sum((3, 5)) * parts.chunk_decay
+
+        # A chunk's state: N = B^T v with v = exp(cum_last - cum) u.
+        v, dv = parts.weighted_u_by_group(), parts.b @ dstates
+        db += v @ dstates.mT
+        du.addcmul_(dv.unflatten(-1, parts.r_p).transpose(3, 4), parts.decay_to_end()[..., None])
+        dcum_last += dv.mul_(v).unflatten(-1, parts.r_p).sum((3, 5))
+
+        # u = dt x and cum = running sum of w = dt a.
+        du_x = (du * parts.by_head(x)).sum(-1)
+        dcum = (dy_by_head * parts.by_head(y)).sum(-1).addcmul_(parts.dt, du_x, value=-1)
+        dcum[..., -1] += dcum_last
+        dw = dcum.flip(-1).cumsum(-1).flip(-1)
+        da = (dw * parts.dt).sum((0, 1, 4)).flatten()
+        dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
+        torch.mul(du, parts.dt[..., None], out=parts.by_head(dx))
+        torch.addcmul(du_x, dw, parts.a, out=parts.by_head(ddt))
+        return dx, ddt, da, parts.ungroup(db), parts.ungroup(dc), None
+
+
+class _Chunks:
+    """The inputs cut into chunks, and what both passes compute from them.
+
+    All tensors begin with [b, k, g]. Then follow [r, l, p] in the layout "by head" (a matrix for each head) or
+    [l, r, p] "by group" (one wide matrix for all the heads that share B and C).
+    """
+
+    def __init__(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int) -> None:
+        self.chunk_size, self.num_groups = chunk_size, b.shape[2]
+        self.r_p = (x.shape[2] // self.num_groups, x.shape[3])
+        self.x = x
+        self.a = a.view(self.num_groups, -1, 1)
+        self.dt = self.by_head(dt).contiguous()
+        self.b, self.c = (t.unflatten(1, (-1, chunk_size)).transpose(2, 3).contiguous() for t in (b, c))
+        self.cum = (self.dt * self.a).cumsum(-1)
+        self.chunk_decay = self.cum[..., -1].exp()
+
+    def by_head(self, t_bsh: Tensor) -> Tensor:
+        """[b, s, h, ...] -> view [b, k, g, r, l, ...]."""
+        return t_bsh.unflatten(1, (-1, self.chunk_size)).unflatten(3, (self.num_groups, -1)).movedim(2, 4)
+
+    def by_group(self, t_bsh: Tensor) -> Tensor:
+        """[b, s, h, ...] -> view [b, k, g, l, r, ...]."""
+        return t_bsh.unflatten(1, (-1, self.chunk_size)).unflatten(3, (self.num_groups, -1)).movedim(2, 3)
+
+    def ungroup(self, t_bkgln: Tensor) -> Tensor:
+        """[b, k, g, l, n] -> [b, s, g, n]."""
+        return t_bkgln.transpose(2, 3).flatten(1, 2)
+
+    def decays(self) -> Tensor:
+        """exp(cum_l - cum_m), [b, k, g, r, l, m]; 1 where m > l, which `scores` masks out."""
+        return (self.cum[..., :, None] - self.cum[..., None, :]).clamp_(max=0).exp_()
+
+    def scores(self) -> Tensor:
+        """C B^T where m <= l, else 0: [b, k, g, 1, l, m]."""
+        # Masked here, once for all heads of a group, rather than in every head's decays.
+        return (self.c @ self.b.mT).tril_()[:, :, :, None]
+
+    def decay_to_end(self) -> Tensor:
+        """exp(cum_last - cum), [b, k, g, r, l]."""
+        return (self.cum[..., -1:] - self.cum).exp_()
+
+    def u_by_head(self) -> Tensor:
+        """dt x, [b, k, g, r, l, p]."""
+        return _product(self.by_head(self.x), self.dt[..., None])
+
+    def weighted_u_by_group(self) -> Tensor:
+        """exp(cum_last - cum) dt x, [b, k, g, l, r p]."""
+        return _product(self.by_group(self.x), (self.dt * self.decay_to_end()).mT[..., None]).flatten(-2)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a * b laid out contiguously; plain multiplication would keep the strides of a permuted view."""
+    return torch.mul(a, b, out=a.new_empty(a.shape))
+
+
+def _accumulate_states(states_bkgnrp: Tensor, decay_bkgr: Tensor) -> None:
+    """From what each chunk adds to the state, in place, to the state each chunk begins with."""
+    decay = decay_bkgr[:, :, :, None, :, None]
+    added = states_bkgnrp[:, 0].clone()
+    states_bkgnrp[:, 0] = 0
+    for k in range(1, states_bkgnrp.shape[1]):
+        state = torch.addcmul(added, states_bkgnrp[:, k - 1], decay[:, k - 1])
+        added = states_bkgnrp[:, k].clone()
+        states_bkgnrp[:, k] = state
+
+
+def _accumulate_states_backward(grads_bkgnrp: Tensor, decay_bkgr: Tensor) -> None:
+    """From the gradients of the states that chunks begin with, in place, to those of what each chunk adds."""
+    decay = decay_bkgr[:, :, :, None, :, None]
+    later = torch.zeros_like(grads_bkgnrp[:, 0])
+    for k in reversed(range(grads_bkgnrp.shape[1])):
+        state_gradient = torch.addcmul(grads_bkgnrp[:, k], later, decay[:, k])
+        grads_bkgnrp[:, k] = later
+        later = state_gradient

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from megatron_fp4.config import ParallelConfig
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+
+
+@pytest.fixture(scope="session")
+def mesh() -> Iterator[ParallelMesh]:
+    """The mesh of this process alone, on the CPU."""
+    yield build_mesh(ParallelConfig(), init_distributed("cpu", 60))
+    dist.destroy_process_group()
