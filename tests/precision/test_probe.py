@@ -108,7 +108,7 @@ def test_the_numbers_are_those_of_what_the_linear_did(recipe: Recipe, monkeypatc
     assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
 
 
-def test_the_transform_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transform_is_seen() -> None:
     with alone():
         found = _measure(NVFP4).operands["wgrad_activation"]
         plain = _measure(replace(NVFP4, wgrad_rht=0)).operands["wgrad_activation"]
@@ -134,7 +134,7 @@ def test_padding_does_not_count() -> None:
     with alone():
         whole = _measure(NVFP4, outputs=128, num_groups=2)
         padded = _measure(NVFP4, outputs=120, num_groups=3)  # 40 rows a group, padded to 48
-    x, w, dy = _tensors(outputs=120)
+    _, w, dy = _tensors(outputs=120)
     assert padded.operands["dgrad_gradient"]["rms"] == pytest.approx(
         dy.double().square().mean().sqrt().item(), rel=1e-4
     )

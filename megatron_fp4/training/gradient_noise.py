@@ -1,0 +1,205 @@
+"""How much of a gradient is quantization noise: the measurement behind the switch `gradient_noise`.
+
+The criterion ("FP4 All the Way", arXiv 2505.19115, section 4.1 and appendix B.1): a step along g = grad L + e, with
+zero-mean noise e of standard deviation sigma_q in each of d coordinates, stops paying when
+
+    ||grad L|| / (sigma_q sqrt(d))  <  sqrt(3)
+
+since sigma_q sqrt(d) is the (root mean square) norm of e, the measured ratio is
+
+    ||g_ref|| / ||g_q - g_ref||
+
+    g_q     the gradient that the next training step would use: its micro-batches, plan and rounding draws
+    g_ref   the gradient of the same micro-batches with dgrad and wgrad in BF16 and the forward pass as it is
+
+over all coordinates of all parameters on all ranks, before clipping. How this stands to the paper's quantities:
+
+- ||g_q - g_ref|| is one draw of the norm of e, not its expectation. For d independent coordinates the two agree to a
+  relative 1/sqrt(d), so sigma_q = ||g_q - g_ref|| / sqrt(d).
+- e is *all* that quantizing the backward pass does, also the part that is no noise: nearest rounding of W in dgrad and
+  of x in wgrad displaces the gradient, which the paper's zero-mean e leaves out. It makes the ratio smaller.
+- g_ref is the gradient of one global batch, with that batch's sampling noise: it is longer than grad L, most of all
+  with small batches. That makes the ratio larger.
+- g_ref is itself computed in BF16, whose rounding (relative 1e-3) is far below the ratios that matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.training.gradients import _holds_first_copy, sum_replicated_gradients
+from megatron_fp4.training.step import MicroBatch, _prepare_backward
+
+if TYPE_CHECKING:
+    from megatron_fp4.precision.linear import LinearNumerics
+
+
+@dataclass(frozen=True)
+class GradientNoise:
+    """Norms (L2) of the gradient and of its quantization noise; the same numbers on all ranks.
+
+    reference_norm: of g_ref. noise_norm: of g_q - g_ref. num_coordinates: d.
+    parameters: name -> (reference norm, noise norm) of each parameter.
+    """
+
+    reference_norm: float
+    noise_norm: float
+    num_coordinates: int
+    parameters: dict[str, tuple[float, float]]
+
+    @property
+    def ratio(self) -> float:
+        """||g_ref|| / ||g_q - g_ref||, infinite without noise."""
+        return _ratio(self.reference_norm, self.noise_norm)
+
+    @property
+    def sigma_q(self) -> float:
+        """Standard deviation of the noise per coordinate."""
+        return self.noise_norm / math.sqrt(self.num_coordinates)
+
+    def as_record(self) -> dict[str, Any]:
+        """What `metrics.jsonl` gets besides `kind` and `step`; `parameters` maps names to their own ratios."""
+        return {
+            "ratio": self.ratio,
+            "gradient_norm": self.reference_norm,
+            "noise_norm": self.noise_norm,
+            "sigma_q": self.sigma_q,
+            "parameters": {name: _ratio(*norms) for name, norms in self.parameters.items()},
+        }
+
+    def scalars(self) -> dict[str, float]:
+        """Flat names and numbers for TensorBoard and wandb."""
+        totals = {"ratio": self.ratio, "gradient_norm": self.reference_norm, "noise_norm": self.noise_norm}
+        return {f"gradient_noise/{name}": value for name, value in totals.items()}
+
+
+def bf16_backward(recipe: Recipe) -> Recipe:
+    """`recipe` with dgrad and wgrad unquantized; fprop unchanged."""
+    return replace(
+        recipe,
+        name=f"{recipe.name}, backward bf16",
+        dgrad_gradient=Operand(),
+        dgrad_weight=Operand(),
+        wgrad_gradient=Operand(),
+        wgrad_activation=Operand(),
+        dgrad_rht=0,
+        wgrad_rht=0,
+    )
+
+
+def gradient_noise(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    mesh: ParallelMesh,
+    clock: RunClock,
+    linears: Mapping[str, LinearNumerics],
+    *,
+    step: int,
+    reshard: bool = False,
+) -> GradientNoise:
+    """Measure the gradient of the training step `step` twice, without updating; see the top of this file.
+
+    model, micro_batches, mesh, clock, step, reshard: as for `train_step`, which may follow and is not affected:
+    weights, recipes, clock and gradients are as before, and kept quantized weights are dropped (and made again, the
+    same). linears: name -> numerics of every linear of the plan. The model must draw nothing from torch's generators.
+
+    Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
+    Collective: all ranks call it, with equally many micro-batches.
+    """
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = list(named.values())
+    recipes = {name: numerics.recipe for name, numerics in linears.items()}
+    gradients = [parameter.grad for parameter in parameters]
+    before = (clock.step, clock.micro_batch)
+    clock.step = step
+    try:
+        _accumulate(model, micro_batches, mesh, clock, parameters, reshard)
+        noisy = [_take_gradient(parameter) for parameter in parameters]
+        _set_recipes(linears, {name: bf16_backward(recipe) for name, recipe in recipes.items()})
+        _accumulate(model, micro_batches, mesh, clock, parameters, reshard)
+        sums = _squared_norms(parameters, noisy, mesh)
+    finally:
+        _set_recipes(linears, recipes)
+        clock.step, clock.micro_batch = before
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    dist.all_reduce(sums)
+    squares = sums.tolist()
+    return GradientNoise(
+        reference_norm=math.sqrt(sum(reference for reference, _ in squares)),
+        noise_norm=math.sqrt(sum(noise for _, noise in squares)),
+        num_coordinates=sum(parameter.numel() for parameter in parameters),
+        parameters={
+            name: (math.sqrt(reference), math.sqrt(noise))
+            for name, (reference, noise) in zip(named, squares, strict=True)
+        },
+    )
+
+
+def _accumulate(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    mesh: ParallelMesh,
+    clock: RunClock,
+    parameters: Sequence[nn.Parameter],
+    reshard: bool,
+) -> None:
+    """Leave the mean gradient over the global batch in `.grad`, exactly as `train_step` does."""
+    for parameter in parameters:
+        parameter.grad = None
+    for position, micro_batch in enumerate(micro_batches, start=1):
+        _prepare_backward(model, is_last=position == len(micro_batches), reshard=reshard)
+        clock.micro_batch = micro_batch.index
+        loss = model(
+            micro_batch.tokens.to(mesh.device, non_blocking=True),
+            micro_batch.targets.to(mesh.device, non_blocking=True),
+        )
+        (loss / len(micro_batches)).backward()
+    sum_replicated_gradients(parameters, mesh)
+
+
+def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
+    gradient, parameter.grad = parameter.grad, None
+    return None if gradient is None else _local(gradient)
+
+
+def _set_recipes(linears: Mapping[str, LinearNumerics], recipes: Mapping[str, Recipe]) -> None:
+    for name, numerics in linears.items():
+        numerics.recipe = recipes[name]
+        numerics.weight_cache = None  # made by the recipe before
+
+
+@torch.no_grad()
+def _squared_norms(parameters: Sequence[nn.Parameter], noisy: Sequence[Tensor | None], mesh: ParallelMesh) -> Tensor:
+    """This rank's share of the squared norms (reference, noise) of each parameter: FP64 [parameters, 2]."""
+    sums = torch.zeros(len(parameters), 2, dtype=torch.float64, device=mesh.device)
+    for row, parameter, gradient in zip(sums, parameters, noisy, strict=True):
+        if parameter.grad is None or gradient is None or not _holds_first_copy(parameter, mesh):
+            continue
+        reference = _local(parameter.grad)
+        if reference.numel() > 0:  # an FSDP shard may be empty
+            row[0] = torch.linalg.vector_norm(reference, dtype=torch.float64).square()
+            row[1] = torch.linalg.vector_norm(gradient - reference, dtype=torch.float64).square()
+    return sums
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _ratio(reference: float, noise: float) -> float:
+    if noise == 0:
+        return math.inf
+    return reference / noise
