@@ -163,6 +163,12 @@ class Checkpointer:
             folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer[0], same_world
         )
 
+    def steps_after(self, step: int) -> list[int]:
+        """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that goes on from
+        `step` would come to replace them."""
+        steps = [files.step_of(folder) for folder in files.list_checkpoints(self.root)]
+        return [other for other in steps if other > step]
+
     def _write_own_files(self, staging: Path, trainer_json: str) -> dict[str, files.FileRecord]:
         rank = self._mesh.rank
         save_random_state(staging / _rng_name(rank), self._mesh.device)

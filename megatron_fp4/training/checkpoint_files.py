@@ -68,6 +68,11 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    """The inverse of `folder_name`."""
+    return int(folder.name.removeprefix("step_"))
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Folders under `root` that bear a checkpoint's name, whole or not; none if there is no root."""
     if not root.is_dir():

@@ -6,6 +6,8 @@
                 steps, where the decay starts, ...), for those who read the file without the configuration
     step        one training step: the fields of `StepMetrics`
     validation  `losses`, one per source (nats per token), and `loss`, their mean
+    diagnostics, gradient_noise
+                measurements of what quantization does, see training/diagnostics.py and training/gradient_noise.py
     event       `event` (switch, checkpoint, resume, skip, signal, ...) and its details
 
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates belongs to
@@ -113,6 +115,11 @@ class MetricsWriter:
         mean = sum(losses.values()) / len(losses) if losses else math.nan
         self._write({"kind": "validation", "step": step, "tokens": tokens, "loss": mean, "losses": losses})
         self._show({f"validation/{source}": loss for source, loss in losses.items()}, step)
+
+    def record(self, step: int, kind: str, values: dict[str, Any], scalars: dict[str, float]) -> None:
+        """Record a measurement of another kind after `step` steps: `values` (JSON), and what of it makes curves."""
+        self._write({"kind": kind, "step": step, **values})
+        self._show(scalars, step)
 
     def event(self, step: int, event: str, **details: Any) -> None:
         """Record that `event` happened after `step` steps, with details (JSON values)."""
