@@ -14,7 +14,8 @@ u = dt x:
     from the past     y += exp(cum) (C S)
 
 Work is linear in the sequence and nearly all of it is matrix products. Every decay is the exponential of a number
-that is at most zero, so nothing overflows however long or fast the decay.
+that is at most zero, so nothing overflows however long or fast the decay. On CUDA the products must be true FP32, so
+`torch.backends.cuda.matmul.allow_tf32` has to stay off, as it is by default.
 
 The backward pass is written out. It keeps the inputs, the output and the states (which are small) and computes the
 [l, l] matrices again, so that they never exist for more than one layer. It needs no products of [l, l] matrices for
@@ -113,7 +114,7 @@ class _SsdScan(Function):
         du_x = (du * parts.by_head(x)).sum(-1)
         dcum = (dy_by_head * parts.by_head(y)).sum(-1).addcmul_(parts.dt, du_x, value=-1)
         dcum[..., -1] += dcum_last
-        dw = dcum.flip(-1).cumsum(-1).flip(-1)
+        dw = dcum @ parts.ones_lm
         da = (dw * parts.dt).sum((0, 1, 4)).flatten()
         dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
         torch.mul(du, parts.dt[..., None], out=parts.by_head(dx))
@@ -135,7 +136,9 @@ class _Chunks:
         self.a = a.view(self.num_groups, -1, 1)
         self.dt = self.by_head(dt).contiguous()
         self.b, self.c = (t.unflatten(1, (-1, chunk_size)).transpose(2, 3).contiguous() for t in (b, c))
-        self.cum = (self.dt * self.a).cumsum(-1)
+        # Running sums as products with a triangle of ones: `cumsum` has no deterministic kernel on CUDA.
+        self.ones_lm = x.new_ones(chunk_size, chunk_size).tril()
+        self.cum = (self.dt * self.a) @ self.ones_lm.t()
         self.chunk_decay = self.cum[..., -1].exp()
 
     def by_head(self, t_bsh: Tensor) -> Tensor:

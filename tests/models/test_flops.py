@@ -9,25 +9,31 @@ from tests.models.builders import build, small_config, tokens_and_targets
 
 
 def counted(config, mesh, length):
-    """FLOPs per token of the forward pass: of plain and of batched matrix products."""
+    """FLOPs per token of the forward pass, as torch counts them: {module name: {operator: FLOPs}}."""
     model = build(config, mesh, torch.bfloat16)
     tokens, _ = tokens_and_targets(config, length=length)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens)
-    counts = counter.get_flop_counts()["Global"]
-    return counts.get(torch.ops.aten.mm, 0) / tokens.numel(), counts.get(torch.ops.aten.bmm, 0) / tokens.numel()
+    return {
+        name.removeprefix("HybridModel."): {operator: flops / tokens.numel() for operator, flops in counts.items()}
+        for name, counts in counter.get_flop_counts().items()
+    }
 
 
 @pytest.mark.parametrize("pattern", ["M", "-", "*", "M-*-M-"])
 def test_linears_and_head_are_what_torch_counts(mesh, pattern):
     config = small_config(pattern=pattern)
+    counts = counted(config, mesh, 16)
+    for linear in linear_costs(config):
+        assert counts[linear.name] == {torch.ops.aten.mm: linear.flops_per_token}, linear.name
     flops = forward_flops_per_token(config, 16)
-    assert flops.linears + flops.head == counted(config, mesh, 16)[0]
+    assert counts["head"] == {torch.ops.aten.mm: flops.head}
+    assert flops.linears == sum(linear.flops_per_token for linear in linear_costs(config))
 
 
 def test_scores_are_the_causal_half_of_what_torch_counts(mesh):
     config = small_config(pattern="*-*")
-    assert forward_flops_per_token(config, 24).scores == counted(config, mesh, 24)[1] / 2
+    assert forward_flops_per_token(config, 24).scores == counted(config, mesh, 24)["Global"][torch.ops.aten.bmm] / 2
 
 
 def test_linear_costs_name_the_models_linears(mesh):
