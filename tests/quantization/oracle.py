@@ -104,7 +104,7 @@ def _encode(x: np.ndarray, scale: np.ndarray, tensor_scale: np.float32) -> np.nd
     return e2m1(np.clip(scaled, F32(-6), F32(6)))
 
 
-def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False) -> Quantized:
+def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, never_four: bool = False) -> Quantized:
     """NVFP4 with 1x16 (block_rows = 1) or 16x16 blocks (appendix B, in single precision, in this order).
 
     Four over six: a tensor scale for a cap of 256; each block keeps the scale for 6 unless the scale for 4 (times 1.5)
@@ -125,9 +125,9 @@ def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False) -> Qu
         if four_over_six:
             scale_4 = e4m3(np.clip(np.minimum(wanted * F32(1.5), FLT_MAX), F32(-448), F32(448)))
             codes_4 = _encode(x, scale_4, factor)
-            error_6 = block_error(x, nvfp4_values(codes, scale, amax, cap), block_rows)
-            error_4 = block_error(x, nvfp4_values(codes_4, scale_4, amax, cap), block_rows)
-            four = error_4 < error_6
+            error_6 = _single_precision_error(x, codes, scale, amax, cap, block_rows)
+            error_4 = _single_precision_error(x, codes_4, scale_4, amax, cap, block_rows)
+            four = (error_4 < error_6) & (not never_four)
             scale = np.where(four, scale_4, scale)
             codes = np.where(_spread(four, 16), codes_4, codes)
     return Quantized(codes, scale, float(amax), nvfp4_values(codes, scale, amax, cap))
@@ -136,6 +136,25 @@ def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False) -> Qu
 def nvfp4_values(codes: np.ndarray, scale: np.ndarray, amax: float, cap: float = 448) -> np.ndarray:
     """Decoded values, in double: code * scale * amax / (6 * 448)."""
     return E2M1[codes] * _spread(scale, 16) * (float(amax) / (6 * cap))
+
+
+def _single_precision_error(
+    x: np.ndarray, codes: np.ndarray, scale: np.ndarray, amax: np.float32, cap: float, block_rows: int
+) -> np.ndarray:
+    """Sums of absolute errors as Transformer Engine adds them up: the columns of a block in order, then its rows by
+    halves. Choices that err alike are decided by these roundings."""
+    decoded = E2M1[codes].astype(F32) * _spread(scale, 16).astype(F32) * amax / F32(6 * cap)
+    error = np.abs(decoded - x).reshape(len(x), -1, 16)
+    assert error.dtype == np.float32
+    per_row = np.zeros(error.shape[:2], dtype=F32)
+    for column in range(16):
+        per_row = per_row + error[..., column]
+    if block_rows == 1:
+        return per_row
+    tiles = per_row.reshape(len(x) // 16, 16, -1)
+    for half in (8, 4, 2, 1):
+        tiles = tiles[:, :half] + tiles[:, half : 2 * half]
+    return np.repeat(tiles[:, 0], 16, axis=0)
 
 
 def block_error(x: np.ndarray, decoded: np.ndarray, block_rows: int) -> np.ndarray:
@@ -199,6 +218,8 @@ def gemm(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def snr_db(exact: np.ndarray, approximate: np.ndarray) -> float:
-    """Signal to noise in decibels."""
+    """Signal to noise in decibels, infinite without noise."""
     exact = np.asarray(exact, dtype=np.float64)
+    if np.array_equal(exact, approximate):
+        return np.inf
     return float(10 * np.log10(np.square(exact).sum() / np.square(exact - approximate).sum()))

@@ -1,0 +1,208 @@
+"""Stochastic rounding inside the linear, seen from outside.
+
+An identity matrix is quantized without error, and so is its Hadamard transform (all magnitudes equal). As the other
+operand of a GEMM it shows what became of this one: dx = dy W shows the quantized dy for W = 1, dW = dy^T x shows it
+for x = 1.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import oracle
+import pytest
+import reference as ref
+import torch
+from cases import check_unbiased
+
+from megatron_fp4.precision.recipe import Recipe
+
+SIZE = 64
+PLAIN = replace(ref.NVFP4, wgrad_rht=0)
+
+
+def shown(dy: torch.Tensor, recipe: Recipe, **coordinates: int | str) -> tuple[np.ndarray, np.ndarray]:
+    """What dgrad and wgrad made of dy: [tokens, out] as dgrad saw it, and its transpose as wgrad saw it."""
+    numerics = ref.numerics_of(recipe)
+    numerics.name = str(coordinates.pop("name", numerics.name))
+    for name, value in coordinates.items():
+        setattr(numerics.clock, name, value)
+    _, dx, dw = ref.run(torch.eye(SIZE), torch.eye(SIZE), dy, numerics)
+    return ref.double(dx), ref.double(dw)
+
+
+def gradient_between_codes(fraction: float = 0.6) -> torch.Tensor:
+    """Every block along either dimension has one 6, and all else lies between the codes 0 and 0.5."""
+    index = torch.arange(SIZE)
+    dy = torch.full((SIZE, SIZE), 0.5 * fraction)
+    dy[(index[:, None] + index) % 16 == 0] = 6.0
+    return dy
+
+
+def rounded_up(values: np.ndarray) -> np.ndarray:
+    """For `gradient_between_codes`: which elements went up, as 0 and 1; the 6s left out."""
+    assert set(np.unique(values.round(6))) <= {0.0, 0.5, 6.0}
+    index = np.arange(SIZE)
+    between = (index[:, None] + index) % 16 != 0
+    return (values > 0.25)[between].astype(float)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """In units of its standard error."""
+    return float(np.corrcoef(a, b)[0, 1] * len(a) ** 0.5)
+
+
+@pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
+def test_quantized_gradients_are_unbiased_over_steps(gemm):
+    dy = ref.tensors(SIZE, SIZE, SIZE)[2]
+    mine = dy if gemm == "dgrad" else dy.t()
+    quantized = oracle.nvfp4(ref.double(mine))
+    unit = np.repeat(quantized.scales, 16, axis=1) * quantized.amax / 2688
+    num = 400
+    total = sum(shown(dy, PLAIN, step=step)[gemm == "wgrad"] for step in range(num))
+    check_unbiased(total / num, np.clip(ref.double(mine), -6 * unit, 6 * unit), unit, num)
+
+
+def test_gradients_through_the_transform_are_unbiased_over_steps():
+    """dW = dy^T x for x = 1 averages to dy^T, since the transform of one operand undoes that of the other.
+
+    Up to what the rounding to BF16 and the clipping at 6 change before any draw: that is taken from the oracle.
+    """
+    dy = ref.tensors(SIZE, SIZE, SIZE)[2]
+    num = 400
+    results = np.stack([shown(dy, ref.NVFP4, step=step)[1] for step in range(num)])
+    rotated = oracle.bfloat16(oracle.rht(ref.double(dy.t())))
+    quantized = oracle.nvfp4(rotated)
+    unit = np.repeat(quantized.scales, 16, axis=1) * quantized.amax / 2688
+    clipped = np.clip(rotated, -6 * unit, 6 * unit)
+    back = oracle.rht(clipped, np.ones(16)) * np.tile(oracle.PAPER_SIGNS, SIZE // 16)
+    assert np.abs((results.mean(0) - back) / (results.std(0) / num**0.5)).max() < 5
+    exact = ref.double(dy.t())
+    assert abs((results.mean(0) * exact).sum() / (exact**2).sum() - 1) < 0.005
+
+
+def test_both_gemms_round_up_equally_often_but_independently():
+    """dy is quantized twice; the two roundings agree as often as two independent draws do."""
+    dy = gradient_between_codes()
+    agreement = []
+    for step in range(8):
+        in_dgrad, in_wgrad = shown(dy, PLAIN, step=step)
+        up = rounded_up(in_dgrad), rounded_up(in_wgrad.T)
+        for mine in up:
+            assert abs(mine.mean() - 0.6) < 4 * (0.24 / len(mine)) ** 0.5
+        assert abs(correlation(*up)) < 4
+        assert abs(correlation(rounded_up(in_dgrad), rounded_up(in_wgrad))) < 4
+        agreement.append((up[0] == up[1]).mean())
+    assert abs(np.mean(agreement) - (0.36 + 0.16)) < 4 * (0.52 * 0.48 / (8 * SIZE * SIZE)) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"step": 1}, {"micro_batch": 1}, {"seed": 2}, {"name": "blocks.1.mixer.in_proj"}],
+    ids=lambda o: next(iter(o)),
+)
+def test_draws_differ_with_every_coordinate_of_the_run(other):
+    dy = gradient_between_codes()
+    here, there = shown(dy, PLAIN), shown(dy, PLAIN, **other)
+    for mine, theirs in zip(here, there, strict=True):
+        assert not np.array_equal(mine, theirs)
+        assert abs(correlation(rounded_up(mine), rounded_up(theirs))) < 4
+
+
+def test_draws_are_a_function_of_the_coordinates_alone():
+    dy = gradient_between_codes()
+    first = shown(dy, PLAIN, step=3, micro_batch=2)
+    torch.manual_seed(123)
+    shown(dy, PLAIN, step=9)
+    again = shown(dy, PLAIN, step=3, micro_batch=2, weights_version=77)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_rows_and_columns_of_the_gradient_draw_independently():
+    up = (shown(gradient_between_codes(), PLAIN)[0] > 0.25).astype(float)
+    for distance in (1, 16):
+        rows, columns = (up[distance:], up[:-distance]), (up[:, distance:], up[:, :-distance])
+        for near, far in (rows, columns):
+            keep = (near < 2) & (far < 2)
+            # The 6s sit on every sixteenth diagonal and correlate with themselves.
+            index = np.arange(SIZE)
+            six = (index[:, None] + index) % 16 == 0
+            shape = near.shape
+            keep &= ~six[: shape[0], : shape[1]] & ~six[SIZE - shape[0] :, SIZE - shape[1] :]
+            assert abs(correlation(near[keep], far[keep])) < 4
+
+
+def test_tiny_gradients_do_not_vanish():
+    """All-zero gradients are how one implementation failed: everything lies below half of the first code."""
+    dy = gradient_between_codes(fraction=0.2) * 1e-9
+    for stochastic, recipe in ((True, PLAIN), (False, ref.nearest(PLAIN))):
+        for values in shown(dy, recipe):
+            small = rounded_up(values * 1e9)
+            assert abs(small.mean() - 0.2) < 0.03 if stochastic else not small.any()
+
+
+def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass():
+    """With several micro-batches in flight the clock has moved on when the gradient arrives."""
+    dy = gradient_between_codes()
+    numerics = ref.numerics_of(PLAIN)
+    x, w = torch.eye(SIZE).requires_grad_(), torch.eye(SIZE).requires_grad_()
+    y = ref.quantized_linear(x, w, numerics)
+    numerics.clock.micro_batch, numerics.clock.step = 5, 6
+    y.backward(dy)
+    assert np.array_equal(ref.double(x.grad), shown(dy, PLAIN)[0])
+    assert np.array_equal(ref.double(w.grad), shown(dy, PLAIN)[1])
+
+
+# The gain of a quantized GEMM: the slope of its result regressed on the exact one.
+
+
+def gain(quantized: np.ndarray, exact: np.ndarray) -> float:
+    """Slope, every input channel (column) weighing the same."""
+    weight = 1 / np.square(exact).sum(axis=0, keepdims=True)
+    return float((quantized * exact * weight).sum() / (np.square(exact) * weight).sum())
+
+
+def channels_of_unequal_size(tokens: int = 512, size: int = 128) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Activations whose channels differ in size by orders of magnitude, correlated with the gradient."""
+    rng = np.random.default_rng(0)
+    shared = rng.standard_normal((tokens, 8))
+    x = shared @ rng.standard_normal((8, size)) + rng.standard_normal((tokens, size))
+    dy = (shared @ rng.standard_normal((8, size)) + rng.standard_normal((tokens, size))) * 1e-4
+    x = x * np.exp(1.5 * rng.standard_normal(size))
+    w = rng.standard_normal((size, size)) * 0.02
+    return tuple(torch.from_numpy(t).bfloat16().float() for t in (x, w, dy))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["paper", "no_transform", "all_the_way", "mxfp4"])
+def test_the_gain_of_wgrad_is_one(name):
+    recipe = {"paper": ref.NVFP4, "no_transform": PLAIN, "all_the_way": ref.ALL_THE_WAY, "mxfp4": ref.MXFP4}[name]
+    x, w, dy = channels_of_unequal_size()
+    exact = oracle.gemm(ref.double(dy).T, ref.double(x).T)
+    gains = []
+    for step in range(4):
+        numerics = ref.numerics_of(recipe)
+        numerics.clock.step = step
+        gains.append(gain(ref.double(ref.run(x, w, dy, numerics)[2]), exact))
+    assert 0.97 < np.mean(gains) < 1.03
+
+
+def test_the_gain_shows_blocks_along_the_wrong_dimension():
+    """What the band above is for: x in blocks across channels, and scales of the right size in the wrong place."""
+    x, w, dy = channels_of_unequal_size()
+    exact = oracle.gemm(ref.double(dy).T, ref.double(x).T)
+    recipe = replace(PLAIN, wgrad_activation=replace(ref.X, reuse_fprop=True))
+    across_channels = ref.double(ref.run(x, w, dy, ref.numerics_of(recipe))[2])
+    assert not 0.97 < gain(across_channels, exact) < 1.03
+    quantized = oracle.nvfp4(ref.double(x).T)
+    blocks = quantized.scales.reshape(8, 16, 32)
+    moved = np.roll(blocks, 1, axis=1).reshape(quantized.scales.shape)
+    misplaced = oracle.nvfp4_values(quantized.codes, moved, quantized.amax)
+    assert not 0.97 < gain(oracle.gemm(ref.double(dy).T, misplaced), exact) < 1.03
+
+
+def test_the_gains_of_fprop_and_dgrad_are_one():
+    x, w, dy = ref.tensors(512, 256, 256)
+    exact = ref.linear(*(ref.double(t) for t in (x, w, dy)), Recipe())
+    for recipe in (ref.NVFP4, ref.ALL_THE_WAY, ref.MXFP4):
+        y, dx, _ = ref.run(x, w, dy, ref.numerics_of(recipe))
+        assert 0.97 < gain(ref.double(y), exact[0]) < 1.03
+        assert 0.97 < gain(ref.double(dx), exact[1]) < 1.03

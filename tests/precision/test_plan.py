@@ -1,0 +1,241 @@
+import pytest
+import reference as ref
+import torch
+import yaml
+
+import megatron_fp4.precision.linear as linear_module
+from megatron_fp4.config import Bf16BlocksConfig
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.recipe import BF16
+
+NUM_BLOCKS = 6
+RUNS = "the run's recipe"
+
+
+def shapes() -> list[LinearShape]:
+    """Two linears in each of six blocks; the odd blocks are feed-forward."""
+    result = []
+    for block in range(NUM_BLOCKS):
+        names = (
+            (("up_proj", 64, 256), ("down_proj", 256, 64))
+            if block % 2
+            else (("in_proj", 64, 160), ("out_proj", 64, 64))
+        )
+        result += [LinearShape(f"blocks.{block}.mixer.{name}", block, a, b) for name, a, b in names]
+    return result
+
+
+def plan_of(bf16: Bf16BlocksConfig | None = None, recipe=ref.NVFP4) -> Plan:
+    return build_plan(shapes(), recipe, bf16 or Bf16BlocksConfig(), NUM_BLOCKS)
+
+
+def in_bf16(plan: Plan) -> dict[str, str]:
+    """Name without its prefix -> reason."""
+    rows = [row for row in plan.rows if row.recipe == BF16]
+    return {row.linear.name.removeprefix("blocks.").replace(".mixer", ""): row.reason for row in rows}
+
+
+def test_without_exceptions_every_linear_follows_the_run():
+    plan = plan_of()
+    assert [row.linear for row in plan.rows] == shapes()
+    assert all(row.recipe == ref.NVFP4 and row.reason == RUNS for row in plan.rows)
+    assert plan.num_quantized == 12
+    assert plan.share_of_linears == 1
+
+
+def test_first_and_last_blocks_stay_in_bf16_with_both_linears():
+    plan = plan_of(Bf16BlocksConfig(first=1, last=2))
+    assert in_bf16(plan) == {
+        "0.in_proj": "block 0 is one of the first 1",
+        "0.out_proj": "block 0 is one of the first 1",
+        "4.in_proj": "block 4 is one of the last 2",
+        "4.out_proj": "block 4 is one of the last 2",
+        "5.up_proj": "block 5 is one of the last 2",
+        "5.down_proj": "block 5 is one of the last 2",
+    }
+    assert plan.num_quantized == 6
+    assert plan.share_of_linears == 0.5
+
+
+def test_the_share_of_the_12b_model():
+    """Two first and eight last of 62 blocks: 20 of 124 linears, 16% (section A.1 of the paper)."""
+    linears = [LinearShape(f"blocks.{b}.mixer.{n}", b, 16, 16) for b in range(62) for n in ("in_proj", "out_proj")]
+    plan = build_plan(linears, ref.NVFP4, Bf16BlocksConfig(first=2, last=8), 62)
+    assert len(plan.rows) - plan.num_quantized == 20
+    assert round(100 * (1 - plan.share_of_linears)) == 16
+
+
+def test_names_are_shell_patterns():
+    assert set(in_bf16(plan_of(Bf16BlocksConfig(names=["*.out_proj"])))) == {"0.out_proj", "2.out_proj", "4.out_proj"}
+    assert set(in_bf16(plan_of(Bf16BlocksConfig(names=["blocks.[13].*"])))) == {
+        "1.up_proj",
+        "1.down_proj",
+        "3.up_proj",
+        "3.down_proj",
+    }
+    one = plan_of(Bf16BlocksConfig(names=["blocks.2.mixer.in_proj"]))
+    assert in_bf16(one) == {"2.in_proj": "its name matches blocks.2.mixer.in_proj"}
+
+
+@pytest.mark.parametrize("pattern", ["*.outproj", "blocks.6.*", "*.OUT_PROJ", "", "out_proj"])
+def test_a_pattern_without_a_linear_is_refused(pattern):
+    with pytest.raises(ValueError) as error:
+        plan_of(Bf16BlocksConfig(names=["*.in_proj", pattern]))
+    assert f"precision.bf16_blocks.names has {pattern!r}" in str(error.value)
+    assert "blocks.<0..5>.<one of mixer.down_proj, mixer.in_proj, mixer.out_proj, mixer.up_proj>" in str(error.value)
+
+
+def test_a_plan_file_lists_linears(tmp_path):
+    file = tmp_path / "sensitive.yaml"
+    file.write_text(yaml.safe_dump({"bf16": ["blocks.3.mixer.up_proj", "blocks.0.mixer.in_proj"]}))
+    plan = plan_of(Bf16BlocksConfig(file=str(file)))
+    assert in_bf16(plan) == {"0.in_proj": "listed in sensitive.yaml", "3.up_proj": "listed in sensitive.yaml"}
+
+
+def test_a_plan_makes_the_file_of_its_own_exceptions(tmp_path):
+    plan = plan_of(Bf16BlocksConfig(first=1, names=["*.down_proj"]))
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump(plan.as_dict()))
+    again = plan_of(Bf16BlocksConfig(file=str(file)))
+    assert [row.recipe for row in again.rows] == [row.recipe for row in plan.rows]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({"bf16": ["blocks.9.mixer.in_proj"]}, r"'blocks.9.mixer.in_proj', which is no linear of this model"),
+        ({"linears": []}, "no list of linears under the key `bf16`"),
+        ({"bf16": "blocks.0.mixer.in_proj"}, "no list of linears under the key `bf16`"),
+        (["blocks.0.mixer.in_proj"], "no list of linears under the key `bf16`"),
+    ],
+)
+def test_wrong_plan_files_are_refused(tmp_path, content, message):
+    file = tmp_path / "plan.yaml"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=message) as error:
+        plan_of(Bf16BlocksConfig(file=str(file)))
+    assert str(file) in str(error.value)
+
+
+def test_unreadable_plan_files_are_refused(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("bf16: [")
+    for file in (tmp_path / "none.yaml", broken, tmp_path):
+        with pytest.raises(ValueError, match="cannot be read"):
+            plan_of(Bf16BlocksConfig(file=str(file)))
+
+
+def test_an_unquantized_run_has_no_exceptions_to_explain():
+    plan = plan_of(Bf16BlocksConfig(first=1, last=1), BF16)
+    assert plan.num_quantized == 0
+    assert plan.share_of_linears == 0
+    assert {row.reason for row in plan.rows} == {RUNS}
+
+
+def test_flops_are_shared_between_quantized_linears_and_all():
+    plan = plan_of(Bf16BlocksConfig(names=["*.up_proj", "*.down_proj"]))
+    feed_forward, attention = 2 * (64 * 256 + 256 * 64), 2 * (64 * 160 + 64 * 64)
+    assert plan.linear_flops_per_token == 3 * (feed_forward + attention)
+    assert plan.quantized_flops_per_token == 3 * attention
+
+
+def test_the_written_plan_names_recipe_reason_and_share():
+    written = plan_of(Bf16BlocksConfig(last=1)).as_dict()
+    assert written["quantized_linears"] == "10 of 12"
+    assert written["bf16"] == ["blocks.5.mixer.up_proj", "blocks.5.mixer.down_proj"]
+    assert written["recipes"] == {"nvfp4": ref.NVFP4.describe(), "bf16": BF16.describe()}
+    assert written["linears"]["blocks.0.mixer.in_proj"] == {"recipe": "nvfp4", "why": RUNS}
+    assert list(written["linears"]) == [shape.name for shape in shapes()]
+
+
+@pytest.mark.parametrize("scope", ["both", "forward", "backward"])
+def test_a_switched_plan_changes_quantized_linears_only(scope):
+    before, target = plan_of(Bf16BlocksConfig(first=1)), plan_of(recipe=BF16)
+    after = before.switched(target, scope)
+    assert [row.linear for row in after.rows] == [row.linear for row in before.rows]
+    for old, new in zip(before.rows, after.rows, strict=True):
+        assert f"precision switch ({scope})" in new.reason
+        assert old.reason in new.reason
+        if old.recipe == BF16 or scope == "both":
+            assert new.recipe == BF16
+        elif scope == "forward":
+            assert not new.recipe.fprop_activation.quantized
+            assert new.recipe.dgrad_gradient == ref.DY
+            assert new.recipe.dgrad_weight == ref.W2
+        else:
+            assert new.recipe.fprop_activation == ref.X
+            assert new.recipe.fprop_weight == ref.W
+            assert not new.recipe.dgrad_weight.quantized
+            assert not new.recipe.wgrad_gradient.quantized
+    with pytest.raises(ValueError):
+        before.switched(Plan(target.rows[:-1]), scope)
+
+
+def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
+    """A recipe that changes during a run must not be ignored: counted by what is quantized, and seen in the results."""
+    passed: list[str] = []
+    original = linear_module.quantize_operand
+
+    def counting(x, operand, **settings):
+        if operand.quantized:
+            passed.append(f"{operand.format} {operand.block[0]}x{operand.block[1]}")
+        return original(x, operand, **settings)
+
+    monkeypatch.setattr(linear_module, "quantize_operand", counting)
+    linears = {shape.name: LinearNumerics() for shape in shapes()}
+    clock = RunClock(seed=3)
+    name = "blocks.2.mixer.in_proj"
+    x, w, dy = ref.tensors(32, 64, 160)
+    plain, quantized = plan_of(recipe=BF16), plan_of()
+
+    def results():
+        passed.clear()
+        return ref.run(x, w, dy, linears[name]), sorted(passed)
+
+    apply_plan(linears, quantized, clock)
+    assert linears[name].name == name
+    assert linears[name].clock is clock
+    first, ran = results()
+    assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 4
+
+    apply_plan(linears, quantized.switched(plain, "backward"), clock)
+    backward, ran = results()
+    assert ran == ["nvfp4 1x16"] * 2
+    assert not torch.equal(backward[0], first[0])  # the weight's blocks changed, and the kept codes went with them
+
+    apply_plan(linears, quantized.switched(plain, "forward"), clock)
+    forward, ran = results()
+    assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 3
+    assert torch.equal(forward[1], first[1])
+    assert torch.equal(forward[2], first[2])
+
+    apply_plan(linears, plain, clock)
+    unquantized, ran = results()
+    assert ran == []
+    assert torch.equal(unquantized[0], forward[0])
+
+    mixed = plan_of(Bf16BlocksConfig(names=[name]))
+    apply_plan(linears, mixed, clock)
+    assert results()[1] == []
+    apply_plan(linears, quantized, clock)
+    again, _ = results()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_draws_follow_the_name_that_the_plan_gives():
+    linears = {shape.name: LinearNumerics() for shape in shapes()}
+    apply_plan(linears, plan_of(), RunClock(seed=3))
+    x, w, dy = ref.tensors(32, 64, 160)
+    one, other = (ref.run(x, w, dy, linears[f"blocks.{block}.mixer.in_proj"]) for block in (0, 2))
+    assert torch.equal(one[0], other[0])
+    assert not torch.equal(one[1], other[1])
+    assert not torch.equal(one[2], other[2])
+
+
+def test_a_plan_of_another_model_is_not_applied():
+    linears = {shape.name: LinearNumerics() for shape in shapes()[1:]}
+    with pytest.raises(AssertionError, match="another model"):
+        apply_plan(linears, plan_of(), RunClock(seed=0))
+    assert quantized_linear(torch.randn(4, 4), torch.randn(4, 4), LinearNumerics()).shape == (4, 4)
