@@ -56,7 +56,7 @@ class ColumnParallelLinear(QuantizedLinear):
             raise ValueError(f"{num_groups} groups of output features do not divide by parallel.tensor={tp}")
         local_groups = num_groups // tp
         self.numerics = LinearNumerics(
-            num_groups=local_groups, out_group_offset=mesh.tp_rank * local_groups, out_group=group
+            num_groups=local_groups, out_group_offset=mesh.tp_rank * local_groups, out_shards=group
         )
 
     def forward(self, x_td: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class RowParallelLinear(QuantizedLinear):
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=1)
         group = mesh.tp_group if mesh.tp_size > 1 else None
-        self.numerics = LinearNumerics(in_offset=mesh.tp_rank * (in_features // mesh.tp_size), in_group=group)
+        self.numerics = LinearNumerics(in_offset=mesh.tp_rank * (in_features // mesh.tp_size), in_shards=group)
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens, in / tp] -> [tokens (local with sequence parallelism), out]."""

@@ -44,7 +44,7 @@ class LinearNumerics:
 
     num_groups: equal groups of the local output features, each padded to whole blocks.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
-    in_group, out_group: ranks among which input or output features are sharded, for shared maxima; None: not sharded.
+    in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     probe: measures the calls it is interested in (precision/probe.py); None: nobody measures.
     """
 
@@ -54,14 +54,24 @@ class LinearNumerics:
     num_groups: int = 1
     in_offset: int = 0
     out_group_offset: int = 0
-    in_group: ProcessGroup | None = None
-    out_group: ProcessGroup | None = None
+    in_shards: ProcessGroup | None = None
+    out_shards: ProcessGroup | None = None
     weight_cache: tuple[Any, GemmOperand, GemmOperand] | None = None
     probe: Probe | None = None
 
     @property
+    def in_group(self) -> ProcessGroup | None:
+        """Ranks that share the maximum of a tensor that is sharded over input features; None: its own counts."""
+        return self.in_shards if self.recipe.amax == "global" else None
+
+    @property
+    def out_group(self) -> ProcessGroup | None:
+        """Ranks that share the maximum of a tensor that is sharded over output features; None: its own counts."""
+        return self.out_shards if self.recipe.amax == "global" else None
+
+    @property
     def weight_group(self) -> ProcessGroup | None:
-        """Ranks that hold the other shards of the weight."""
+        """Ranks that share the weight's maximum; None: its own counts."""
         return self.in_group if self.in_group is not None else self.out_group
 
     def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:

@@ -47,7 +47,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Six operands, the size of the Hadamard transform of each GEMM (0: none), and where its signs come from."""
+    """Six operands, the size of the Hadamard transform of each GEMM (0: none), where its signs come from, and whether
+    tensor-parallel ranks share their tensors' maxima (`amax`: `global` or `shard`)."""
 
     name: str = "bf16"
     fprop_activation: Operand = Operand()
@@ -60,6 +61,7 @@ class Recipe:
     dgrad_rht: int = 0
     wgrad_rht: int = 0
     rht_signs: str = "fixed"
+    amax: str = "global"
 
     @property
     def operands(self) -> dict[str, Operand]:
@@ -110,6 +112,7 @@ def recipe_from_config(config: PrecisionConfig) -> Recipe:
         dgrad_rht=_rht(dgrad),
         wgrad_rht=_rht(wgrad),
         rht_signs=config.rht_signs,
+        amax=config.amax,
     )
 
 
@@ -141,6 +144,7 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
         fprop_weight=weight,
         fprop_rht=current.fprop_rht,
         rht_signs=current.rht_signs,
+        amax=current.amax,
     )
 
 
