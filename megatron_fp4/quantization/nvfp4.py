@@ -156,7 +156,10 @@ def _block_error(
     choices that err alike must compare the same everywhere.
     """
     decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
-    difference = (decoded * amax / (E2M1_MAX * scale_max) - rows.unflatten(-1, (-1, 16))).abs()
+    # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal, and ties would fall
+    # otherwise than on a CPU.
+    decoded = decoded * amax / torch.full_like(amax, E2M1_MAX * scale_max)
+    difference = (decoded - rows.unflatten(-1, (-1, 16))).abs()
     error = torch.zeros_like(difference[..., 0])
     for column in range(16):
         error = error + difference[..., column]

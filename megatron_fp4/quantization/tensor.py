@@ -39,11 +39,13 @@ class NVFP4Tensor:
 
     def decode_scale(self) -> Tensor:
         """FP32 0-dim factor from `block_values` to real values: amax / (6 * scale_max)."""
-        return self.amax / (E2M1_MAX * self.scale_max)
+        # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal.
+        return self.amax / torch.full_like(self.amax, E2M1_MAX * self.scale_max)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Real values `e2m1 * scale * amax / 2688` (computed in FP32, left to right) in `dtype`, of shape `shape`."""
-        return (self.block_values() * self.amax / (E2M1_MAX * self.scale_max)).to(dtype)
+        divisor = torch.full_like(self.amax, E2M1_MAX * self.scale_max)
+        return (self.block_values() * self.amax / divisor).to(dtype)
 
 
 @dataclass(frozen=True)
