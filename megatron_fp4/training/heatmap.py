@@ -34,6 +34,7 @@ _STATISTICS = {
     "crest_rht": "largest over rms behind the transform",
 }
 _MAX_LABELS = 64
+_TALL = 24  # linears
 
 
 def plot_heatmap(
@@ -57,15 +58,20 @@ def plot_heatmap(
     if not records:
         return None
     linears = _names(records)
-    # A row must stay legible, and a model of a hundred linears must stay a picture.
-    height = 1.1 + min(12.0, max(1.6, 0.16 * len(linears)))
+    # Few linears: panels under each other, with room for the names. Many: side by side, or the picture is a tower.
+    count, tall = len(quantities), len(linears) > _TALL
+    height = 1.1 + min(14.0, max(1.6, 0.16 * len(linears)))
+    rows, columns = (1, count) if tall else (count, 1)
+    size = (2.5 + 6.0 * count, height) if tall else (10, height * count)
     figure, panels = plt.subplots(
-        len(quantities), 1, figsize=(10, height * len(quantities)), dpi=150, layout="constrained", squeeze=False
+        rows, columns, figsize=size, dpi=130, layout="constrained", squeeze=False, sharex=True, sharey=True
     )
     try:
-        for axes, quantity in zip(panels[:, 0], quantities, strict=True):
+        for axes, quantity in zip(panels.flat, quantities, strict=True):
             _draw(figure, axes, records, linears, quantity)
-        panels[-1, 0].set_xlabel("step")
+        panels[0, 0].invert_yaxis()
+        for axes in panels[-1]:
+            axes.set_xlabel("step")
         figure.suptitle(f"{Path(run_dir).resolve().name}: what quantization does", x=0.01, ha="left")
         written = Path(target) if target is not None else Path(run_dir) / "diagnostics.png"
         figure.savefig(written)
@@ -93,7 +99,6 @@ def _draw(figure: Figure, axes: Axes, records: Sequence[dict[str, Any]], linears
     mesh = axes.pcolormesh(
         _edges(steps), np.arange(len(linears) + 1), values, cmap=colors, norm=_norm(values), shading="flat"
     )
-    axes.invert_yaxis()
     every = -(-len(linears) // _MAX_LABELS)
     shown = range(0, len(linears), every)
     size = 7 if len(linears) > 20 else 8
@@ -102,15 +107,20 @@ def _draw(figure: Figure, axes: Axes, records: Sequence[dict[str, Any]], linears
     axes.set_title(_title(quantity), loc="left", fontsize=10)
     for event in _block_starts(linears):
         axes.axhline(event, color="white", linewidth=0.6)
-    figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.03)
+    # Arrows at the ends say that there are values beyond.
+    beyond = (bool((values < mesh.norm.vmin).any()), bool((values > mesh.norm.vmax).any()))
+    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond, "neither")
+    figure.colorbar(mesh, ax=axes, pad=0.01, fraction=0.03, extend=extend)
 
 
 def _norm(values: np.ndarray) -> Normalize:
-    """Colours over all but the extreme hundredths: one bad step must not make everything else look alike."""
+    """Colours over what is usual: one bad step must not make everything else look alike."""
     finite = values[np.isfinite(values)]
     if finite.size == 0:
         return Normalize(0, 1)
-    low, high = np.percentile(finite, [1, 99])
+    first, third = np.percentile(finite, [25, 75])
+    reach = 3 * (third - first)
+    low, high = max(finite.min(), first - reach), min(finite.max(), third + reach)
     return Normalize(low, high if high > low else low + max(abs(low), 1.0) * 1e-3)
 
 

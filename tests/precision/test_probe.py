@@ -11,9 +11,11 @@ from torch import Tensor
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.precision import probe as probe_module
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import quantize_operand
 from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
 from megatron_fp4.precision.probe import LinearMeasurement, Probe
 from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from tests.training.harness import alone, launch, toy_mesh
 
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
@@ -69,40 +71,35 @@ def test_a_probe_changes_nothing(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_the_numbers_are_those_of_what_the_linear_did(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Any] = {}
-    quantize = _Call.quantize
-
-    def watch(self: _Call, name: str, *arguments: Any) -> Any:
-        made[name] = quantize(self, name, *arguments)
-        return made[name]
-
-    monkeypatch.setattr(_Call, "quantize", watch)
+def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     with alone():
         found = _measure(recipe)
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
     tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
     assert set(found.operands) == {name for name, operand in recipe.operands.items() if operand.quantized}
+    numerics = LinearNumerics("a", recipe, RunClock(seed=3, step=5))
     for name, statistics in found.operands.items():
-        rht = getattr(recipe, f"{name.split('_')[0]}_rht")
+        rht, operand = getattr(recipe, f"{name.split('_')[0]}_rht"), recipe.operands[name]
         assert ("crest_rht" in statistics) == bool(rht)
         assert statistics["amax"] == tensors[name].abs().max().item()
-        if rht or name not in made:  # the transformed tensor cannot be had from outside; its SNR is checked by products
+        if operand.reuse_fprop or (rht and recipe.rht_signs == "fresh"):
             continue
-        values = made[name].values.double() * (1.0 if made[name].scale is None else made[name].scale.double())
-        exact = tensors[name].double()
+        seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
+        made = quantize_operand(seen, operand, key=numerics.key(5, 0, name, 0, 0))
+        values, exact = made.values.double() * (1.0 if made.scale is None else made.scale.double()), seen.double()
         snr = 10 * torch.log10(exact.square().sum() / (values - exact).square().sum()).item()
         assert statistics["snr_db"] == pytest.approx(snr, abs=0.01)
         zeroed = ((exact != 0) & (values == 0)).double().sum() / (exact != 0).double().sum()
         assert statistics["zeroed"] == pytest.approx(zeroed.item(), abs=1e-9)
+    if recipe.wgrad_activation.reuse_fprop:
+        assert found.operands["wgrad_activation"] == found.operands["fprop_activation"]
 
     y, dx, dw = _run(recipe, None)
-    results = {"fprop": (y, x @ w.t()), "dgrad": (dx, dy @ w), "wgrad": (dw, dy.t().float() @ x.float())}
-    exact = {"fprop": (x, w.t()), "dgrad": (dy, w), "wgrad": (dy.t(), x)}
+    products = {"fprop": (y, x, w.t()), "dgrad": (dx, dy, w), "wgrad": (dw, dy.t(), x)}
     expected = {}
-    for gemm, (result, _) in results.items():
-        product = exact[gemm][0].double() @ exact[gemm][1].double()
+    for gemm, (result, left, right) in products.items():
+        product = left.double() @ right.double()
         expected[gemm] = ((result.double() - product).norm() / product.norm()).item()
     quantized = {name.split("_")[0] for name in found.operands}
     assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
@@ -147,12 +144,23 @@ def test_padding_does_not_count() -> None:
 def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with alone():
         whole = _measure(NVFP4)
-        monkeypatch.setattr(probe_module, "_CHUNK_ELEMENTS", 1)
-        monkeypatch.setattr(probe_module, "_CHUNK_ROWS", 32)
+        monkeypatch.setattr(probe_module, "_CHUNK_ELEMENTS", 2000)
         pieces = _measure(NVFP4)
     assert pieces.errors == pytest.approx(whole.errors, rel=1e-4)
+
+
+def test_a_sample_of_rows_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone():
+        whole = _measure(NVFP4)
+        monkeypatch.setattr(probe_module, "_SAMPLE_ELEMENTS", 128 * 128 // 4)
+        monkeypatch.setattr(probe_module, "_BAND_ROWS", 16)
+        sample = _measure(NVFP4)
+    assert sample.errors == whole.errors
     for name, statistics in whole.operands.items():
-        assert pieces.operands[name] == pytest.approx(statistics, rel=1e-4)
+        assert sample.operands[name]["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.5)
+        assert sample.operands[name]["snr_db"] != statistics["snr_db"]
+        assert sample.operands[name]["amax"] == statistics["amax"]
+        assert sample.operands[name]["rms"] == pytest.approx(statistics["rms"], rel=0.2)
 
 
 def test_linears_in_bf16_are_left_alone() -> None:

@@ -1,0 +1,174 @@
+"""Find out which linears suffer most from quantization, and write a plan that keeps those in BF16.
+
+    python scripts/analyze_precision.py runs/8b/checkpoints/step_00002000 --budget 0.15 --output plan.yaml
+    python pretrain.py ... precision.bf16_blocks.first=0 precision.bf16_blocks.last=0 \\
+        precision.bf16_blocks.file=plan.yaml
+
+The checkpoint's model runs forward and backward over a few micro-batches of its own run's data, with *every* linear
+quantized by the run's recipe, and each linear's products are compared with unquantized ones of the same inputs (see
+megatron_fp4/precision/probe.py). Nothing is updated or written but the plan. `key=value` changes the run's
+configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.tensor=1` to analyze it in one process.
+Under torchrun every data-parallel rank contributes its micro-batches.
+
+The ranking by the weight gradient's error is the "automatic choice" that the paper suggests in appendix E.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # pretrain.py is no package
+
+from megatron_fp4.config import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from megatron_fp4.precision.probe import LinearMeasurement, Probe
+from megatron_fp4.precision.ranking import (
+    BUDGET_UNITS,
+    GEMM_CHOICES,
+    RankedLinear,
+    plan_file,
+    rank_linears,
+    select_bf16,
+)
+from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.saved_config import config_from_saved
+from megatron_fp4.training.checkpoint_files import DamagedCheckpointError, Manifest, check_file, read_manifest
+from megatron_fp4.validate import validate
+from pretrain import CONFIGS, Run, build, set_determinism
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
+    options = parse(arguments)
+    try:
+        return analyze(options)
+    except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"analyze_precision.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "checkpoint", type=Path, help="folder of a checkpoint, such as runs/a/checkpoints/step_00000200"
+    )
+    parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
+    parser.add_argument("--budget", type=float, default=0.15, help="largest share to keep in BF16 (default 0.15)")
+    parser.add_argument("--by", choices=BUDGET_UNITS, default="linears", help="what the budget is a share of")
+    parser.add_argument("--gemm", choices=GEMM_CHOICES, default="wgrad", help="whose error ranks (default wgrad)")
+    parser.add_argument("--micro-batches", type=int, default=4, help="to measure, on every rank (default 4)")
+    parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="the plan to write (default plan.yaml)")
+    return parser.parse_intermixed_args(arguments)
+
+
+def analyze(options: argparse.Namespace) -> int:
+    """Measure, rank, select, print, write."""
+    if options.micro_batches < 1:
+        raise ConfigError(f"--micro-batches {options.micro_batches}: at least 1 must be measured")
+    manifest = read_whole_manifest(options.checkpoint)
+    config = analysis_config(options.checkpoint, options.overrides)
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    validate(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
+    device = init_distributed(
+        device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
+    )
+    set_determinism(config.run.deterministic)
+    run = build(config, config.precision, build_mesh(config.parallel, device))
+    with torch.no_grad():
+        load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(options.checkpoint))
+
+    found = measure(run, manifest.step, options.micro_batches)
+    shapes = [row.linear for row in run.plan.rows]
+    ranked = rank_linears(shapes, {name: one.errors for name, one in found.items()}, options.gemm)
+    chosen = select_bf16(ranked, options.budget, options.by)
+    if run.mesh.rank == 0:
+        print(table(ranked, chosen))
+        facts = {
+            "checkpoint": str(options.checkpoint),
+            "step": manifest.step,
+            "recipe": config.precision.name,
+            "ranked_by": options.gemm,
+            "budget": options.budget,
+            "budget_of": options.by,
+            "micro_batches": options.micro_batches * run.mesh.dp_size,
+        }
+        options.output.write_text(plan_file(ranked, chosen, facts))
+        print(f"{len(chosen)} of {len(ranked)} linears stay in BF16: {options.output}")
+    return 0
+
+
+def read_whole_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are all as it says; ConfigError otherwise."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name a checkpoint such as runs/default/checkpoints/step_00000200")
+    manifest = read_manifest(folder)
+    for name, record in manifest.files.items():
+        if problem := check_file(folder, name, record):
+            raise ConfigError(f"checkpoint {folder} is damaged: {problem}")
+    return manifest
+
+
+def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
+    """The run's configuration with every linear quantized, and no switch. ConfigError if the recipe quantizes none."""
+    saved = json.loads((checkpoint / "trainer.json").read_text())["config"]
+    config = config_from_saved(saved, overrides, CONFIGS)
+    if not recipe_from_config(config.precision).quantized:
+        raise ConfigError(
+            f"the run of {checkpoint} quantizes nothing (precision {config.precision.name}), so there is nothing to "
+            "measure; name a recipe, as in precision=nvfp4"
+        )
+    precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), switch=SwitchConfig())
+    return replace(config, precision=precision)
+
+
+def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
+    """Errors of all linears over `count` micro-batches of this rank, those that follow step `start` where there are."""
+    steps = run.config.train.steps
+    num_steps = min(steps, -(-count // run.loader.num_micro_batches))
+    start = min(start, steps - num_steps)  # a finished run has no data left, and goes over its last again
+    left = min(count, num_steps * run.loader.num_micro_batches)
+    probe = Probe(once=False)
+    with probe.attached(run.linears):
+        for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):
+            run.clock.step = step
+            for micro_batch in micro_batches[:left]:
+                run.clock.micro_batch = micro_batch.index
+                loss = run.model(micro_batch.tokens.to(run.mesh.device), micro_batch.targets.to(run.mesh.device))
+                loss.backward()
+                for parameter in run.model.parameters():
+                    parameter.grad = None
+                left -= 1
+    return probe.collect(list(run.linears))
+
+
+def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:
+    """Linears, worst first, with their errors and which of them stay in BF16."""
+    kept = {row.linear.name for row in chosen}
+    width = max(len(row.linear.name) for row in ranked)
+    lines = [f"{'linear':<{width}}   fprop   dgrad   wgrad   {'FLOPs':>6}"]
+    total = sum(row.linear.flops_per_token for row in ranked)
+    for row in ranked:
+        errors = [f"{row.errors[gemm]:.4f}" if gemm in row.errors else "     -" for gemm in ("fprop", "dgrad", "wgrad")]
+        share = f"{row.linear.flops_per_token / total:.1%}"
+        mark = "BF16" if row.linear.name in kept else ""
+        lines.append(f"{row.linear.name:<{width}}  {'  '.join(errors)}   {share:>6}  {mark}".rstrip())
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
