@@ -16,12 +16,11 @@ weight is still one quantized tensor.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fp4.parallel.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+from megatron_fp4.parallel.parameters import lookup, new_parameter
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 
 
@@ -89,12 +88,12 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 [batch, sequence] -> [tokens (local with sequence parallelism), dim]."""
-        table = local_parameter(self.weight)
         index = tokens.flatten() - self.first
         if self.mesh.tp_size == 1:
-            return F.embedding(index, table).to(self.dtype)
-        held = (index >= 0) & (index < table.shape[0])
-        rows = F.embedding(index.clamp(0, table.shape[0] - 1), table).to(self.dtype)
+            return lookup(self.weight, index).to(self.dtype)
+        rows_here = self.weight.shape[0] // self.mesh.tp_size
+        held = (index >= 0) & (index < rows_here)
+        rows = lookup(self.weight, index.clamp(0, rows_here - 1)).to(self.dtype)
         # One rank contributes each row and the others zeros: the sum is exact in any dtype.
         return leave_tensor_parallel(rows * held[:, None], self.mesh)
 

@@ -39,9 +39,23 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
 
 def local_parameter(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The local part of a parameter for use in the forward pass, cast to `dtype`, with an FP32 gradient."""
+    _use_fp32_gradient(parameter)
+    return _LocalParameter.apply(parameter, dtype or parameter.dtype)  # type: ignore[return-value]
+
+
+def lookup(parameter: Tensor, index: Tensor) -> Tensor:
+    """Rows `index` (int64, any shape) of the local part of a [rows, dim] parameter, [*index, dim].
+
+    The gradients of a row that is looked up many times add up in FP32. (`F.embedding` of a BF16 table would add them
+    up in BF16, where a frequent token loses most of its gradient.)
+    """
+    _use_fp32_gradient(parameter)
+    return _Lookup.apply(parameter, index)  # type: ignore[return-value]
+
+
+def _use_fp32_gradient(parameter: Tensor) -> None:
     if parameter.requires_grad and parameter.is_leaf and parameter.dtype != torch.float32:
         parameter.grad_dtype = torch.float32
-    return _LocalParameter.apply(parameter, dtype or parameter.dtype)  # type: ignore[return-value]
 
 
 class _LocalParameter(torch.autograd.Function):
@@ -57,6 +71,26 @@ class _LocalParameter(torch.autograd.Function):
         if ctx.spec is None:
             return gradient, None
         return DTensor.from_local(gradient.contiguous(), *ctx.spec, run_check=False), None
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, index: Tensor) -> Tensor:
+        ctx.spec = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        ctx.num_rows = local.shape[0]
+        ctx.save_for_backward(index)
+        return torch.nn.functional.embedding(index, local.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        gradient = torch.ops.aten.embedding_dense_backward(
+            grad_outputs[0].to(torch.float32), index, ctx.num_rows, -1, False
+        )
+        if ctx.spec is None:
+            return gradient, None
+        return DTensor.from_local(gradient, *ctx.spec, run_check=False), None
 
 
 def is_replicated(parameter: Tensor) -> bool:
