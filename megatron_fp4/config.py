@@ -32,19 +32,19 @@ class ModelConfig:
     name: str = "tiny"
     pattern: str = "M-*-M-"
     vocab_size: int = 4096
-    hidden_dim: int = 192
-    ffn_dim: int = 768
-    num_query_heads: int = 6
+    hidden_dim: int = 256
+    ffn_dim: int = 1024
+    num_query_heads: int = 8
     num_kv_heads: int = 2
     head_dim: int = 32
     rope: bool = False
     rope_base: float = 10000.0
     mamba_num_heads: int = 8
-    mamba_head_dim: int = 48
+    mamba_head_dim: int = 64
     mamba_num_groups: int = 2
-    mamba_state_dim: int = 32
+    mamba_state_dim: int = 64
     mamba_conv_width: int = 4
-    mamba_chunk_size: int = 128
+    mamba_chunk_size: int = 64
     norm_eps: float = 1e-5
     init_std: float = 0.02
     nvfp4_bf16_blocks: Bf16BlocksDefault = field(default_factory=Bf16BlocksDefault)
@@ -218,8 +218,8 @@ class DataConfig:
 class TrainConfig:
     """The batch arithmetic. Batch sizes in sequences; tokens per step = global_batch_size * sequence_length."""
 
-    steps: int = 600
-    global_batch_size: int = 16
+    steps: int = 300
+    global_batch_size: int = 8
     micro_batch_size: int = 4
     sequence_length: int = 256
     max_skipped_steps: int = 10
@@ -229,7 +229,7 @@ class TrainConfig:
 class OptimizerConfig:
     """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off."""
 
-    lr: float = 1e-3
+    lr: float = 2e-3
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
@@ -258,7 +258,7 @@ class CheckpointConfig:
     allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
     """
 
-    interval: int = 200
+    interval: int = 100
     keep: int = 3
     resume: str = "auto"
     allow_mismatch: bool = False
@@ -268,7 +268,7 @@ class CheckpointConfig:
 class ValidationConfig:
     """interval: steps between validations (0: only at the end). num_samples: held-out sequences per source."""
 
-    interval: int = 100
+    interval: int = 50
     num_samples: int = 32
 
 
