@@ -1,0 +1,206 @@
+"""pretrain.py as its user starts it: in processes of its own, under torchrun, with a model small enough for seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import pretrain
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 8
+SMALL = [
+    "model.pattern=M-*-",
+    "model.vocab_size=512",
+    "model.hidden_dim=64",
+    "model.ffn_dim=128",
+    "model.num_query_heads=4",
+    "model.head_dim=16",
+    "model.mamba_num_heads=4",
+    "model.mamba_head_dim=32",
+    "model.mamba_state_dim=16",
+    "model.nvfp4_bf16_blocks.last=1",
+    "train.global_batch_size=8",
+    "train.micro_batch_size=2",
+    "train.sequence_length=64",
+    f"train.steps={STEPS}",
+    "schedule.decay_fraction=0.25",
+    "validation.interval=3",
+    "validation.num_samples=6",
+    "checkpoint.interval=4",
+    "logging.interval=1",
+]
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of a small run; the corpus is prepared once."""
+    return [*SMALL, f"data.cache_dir={tmp_path_factory.mktemp('corpus')}"]
+
+
+def command(num_processes: int, overrides: list[str]) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+    return [sys.executable, *(launcher if num_processes > 1 else []), str(ROOT / "pretrain.py"), *overrides]
+
+
+def start(num_processes: int, overrides: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command(num_processes, overrides),
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def run(num_processes: int, overrides: list[str], code: int = 0) -> str:
+    process = start(num_processes, overrides)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    return output
+
+
+def records(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["kind"] == kind]
+
+
+def losses(run_dir: Path) -> dict[int, tuple[float, float]]:
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in records(run_dir, "step")}
+
+
+def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    dcp_to_torch_save(checkpoint, scratch)
+    flat: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                collect(f"{prefix}/{name}", inner)
+        elif isinstance(value, torch.Tensor):
+            flat[prefix] = value
+
+    collect("", torch.load(scratch, weights_only=False))
+    return flat
+
+
+def assert_same_checkpoint(one: Path, other: Path, scratch: Path) -> None:
+    left, right = tensors(one, scratch / "left.pt"), tensors(other, scratch / "right.pt")
+    assert left.keys() == right.keys() and len(left) > 30
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Any:
+    """(processes, folder, output) of a run from step 0 to the end."""
+    folder = tmp_path_factory.mktemp(f"straight{request.param}") / "run"
+    return request.param, folder, run(request.param, [*small, f"run.dir={folder}"])
+
+
+def test_default_run_shows_and_writes_everything(straight: Any) -> None:
+    _, folder, output = straight
+    for text in ("Model tiny", "Precision plan nvfp4", "Batch", "Data phases", "emulated on cpu", "unigram entropy"):
+        assert text in output
+    for name in ("metrics.jsonl", "loss.png", "config.yaml", "plan.yaml", "summary.json", "checkpoints/latest"):
+        assert (folder / name).exists(), name
+    assert sorted(losses(folder)) == list(range(1, STEPS + 1))
+    assert [r["step"] for r in records(folder, "validation")] == [3, 6, 8]
+    assert set(records(folder, "validation")[0]["losses"]) == {"code", "prose"}
+    (switch,) = [r for r in records(folder, "event") if r["event"] == "switch"]
+    assert switch["step"] == 6 and switch["target"] == "bf16"  # the last quarter of 8 steps decays
+    plans = [r["plan"] for r in records(folder, "step")]
+    assert plans[:6] == ["nvfp4"] * 6 and "bf16" in plans[6]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["finished"] and summary["tokens"] == STEPS * 8 * 64
+
+
+def test_started_again_it_says_finished(straight: Any, small: list[str]) -> None:
+    processes, folder, _ = straight
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert "is finished" in run(processes, [*small, f"run.dir={folder}"])
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path) -> None:
+    """N steps, a checkpoint, a new process, N more steps: losses and weights of the straight run, bit for bit."""
+    processes, folder, _ = straight
+    half = folder / "checkpoints" / "step_00000004"
+    again = tmp_path / "again"
+    run(processes, [*small, f"run.dir={again}", f"checkpoint.resume={half}"])
+    expected = losses(folder)
+    assert losses(again) == {step: expected[step] for step in range(5, STEPS + 1)}
+    assert records(again, "validation")[-1]["losses"] == records(folder, "validation")[-1]["losses"]
+    last = Path("checkpoints", f"step_{STEPS:08d}")
+    assert_same_checkpoint(folder / last, again / last, tmp_path)
+
+
+@pytest.mark.parametrize("target", ["launcher", "one worker"])
+def test_signal_saves_and_resumes(straight: Any, small: list[str], tmp_path: Path, target: str) -> None:
+    processes, folder, _ = straight
+    if processes == 1 and target == "launcher":
+        pytest.skip("one process has no launcher")
+    overrides = [*small, f"run.dir={tmp_path / 'run'}", "checkpoint.interval=0"]
+    process = start(processes, overrides)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
+        time.sleep(0.05)
+    pid = process.pid
+    if target == "one worker" and processes > 1:
+        children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+        pid = int(children[0])
+    os.kill(pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    saved = list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert len(saved) == 1, output
+    stopped_at = int(saved[0].name.removeprefix("step_"))
+    if stopped_at < STEPS:
+        assert f"stopped after step {stopped_at}" in output
+    if target == "one worker":
+        assert process.returncode == 0, output  # torchrun itself reports a signal that it received as a failure
+
+    run(processes, overrides)
+    assert losses(tmp_path / "run") == losses(folder)
+    last = Path("checkpoints", f"step_{STEPS:08d}")
+    assert_same_checkpoint(folder / last, tmp_path / "run" / last, tmp_path)
+
+
+def test_wrong_configuration_is_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for override, expected in (
+        ("train.stepz=3", "did you mean train.steps"),
+        ("train.global_batch_size=7", "global batch sizes that work"),
+        ("model.pattern=M-X", "'X' at position 2"),
+        ("train.sequence_length=250", "multiple of 16"),
+    ):
+        assert pretrain.main([override, f"run.dir={tmp_path / 'run'}"]) == 2
+        printed = capfd.readouterr()
+        assert printed.out == "" and len(printed.err.splitlines()) == 1 and expected in printed.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -> None:
+    processes, folder, _ = straight
+    if processes > 1:
+        pytest.skip("the same decision on every rank")
+    output = run(1, [*small, f"run.dir={folder}", "checkpoint.resume=never"], code=2)
+    assert "would overwrite" in output.splitlines()[-1]
+    output = run(1, [*small, f"run.dir={folder}", "run.seed=7", f"train.steps={STEPS + 2}"], code=2)
+    assert "run.seed" in output and "allow_mismatch" in output
+
+
+def test_check_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main(["--check"]) == 0
+    assert capsys.readouterr().out == ""
+    assert pretrain.main(["--help"]) == 0
+    assert "precision" in capsys.readouterr().out
