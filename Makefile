@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+# The default global batch of 8 sequences is two micro-batches of 4; on more ranks each gets single sequences.
+BATCH := $(if $(filter 1 2,$(NPROC)),,train.micro_batch_size=1)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 0 ? n : 1 )))
 
 .PHONY: setup train test lint format
@@ -24,7 +26,8 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 train: setup
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) pretrain.py $(ARGS)
+	@WORLD_SIZE=$(NPROC) $(BIN)/python pretrain.py --check $(BATCH) $(ARGS)
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) pretrain.py $(BATCH) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ def refusal(changes: dict[str, Any], *overrides: str, world_size: int = 1, devic
 def test_every_small_model_goes_with_every_recipe(model, precision):
     config = composed(f"model={model}", f"precision={precision}")
     for world_size in (1, 2, 4):
-        validate(config, world_size, "cpu")
+        validate(changed(config, {"train.micro_batch_size": 8 // world_size}), world_size, "cpu")
     validate(changed(config, {"parallel.tensor": 2}), 4, "cuda")
     target = precision_config(config.precision.switch.target, config, CONFIGS)
     validate_precision(target, config, "cpu", key="target")
@@ -94,7 +94,7 @@ CHOICES = [
     ({"precision.compute_dtype": "fp16"}, "precision.compute_dtype=fp16", "bfloat16, float32"),
     ({"precision.switch.scope": "all"}, "precision.switch.scope=all", "both, forward, backward"),
     ({"precision.switch.when": "soon"}, "precision.switch.when=soon", "before_decay"),
-    ({"precision.switch.when": "700"}, "precision.switch.when=700", "train.steps=600"),
+    ({"precision.switch.when": "700"}, "precision.switch.when=700", "train.steps=300"),
 ]
 MODEL = [
     ({"model.pattern": ""}, "model.pattern is empty", "M (Mamba-2)"),
@@ -140,7 +140,7 @@ def test_batch_that_does_not_divide_names_sizes_that_work():
     assert "global batch sizes that work: 4 or 8" in message
     message = refusal({}, world_size=3)
     assert "3 data-parallel ranks" in message
-    assert "12 or 24" in message
+    assert "global batch sizes that work: 12" in message
     assert "micro batch" not in message.split("; ", 1)[1]  # 16 sequences never divide by 3 ranks
     for remedy in ({"train.micro_batch_size": 3}, {"train.global_batch_size": 8}):
         validate(changed(composed(), {"train.global_batch_size": 6, **remedy}), 1, "cpu")
