@@ -98,12 +98,14 @@ def as_rows(x: Tensor, block: tuple[int, int], name: str) -> Tensor:
     """`x` as FP32 [rows, cols] after checking that `block` tiles it; `name` is the format, for the error.
 
     Leading dimensions are flattened into rows; blocks of more than one row need them to divide as flattened.
-    Raises TypeError for tensors that are not floating point and ValueError for sizes that do not divide.
+    Raises TypeError for tensors that are not floating point and ValueError for sizes that do not divide or are zero.
     """
     if not x.is_floating_point():
         raise TypeError(f"{name}: a floating-point tensor is needed, got {x.dtype}")
     if x.dim() < 1:
         raise ValueError(f"{name}: a tensor with at least one dimension is needed, got a scalar")
+    if x.numel() == 0:
+        raise ValueError(f"{name}: shape {tuple(x.shape)} has no elements, and so no largest one; skip empty tensors")
     rows = x.reshape(-1, x.shape[-1])
     for what, size, divisor in (("rows", rows.shape[0], block[0]), ("columns", rows.shape[1], block[1])):
         if size % divisor != 0:
