@@ -89,6 +89,10 @@ def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cance
         (replace(ref.NVFP4, wgrad_rht=128, fprop_rht=128), 16),
         (replace(ref.QAF, fprop_weight=ref.W2), 16),
         (Recipe(wgrad_gradient=Operand("nvfp4", (16, 16))), 16),
+        (Recipe(wgrad_gradient=ref.DY), 1),
+        (Recipe(dgrad_gradient=ref.MX_DY), 32),
+        (Recipe(dgrad_weight=ref.W), 16),
+        (Recipe(fprop_activation=ref.X, wgrad_activation=ref.F8), 1),
     ],
 )
 def test_output_features_are_padded_to_what_touches_them(recipe, multiple):

@@ -56,10 +56,10 @@ def scales_of(quantized) -> np.ndarray:
 
 def close_in_single(actual: torch.Tensor, expected: np.ndarray, ulps: float = 3) -> bool:
     """Whether single precision `actual` is `expected` up to a few roundings."""
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         expected = expected.astype(np.float32).reshape(actual.shape).astype(np.float64)
-    tolerance = ulps * np.maximum(np.abs(expected) * 2.0**-23, 2.0**-149)
-    difference = np.abs(np.where(np.isfinite(expected), actual.double().numpy() - expected, 0))
+        tolerance = ulps * np.maximum(np.abs(expected) * 2.0**-23, 2.0**-149)
+        difference = np.abs(np.where(np.isfinite(expected), actual.double().numpy() - expected, 0))
     overflows_alike = np.array_equal(np.isinf(expected), np.isinf(actual.numpy()))
     return overflows_alike and bool((difference <= tolerance).all())
 

@@ -1,7 +1,9 @@
+import re
+
 import pytest
 import torch
 
-from megatron_fp4.quantization import FP8Tensor, MXFP4Tensor, NVFP4Tensor
+from megatron_fp4.quantization import FP8Tensor, MXFP4Tensor, NVFP4Tensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from megatron_fp4.quantization.formats import pack_codes
 from megatron_fp4.quantization.tensor import as_rows, block_amax
 
@@ -62,3 +64,11 @@ def test_rows_are_flattened_leading_dimensions_in_single_precision():
     assert torch.equal(rows, x.float().reshape(6, 32))
     with pytest.raises(ValueError, match=r"here: 6 rows \(shape \(2, 3, 32\)\) are not a multiple of the block's 16"):
         as_rows(x, (16, 16), "here")
+
+
+@pytest.mark.parametrize("quantize", [quantize_nvfp4, quantize_mxfp4, quantize_fp8])
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (2, 0, 128)])
+def test_empty_tensors_are_refused(quantize, shape):
+    message = rf"{quantize.__name__}: shape {re.escape(str(shape))} has no elements.*skip empty tensors"
+    with pytest.raises(ValueError, match=message):
+        quantize(torch.empty(shape))
