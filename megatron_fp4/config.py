@@ -132,7 +132,8 @@ class SwitchConfig:
     when: `never`; `before_decay` (the step at which the learning rate starts to decay); a fraction of the run
         such as `0.8`; a step such as `5000`; or `gradient_noise` (papers/004 section 4: the gradient norm fell
         below sqrt(3) times the norm of the quantization noise).
-    scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; weights are then scaled 1x16).
+    scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer
+        quantized, fprop's take 1x16 blocks).
     target: the precision config to switch to, a name under `configs/precision/`.
     threshold, interval, patience: of `gradient_noise`: the ratio, the steps between measurements and how many
         measurements in a row must lie below the ratio.

@@ -77,8 +77,11 @@ class Plan:
         """The plan after a precision switch of `scope` to `target`, a plan of the same model."""
         rows = []
         for now, then in zip(self.rows, target.rows, strict=True):
-            recipe = switched_recipe(now.recipe, then.recipe, scope) if now.recipe != then.recipe else now.recipe
-            rows.append(PlannedLinear(now.linear, recipe, f"precision switch ({scope}); before: {now.reason}"))
+            if now.recipe == then.recipe:
+                rows.append(now)
+            else:
+                recipe = switched_recipe(now.recipe, then.recipe, scope)
+                rows.append(PlannedLinear(now.linear, recipe, f"precision switch ({scope})"))
         return Plan(tuple(rows))
 
     def as_dict(self) -> dict[str, Any]:

@@ -120,7 +120,8 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
     """The recipe after a switch of `scope` (`both`, `forward` or `backward`) from `current` to `target`.
 
     A switch of the backward pass alone leaves 16x16 weights without their purpose (equal codes in both passes);
-    fprop's weights then take 1x16 blocks, as in the paper's appendix D.
+    fprop's weights then take 1x16 blocks, as in the paper's appendix D. After a switch of one pass, operands of the
+    other that took fprop's codes are quantized by themselves: those codes are of another recipe now.
     """
     if scope == "both":
         return target
@@ -131,6 +132,8 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
             fprop_activation=target.fprop_activation,
             fprop_weight=target.fprop_weight,
             fprop_rht=target.fprop_rht,
+            dgrad_weight=replace(current.dgrad_weight, reuse_fprop=False),
+            wgrad_activation=replace(current.wgrad_activation, reuse_fprop=False),
         )
     if scope != "backward":
         raise ValueError(f"precision.switch.scope={scope!r} is not one of both, forward, backward")
@@ -143,6 +146,8 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
         fprop_activation=current.fprop_activation,
         fprop_weight=weight,
         fprop_rht=current.fprop_rht,
+        dgrad_weight=replace(target.dgrad_weight, reuse_fprop=False),
+        wgrad_activation=replace(target.wgrad_activation, reuse_fprop=False),
         rht_signs=current.rht_signs,
         amax=current.amax,
     )

@@ -143,10 +143,14 @@ def test_an_unknown_scope_is_refused():
         switched_recipe(ref.NVFP4, BF16, "sideways")
 
 
-@pytest.mark.xfail(reason="codes that reuse fprop's lose their quantization when fprop is switched", strict=True)
-def test_a_switch_of_the_forward_pass_keeps_reused_codes_quantized():
+def test_a_switch_of_one_pass_leaves_the_other_quantized_by_itself():
     flat = replace(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=replace(ref.W, reuse_fprop=True))
+    forward = switched_recipe(flat, BF16, "forward")
+    assert not forward.fprop_weight.quantized
+    assert forward.dgrad_weight == replace(flat.dgrad_weight, reuse_fprop=False)
     operands = ref.tensors(64, 64, 64)
-    before = ref.run(*operands, ref.numerics_of(flat))
-    after = ref.run(*operands, ref.numerics_of(switched_recipe(flat, BF16, "forward")))
-    assert oracle.snr_db(ref.double(before[1]), ref.double(after[1])) > 60
+    exact = ref.run(*operands, ref.numerics_of(BF16))
+    after = ref.run(*operands, ref.numerics_of(forward))
+    assert 5 < oracle.snr_db(ref.double(exact[1]), ref.double(after[1])) < 30
+    backward = switched_recipe(BF16, flat, "backward")
+    assert not backward.fprop_weight.quantized and not backward.dgrad_weight.reuse_fprop
