@@ -18,6 +18,7 @@ micro-batch: squared norms are averaged over data-parallel ranks, not the gradie
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ from megatron_fp4.quantization.diagnostics import (
 )
 from megatron_fp4.quantization.formats import E2M1_MAX, E4M3_MAX, ue8m0_values
 from megatron_fp4.quantization.fp8 import encode_fp8
-from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -64,8 +65,8 @@ OPERANDS = (
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 # Elements of an operand that are quantized again: of a larger one every n-th band of rows, a band being whole blocks of
-# every format. Of 4 million elements the SNR is off by a few hundredths of a decibel at most.
-_SAMPLE_ELEMENTS = 2**22
+# every format. Enough for an SNR to a few hundredths of a decibel, unless a few rows hold most of the tensor's energy.
+_SAMPLE_ELEMENTS = 2**21
 _BAND_ROWS = 128
 
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
@@ -218,16 +219,25 @@ class ProbedCall:
         self.x = None
 
     def _operand(self, name: str, x: Tensor, count: int, rows: int, columns: int, group: ProcessGroup | None) -> None:
-        """x: [rows, k] as the linear quantizes it, `count` elements no padding; the others as `_Call.quantize`."""
+        """x: [rows, k] as the linear quantizes it, `count` elements no padding; the others as `_Call` has them."""
         call = self.call
         operand: Operand = getattr(call.recipe, name)
         if not operand.quantized:
             return
         gemm_name = name.split("_")[0]
         rht: int = getattr(call.recipe, f"{gemm_name}_rht")
-        seen = random_hadamard_transform(x.to(torch.bfloat16), rht, call._signs(rht, gemm_name)) if rht else x
+        signs = None
+        if rht:
+            fixed = call.recipe.rht_signs == "fixed"
+            signs = _fixed_signs(rht, x.device) if fixed else call._signs(rht, gemm_name)
+        every = _every_nth_band(x)
+        raw = part = _bands(x, every)
+        if rht:
+            part = random_hadamard_transform(raw.to(torch.bfloat16), rht, signs)
         raw_amax = x.abs().amax().to(torch.float32)
-        amax = seen.abs().amax().to(torch.float32) if rht else raw_amax
+        amax = raw_amax
+        if signs is not None:
+            amax = _transformed_amax(x, signs) if every > 1 else part.abs().amax().to(torch.float32)
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
         if group is not None and operand.format == "nvfp4":
             amax = amax.clone()
@@ -235,12 +245,11 @@ class ProbedCall:
         key = None
         if operand.rounding == "stochastic":
             key = call.numerics.key(call.step, call.micro_batch, name, rows, columns)
-        every = _every_nth_band(seen)
-        part = _bands(seen, every).to(torch.float32)
+        part = part.to(torch.float32)
         values, limits = quantized_values(part, operand, key, amax)
         signal = operand_sums(part, values, limits)
-        raw_signal = sum_of_squares(_bands(x, every)) if rht else signal[0]
-        raw_count = torch.full_like(raw_signal, count * part.numel() / seen.numel())
+        raw_signal = sum_of_squares(raw) if rht else signal[0]
+        raw_count = torch.full_like(raw_signal, count * part.numel() / x.numel())
         sums = torch.cat((signal, torch.stack((raw_signal, raw_count))))
         self.probe.add(call.numerics.name, name, sums, maxima, transformed=bool(rht))
 
@@ -251,9 +260,9 @@ class ProbedCall:
         sums = torch.zeros(len(PRODUCT_SUMS), dtype=torch.float64, device=a.device)
         for chunk in _chunks(result):
             exact = gemm(GemmOperand(a[chunk]), GemmOperand(b), torch.float32)
-            actual = result[chunk].to(torch.float32)
+            actual = result[chunk]
             if group is not None:
-                both = torch.stack((exact, actual))
+                both = torch.stack((exact, actual.to(torch.float32)))
                 dist.all_reduce(both, group=group)
                 exact, actual = both.unbind()
             sums += product_sums(actual, exact)
@@ -273,6 +282,12 @@ class ProbedCall:
                 if placement.is_shard(dim) and mesh.size(axis) > 1:
                     return mesh.get_group(axis)
         return None
+
+
+@functools.cache
+def _fixed_signs(size: int, device: torch.device) -> Tensor:
+    # Made anew it would be a copy from the host, which waits for the device.
+    return fixed_signs(size, device)
 
 
 def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,6 +320,18 @@ def _bands(x: Tensor, every: int) -> Tensor:
     if every == 1:
         return x
     return x.unflatten(0, (-1, math.gcd(x.shape[0], _BAND_ROWS)))[::every].flatten(0, 1)
+
+
+def _transformed_amax(x: Tensor, signs: Tensor) -> Tensor:
+    """Largest magnitude, FP32 0-dim, of the Hadamard transform of `x` [rows, cols], to a BF16 rounding.
+
+    As a matrix product in BF16, with entries of +-1: a fraction of the memory traffic of the exact butterflies.
+    """
+    size = signs.shape[0]
+    ones = random_hadamard_transform(torch.eye(size, device=x.device), size, torch.ones_like(signs)).sign()
+    matrix = (signs[:, None] * ones).to(torch.bfloat16)
+    product = x.to(torch.bfloat16).unflatten(-1, (-1, size)) @ matrix
+    return product.abs().amax().to(torch.float32) / math.sqrt(size)
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:

@@ -6,7 +6,8 @@ to those of the whole; `operand_statistics` and `relative_error` turn the totals
     snr_db      10 log10( sum x^2 / sum (q - x)^2 ), x what the quantizer saw (behind a Hadamard transform), q what it
                 made of it
     zeroed      share of the nonzero x that became zero
-    saturated   share of the nonzero x that lie beyond the largest value their block's scale can express
+    saturated   share of the nonzero x beyond the largest value that their block's scale can express; a scale of zero
+                expresses nothing, and what it covers counts as zeroed alone
     amax, rms   largest magnitude and root mean square before the transform; crest = amax / rms
     *_rht       the same three behind the transform; its purpose is a smaller crest
     error       ||q - exact|| / ||exact|| of a product (Frobenius norms)
@@ -36,18 +37,18 @@ def operand_sums(x: Tensor, values: Tensor, limits: Tensor) -> Tensor:
     x: FP32 [rows, cols], what the quantizer saw. values: FP32 [rows, cols], what it made of it, dequantized.
     limits: FP32 [rows, cols / block], the largest magnitude that each block's scale can express.
     """
-    nonzero = torch.count_nonzero(x)
-    # Zeros stay zeros in every format, so a count of what is left is a count of what was lost.
-    zeroed = nonzero - torch.count_nonzero(values)
     magnitude = x.abs().unflatten(-1, (limits.shape[-1], -1))
-    saturated = (magnitude > (limits * _ON_THE_LIMIT)[..., None]).sum()
-    sums = [sum_of_squares(x), sum_of_squares(values - x), nonzero, zeroed, saturated]
-    return torch.stack([value.to(torch.float64) for value in sums])
+    reach = torch.where(limits > 0, limits * _ON_THE_LIMIT, math.inf)
+    saturated = torch.count_nonzero(magnitude > reach[..., None])
+    counts = torch.stack((torch.count_nonzero(x), torch.count_nonzero(values), saturated)).to(torch.float64)
+    # Zeros stay zeros in every format, so a count of what is left is a count of what was lost.
+    counts[1] = counts[0] - counts[1]
+    return torch.cat((_sums_of_squares(x, values - x), counts))
 
 
 def product_sums(result: Tensor, exact: Tensor) -> Tensor:
     """`PRODUCT_SUMS` of a product [rows, cols] and of the same product unquantized, FP32: FP64 [2]."""
-    return torch.stack((sum_of_squares(exact), sum_of_squares(result.to(torch.float32) - exact)))
+    return _sums_of_squares(exact, result - exact)
 
 
 def operand_statistics(sums: Sequence[float], maxima: Sequence[float], transformed: bool) -> dict[str, float]:
@@ -83,8 +84,13 @@ def relative_error(sums: Sequence[float]) -> float:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """FP64, 0-dim."""
-    # An FP32 norm (1e-4 exact, which is 0.001 dB) squared in FP64; an FP64 copy would cost several times as much.
-    return torch.linalg.vector_norm(x, dtype=torch.float32).to(torch.float64).square()
+    return _sums_of_squares(x)[0]
+
+
+def _sums_of_squares(*tensors: Tensor) -> Tensor:
+    # FP32 norms (1e-4 exact, which is 0.001 dB) squared in FP64; FP64 copies would cost several times as much.
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in tensors]
+    return torch.stack(norms).to(torch.float64).square_()
 
 
 def _decibels(signal: float, error: float) -> float:

@@ -161,6 +161,8 @@ def test_a_sample_of_rows_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) 
         assert sample.operands[name]["snr_db"] != statistics["snr_db"]
         assert sample.operands[name]["amax"] == statistics["amax"]
         assert sample.operands[name]["rms"] == pytest.approx(statistics["rms"], rel=0.2)
+        if "amax_rht" in statistics:
+            assert sample.operands[name]["amax_rht"] == pytest.approx(statistics["amax_rht"], rel=2**-7)
 
 
 def test_linears_in_bf16_are_left_alone() -> None:

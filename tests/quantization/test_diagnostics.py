@@ -76,6 +76,14 @@ def test_saturation_is_what_lies_beyond_the_largest_code() -> None:
     assert _statistics(x, OPERANDS["fp8"])["saturated"] == 0
 
 
+def test_a_block_whose_scale_is_zero_is_lost_and_not_saturated() -> None:
+    x = torch.full((1, 32), 1.0)
+    x[:, 16:] = 1e-6
+    assert quantize_nvfp4(x).scales[0, 1] == 0
+    found = _statistics(x, OPERANDS["nvfp4"])
+    assert (found["zeroed"], found["saturated"]) == (0.5, 0)
+
+
 def test_a_shard_that_is_scaled_by_too_small_a_maximum_saturates() -> None:
     x = torch.full((16, 16), 8.0)
     values, limits = quantized_values(x, OPERANDS["nvfp4"], None, torch.tensor(1.0))

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import yaml
+
+from data.indexed_dataset import IndexedDatasetWriter
+from megatron_fp4.config import ConfigError
+from megatron_fp4.saved_config import config_from_saved
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    "model.pattern=*-M",
+    "model.vocab_size=128",
+    "model.hidden_dim=128",
+    "model.ffn_dim=128",
+    "model.num_query_heads=4",
+    "model.mamba_num_heads=4",
+    "model.mamba_head_dim=32",
+    "model.mamba_state_dim=32",
+    "train.steps=3",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "train.sequence_length=64",
+    "data=indexed",
+    "data.num_workers=0",
+    "data.phases=[{name: main, fraction: 1.0, blend: {a: 1.0}}]",
+    "precision.switch.when=never",
+    "precision.diagnostics.interval=2",
+    "validation.interval=0",
+    "logging.tensorboard=false",
+    "run.device=cpu",
+]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("analyze_precision", ROOT / "scripts" / "analyze_precision.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, script: ModuleType) -> Iterator[Path]:
+    """A run of three steps with diagnostics, and its checkpoint."""
+    import pretrain
+
+    folder = tmp_path_factory.mktemp("run")
+    rng = np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "a", np.uint16) as writer:
+        for _ in range(40):
+            writer.add_document(rng.integers(0, 128, 64))
+    arguments = [*SMALL, f"data.sources={{a: {folder / 'a'}}}", f"run.dir={folder / 'run'}"]
+    assert pretrain.main(arguments) == 0
+    yield folder / "run"
+
+
+def _checkpoint(run_dir: Path) -> str:
+    return str(run_dir / "checkpoints" / "step_00000003")
+
+
+def test_a_plan_from_a_checkpoint(run_dir: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    output = run_dir / "plan_bf16.yaml"
+    assert script.main([_checkpoint(run_dir), "--budget", "0.4", "--micro-batches", "2", "--output", str(output)]) == 0
+    plan = yaml.safe_load(output.read_text())
+    assert len(plan["bf16"]) == 2 and len(plan["measured"]) == 6
+    errors = {name: row["wgrad"] for name, row in plan["measured"].items()}
+    assert list(errors.values()) == sorted(errors.values(), reverse=True)
+    assert set(plan["bf16"]) == set(list(errors)[:2])
+    assert all(0.01 < error < 0.5 for error in errors.values())
+    assert plan["selection"]["recipe"] == "nvfp4" and plan["selection"]["micro_batches"] == 2
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[1:7]] == list(errors)
+    assert sum(line.endswith("BF16") for line in printed[1:7]) == 2
+
+
+def test_another_recipe_and_budget(run_dir: Path, script: ModuleType) -> None:
+    output = run_dir / "plan_fp8.yaml"
+    arguments = ["--by", "flops", "--gemm", "all", "--micro-batches", "1", "--output", str(output)]
+    assert script.main([_checkpoint(run_dir), "precision=fp8_block", "--budget", "0.5", *arguments]) == 0
+    plan = yaml.safe_load(output.read_text())
+    assert 0 < plan["selection"]["share_of_flops"] <= 0.5 and plan["selection"]["recipe"] == "fp8_block"
+    assert all(row["wgrad"] < 0.1 for row in plan["measured"].values())  # finer than FP4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["precision=bf16"], "quantizes nothing"),
+        (["precision=nvfp5"], "did you mean nvfp4"),
+        (["precision.fprop.rth=16"], "did you mean precision.fprop.rht"),
+        (["nonsense"], "give key=value"),
+        (["--micro-batches", "0"], "at least 1"),
+    ],
+)
+def test_what_a_user_can_get_wrong(
+    run_dir: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert script.main([_checkpoint(run_dir), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("analyze_precision.py: ") and error.count("\n") == 1
+
+
+def test_a_checkpoint_that_is_missing_or_damaged(
+    run_dir: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert script.main([str(tmp_path / "none")]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    damaged = tmp_path / "step_00000003"
+    damaged.mkdir()
+    for file in Path(_checkpoint(run_dir)).iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    tensors = next(damaged.glob("*.distcp"))
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    assert script.main([str(damaged)]) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_saved_configuration_comes_back(run_dir: Path) -> None:
+    saved = json.loads((Path(_checkpoint(run_dir)) / "trainer.json").read_text())["config"]
+    config = config_from_saved(saved, [], ROOT / "configs")
+    assert config.model.pattern == "*-M" and config.data.phases[0].blend == {"a": 1.0}
+    changed = config_from_saved(saved, ["precision=mxfp4", "precision.wgrad.rht=0", "train.steps=9"], ROOT / "configs")
+    assert changed.precision.name == "mxfp4" and changed.precision.wgrad.rht == 0 and changed.train.steps == 9
+    assert changed.model == config.model
+    with pytest.raises(ConfigError):
+        config_from_saved(saved, ["train.steps=many"], ROOT / "configs")
+
+
+def test_the_run_recorded_its_diagnostics(run_dir: Path) -> None:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    diagnostics = [record for record in records if record["kind"] == "diagnostics"]
+    assert len(diagnostics) == 2 and diagnostics[0]["linears"]
