@@ -1,0 +1,206 @@
+"""A small hybrid model with every kind of block, trained for a few steps on any mesh, and what its GEMMs were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fp4.config import Bf16BlocksConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision import linear as linear_module
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import GemmOperand
+from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
+from megatron_fp4.training.step import train_step
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+
+# Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
+# are no multiple of 16, as in the 12B model.
+MODEL = ModelConfig(
+    pattern="M*-",
+    vocab_size=64,
+    hidden_dim=32,
+    ffn_dim=64,
+    num_query_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    rope=True,
+    mamba_num_heads=8,
+    mamba_head_dim=8,
+    mamba_num_groups=4,
+    mamba_state_dim=8,
+    mamba_chunk_size=8,
+    init_std=0.1,
+)
+LENGTH, ROWS, NUM_MICRO_BATCHES = 32, 2, 4
+
+_NEAREST, _STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
+_WEIGHT = Operand("nvfp4", (16, 16))
+NVFP4 = Recipe("nvfp4", _NEAREST, _WEIGHT, _STOCHASTIC, _WEIGHT, _STOCHASTIC, _NEAREST, wgrad_rht=16)
+RECIPES = {"fp32": BF16, "nvfp4": NVFP4, "nvfp4_shard": replace(NVFP4, amax="shard")}
+
+Codes = dict[tuple[int, str, str], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh to run on; `reshard` is varied along with it."""
+
+    world: int
+    tensor: int = 1
+    replicate: int = 1
+    sequence: bool | None = None
+    reshard: bool = False
+
+    def mesh(self) -> ParallelMesh:
+        parallel = ParallelConfig(tensor=self.tensor, replicate=self.replicate, sequence=self.sequence)
+        return build_mesh(parallel, torch.device("cpu"))
+
+
+ONE = Layout(1)
+LAYOUTS = {
+    "tp2": Layout(2, tensor=2),
+    "tp2_without_sequence_parallel": Layout(2, tensor=2, sequence=False, reshard=True),
+    "dp2": Layout(2, reshard=True),
+    "hsdp2": Layout(2, replicate=2),
+    "tp4": Layout(4, tensor=4),
+    "tp2_dp2": Layout(4, tensor=2),
+    "tp2_hsdp2": Layout(4, tensor=2, replicate=2),
+    "hsdp2_dp2": Layout(4, replicate=2, reshard=True),
+}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    index: int
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass
+class Result:
+    """What one rank saw. Gradients (of the first step, as the optimizer got them) and weights are whole tensors.
+
+    codes: of the first step's quantized GEMMs, (micro-batch, linear, GEMM) -> both operands' values and scales.
+    """
+
+    tp_rank: int
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    codes: Codes = field(default_factory=dict)
+
+
+def micro_batches(step: int, mesh: ParallelMesh) -> list[MicroBatch]:
+    """This rank's share of a step's micro-batches, dealt round robin."""
+    shares = []
+    for index in range(mesh.dp_rank, NUM_MICRO_BATCHES, mesh.dp_size):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        text = torch.randint(MODEL.vocab_size, (ROWS, LENGTH + 1), generator=generator)
+        shares.append(MicroBatch(index, text[:, :-1], text[:, 1:]))
+    return shares
+
+
+def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: RunClock) -> HybridModel:
+    with torch.device("meta"):
+        model = build_model(MODEL, mesh, torch.float32)
+    linears = dict(model.linears())
+    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
+    apply_data_parallel(
+        model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=torch.float32,
+        reshard=layout.reshard,
+    )  # fmt: skip
+    model.to_empty(device="cpu")
+    initialize(model, MODEL, seed=7)
+    plan = build_plan(shapes, recipe, Bf16BlocksConfig(), MODEL.num_blocks)
+    apply_plan({name: module.numerics for name, module in linears.items()}, plan, clock)
+    return model
+
+
+def train(rank: int, layout: Layout, precision: str, steps: int = 5) -> Result:
+    """Train `steps` steps; every rank of the layout calls it."""
+    mesh, clock = layout.mesh(), RunClock(seed=11)
+    model = sharded_model(layout, mesh, RECIPES[precision], clock)
+    # A larger eps than usual: where a gradient is all rounding error, Adam would make a step of full length of it.
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+    result = Result(mesh.tp_rank)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+
+    def keep_gradients(*_: object) -> None:
+        if not result.gradients:
+            for parameter in optimizer_parameters(optimizer):
+                assert parameter.grad is not None, names[parameter]
+                result.gradients[names[parameter]] = whole(parameter.grad)
+
+    optimizer.register_step_pre_hook(keep_gradients)
+    for step in range(steps):
+        with recorded(model, clock, result.codes) if step == 0 else nullcontext():
+            done = train_step(
+                model, optimizer, micro_batches(step, mesh), mesh, clock,
+                step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
+            )  # fmt: skip
+        result.losses.append(done.loss)
+        result.norms.append(done.grad_norm)
+    result.weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    return result
+
+
+def train_all(rank: int, layout: Layout, precisions: list[str]) -> list[Result]:
+    """`train` in every precision, in one launch."""
+    return [train(rank, layout, precision) for precision in precisions]
+
+
+@contextmanager
+def recorded(model: nn.Module, clock: RunClock, codes: Codes) -> Iterator[None]:
+    """Keep the operands of all quantized GEMMs of `model`: fprops come in the model's order, the others backwards."""
+    names = [name for name, _ in model.linears()] + ["head"]
+    order = [(name, "fprop") for name in names]
+    order += [(name, gemm) for name in reversed(names) for gemm in ("dgrad", "wgrad")]
+    calls = 0
+
+    def keep(a: GemmOperand, b: GemmOperand) -> None:
+        nonlocal calls
+        name, kind = order[calls % len(order)]
+        calls += 1
+        if a.quantized or b.quantized:
+            codes[clock.micro_batch, name, kind] = (*operand(a), *operand(b))
+
+    with watched_gemms(keep):
+        yield
+    assert calls and calls % len(order) == 0
+
+
+@contextmanager
+def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator[None]:
+    """Show `watch` both operands of every GEMM of every linear."""
+    gemm = linear_module.gemm
+
+    def watched(a: GemmOperand, b: GemmOperand, dtype: torch.dtype) -> Tensor:
+        watch(a, b)
+        return gemm(a, b, dtype)
+
+    with mock.patch.object(linear_module, "gemm", watched):
+        yield
+
+
+def operand(of: GemmOperand) -> tuple[Tensor, Tensor | None]:
+    return of.values.detach().clone(), None if of.scale is None else of.scale.clone()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor().detach().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)).item()

@@ -1,0 +1,117 @@
+"""One model on every mesh: loss, gradients, weights, codes and the gradient norm are those of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.distributed.hybrid import (
+    LAYOUTS,
+    NUM_MICRO_BATCHES,
+    ONE,
+    Layout,
+    Result,
+    relative_error,
+    train_all,
+)
+from tests.training.harness import launch
+
+PRECISIONS = ["fp32", "nvfp4"]
+
+
+def results_of(layout: Layout) -> dict[str, list[Result]]:
+    """Precision -> what each rank saw."""
+    ranks = launch(train_all, layout.world, layout, PRECISIONS)
+    return {precision: [rank[i] for rank in ranks] for i, precision in enumerate(PRECISIONS)}
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, Result]:
+    return {precision: ranks[0] for precision, ranks in results_of(ONE).items()}
+
+
+@pytest.fixture(scope="module")
+def many() -> dict[tuple[str, str], list[Result]]:
+    return {
+        (name, precision): ranks for name, layout in LAYOUTS.items() for precision, ranks in results_of(layout).items()
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+class TestInFp32:
+    def test_losses_and_gradient_norms(self, layout, one, many):
+        for rank in many[layout, "fp32"]:
+            assert rank.losses == pytest.approx(one["fp32"].losses, rel=1e-5)
+            assert rank.norms == pytest.approx(one["fp32"].norms, rel=1e-5)
+
+    def test_every_gradient(self, layout, one, many):
+        expected = one["fp32"].gradients
+        for rank in many[layout, "fp32"]:
+            assert rank.gradients.keys() == expected.keys()
+            for name, gradient in rank.gradients.items():
+                assert relative_error(gradient, expected[name]) < 1e-5, name
+
+    def test_every_weight_after_five_steps(self, layout, one, many):
+        expected = one["fp32"].weights
+        for rank in many[layout, "fp32"]:
+            for name, weight in rank.weights.items():
+                assert relative_error(weight, expected[name]) < 1e-5, name
+
+    def test_ranks_agree_bit_for_bit(self, layout, many):
+        first, *others = many[layout, "fp32"]
+        for rank in others:
+            assert (rank.losses, rank.norms) == (first.losses, first.norms)
+            assert all(torch.equal(rank.weights[name], weight) for name, weight in first.weights.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+class TestInNvfp4:
+    def test_losses(self, layout, one, many):
+        for rank in many[layout, "nvfp4"]:
+            assert rank.losses[0] == pytest.approx(
+                one["nvfp4"].losses[0], rel=1e-3 if LAYOUTS[layout].tensor > 1 else 1e-6
+            )
+            assert rank.losses == pytest.approx(one["nvfp4"].losses, rel=1e-3)
+
+    def test_codes_of_all_weights_in_the_first_step(self, layout, one, many):
+        ranks = sorted(many[layout, "nvfp4"], key=lambda rank: rank.tp_rank)
+        checked = 0
+        for micro_batch, linear, gemm in one["nvfp4"].codes:
+            holders = [rank for rank in ranks if (micro_batch, linear, gemm) in rank.codes]
+            assert [rank.tp_rank for rank in holders] == list(range(LAYOUTS[layout].tensor))
+            if gemm == "wgrad":
+                continue
+            *_, values, scale = one["nvfp4"].codes[micro_batch, linear, gemm]
+            parts = [rank.codes[micro_batch, linear, gemm] for rank in holders]
+            # fprop's weight is [out, in], dgrad's [in, out]; out is sharded in the projections into a block.
+            sharded = int(linear.endswith(("out_proj", "down_proj"))) ^ int(gemm == "dgrad")
+            assert torch.equal(torch.cat([part[2] for part in parts], sharded), values), (linear, gemm)
+            assert all(torch.equal(part[3], scale) for part in parts), (linear, gemm)
+            checked += 1
+        assert checked == NUM_MICRO_BATCHES * 6 * 2
+
+
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.tensor == 1])
+def test_every_code_of_the_first_step_under_data_parallelism(layout, one, many):
+    """(Sums over tensor-parallel ranks round differently: test_linear_codes.py gives linears equal inputs.)"""
+    codes = {key: value for rank in many[layout, "nvfp4"] for key, value in rank.codes.items()}
+    assert codes.keys() == one["nvfp4"].codes.keys()
+    assert len(codes) == NUM_MICRO_BATCHES * 6 * 3
+    # Each rank divides its loss by its own number of micro-batches, and FSDP by the number of ranks at the end:
+    # until then gradients are larger by a power of two here, in their tensor scale alone.
+    data_parallel = LAYOUTS[layout].world
+    for key, (a, a_scale, b, b_scale) in codes.items():
+        a_one, a_scale_one, b_one, b_scale_one = one["nvfp4"].codes[key]
+        assert torch.equal(a, a_one), key
+        assert torch.equal(b, b_one), key
+        assert torch.equal(a_scale, a_scale_one * (1 if key[2] == "fprop" else data_parallel)), key
+        assert torch.equal(b_scale, b_scale_one), key
+
+
+def test_the_comparisons_compare_something(one):
+    gradients = one["fp32"].gradients
+    assert {name.rpartition(".")[2] for name in gradients} == {"weight", "bias", "A_log", "D", "dt_bias"}
+    assert all(gradient.norm() > 1e-6 for gradient in gradients.values())
+    assert abs(one["nvfp4"].losses[0] - one["fp32"].losses[0]) > 1e-4
+    for name, weight in one["nvfp4"].weights.items():
+        assert relative_error(weight, one["fp32"].weights[name]) > 1e-4, name
