@@ -164,21 +164,20 @@ def train_all(rank: int, layout: Layout, precisions: list[str]) -> list[Result]:
 @contextmanager
 def recorded(model: nn.Module, clock: RunClock, codes: Codes) -> Iterator[None]:
     """Keep the operands of all quantized GEMMs of `model`: fprops come in the model's order, the others backwards."""
-    names = [name for name, _ in model.linears()] + ["head"]
+    names = [name for name, _ in model.linears()]
     order = [(name, "fprop") for name in names]
     order += [(name, gemm) for name in reversed(names) for gemm in ("dgrad", "wgrad")]
     calls = 0
 
     def keep(a: GemmOperand, b: GemmOperand) -> None:
         nonlocal calls
-        name, kind = order[calls % len(order)]
-        calls += 1
         if a.quantized or b.quantized:
-            codes[clock.micro_batch, name, kind] = (*operand(a), *operand(b))
+            codes[(clock.micro_batch, *order[calls % len(order)])] = (*operand(a), *operand(b))
+            calls += 1
 
     with watched_gemms(keep):
         yield
-    assert calls and calls % len(order) == 0
+    assert calls % len(order) == 0
 
 
 @contextmanager
