@@ -57,6 +57,7 @@ from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
 from megatron_fp4.validate import validate
 from megatron_fp4.validate_precision import validate_precision
+from models.execution import Execution, choose_execution
 from models.flops import forward_flops_per_token, parameter_count, training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
@@ -88,11 +89,26 @@ def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
     config = compose_config(overrides, CONFIGS)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     validate(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
+    execution_of(config)
     name = config.precision.switch.target
     target = precision_config(name, config, CONFIGS)
     if config.precision.switch.when != "never":
         validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
     return config, target
+
+
+def execution_of(config: Config) -> Execution:
+    """Kernels and recomputation on the device that the run will use. Raises ConfigError."""
+    return choose_execution(
+        config.train, config.model, config.parallel.tensor, device_type_of(config), config.precision.compute_dtype
+    )
+
+
+def device_type_of(config: Config) -> str:
+    """`cuda` or `cpu`."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass
@@ -122,7 +138,7 @@ def build_model_parts(
     """The sharded, initialized model, the numerics of its linears, and its plans before and after the switch."""
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
-        model = build_model(config.model, mesh, compute_dtype)
+        model = build_model(config.model, mesh, compute_dtype, execution_of(config))
     modules = dict(model.linears())
     shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
 
@@ -217,10 +233,7 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
 
 def pretrain(config: Config, target: PrecisionConfig) -> int:
     """Build, resume, train, save, summarize; returns the exit code."""
-    device_type = config.run.device
-    if device_type == "auto":
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    device = init_distributed(device_type, config.parallel.timeout_seconds)
+    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
     logging.basicConfig(level=logging.INFO if mesh.rank == 0 else logging.WARNING, format="%(message)s")
@@ -444,6 +457,8 @@ def introduce(run: Run, console: RunConsole, start: int) -> None:
     when, at_step = config.precision.switch.when, run.switch.at_step
     facts["switch"] = when if at_step is None else f"before step {at_step + 1} ({when}), to {run.switch.config.target}"
     facts["learning rate decays from step"] = run.schedule.decay_start_step + 1
+    facts["kernels"] = run.model.execution.describe(pattern)
+    facts["activation checkpointing"] = run.model.execution.recompute
     facts["optimizer"] = run.optimizer.name
     console.table(show.facts_table("Numerics", facts))
     console.table(show.batch_table(config.train, config.parallel, run.mesh.world_size))
@@ -495,6 +510,8 @@ def set_determinism(deterministic: bool) -> None:
     """Deterministic kernels where torch has them (it warns where not)."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # mamba-ssm then keeps its tuned kernels, chosen once per machine, instead of the smallest ones.
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True, warn_only=True)
 

@@ -217,13 +217,23 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The batch arithmetic. Batch sizes in sequences; tokens per step = global_batch_size * sequence_length."""
+    """The batch arithmetic, and how a step is computed.
+
+    Batch sizes in sequences; tokens per step = global_batch_size * sequence_length.
+    kernels: `torch` (plain PyTorch, the reference), `fused` (CUDA with BF16: mamba-ssm, causal-conv1d, cuDNN attention,
+        compiled norms and activations) or `auto` (fused on CUDA as far as its packages are installed, else torch).
+    activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
+        or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
+        Gradients have the same bits in all three.
+    """
 
     steps: int = 300
     global_batch_size: int = 8
     micro_batch_size: int = 4
     sequence_length: int = 256
     max_skipped_steps: int = 10
+    kernels: str = "auto"
+    activation_checkpointing: str = "none"
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,16 @@ Shapes: t tokens, b batch, s sequence, g KV heads of this rank, r query heads pe
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_fp4.config import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
+from models.execution import PLAIN, Execution
+from models.recompute import Recompute
 from models.rope import apply_rope, rope_tables
 
 
@@ -21,7 +25,7 @@ class Attention(nn.Module):
     Raises ValueError if query heads do not divide by KV heads, or KV heads by the tensor-parallel size.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
         query_heads, kv_heads = config.num_query_heads, config.num_kv_heads
         if query_heads % kv_heads != 0:
@@ -32,23 +36,55 @@ class Attention(nn.Module):
             )
         self.heads_per_group, self.head_dim = query_heads // kv_heads, config.head_dim
         self.rope_base = config.rope_base if config.rope else None
+        self.recompute = Recompute(execution.recompute == "selective")
+        self._split = execution.pure(split_heads)
+        self._attend = attend_fused if execution.compiled else attend
         qkv_dim = (query_heads + 2 * kv_heads) * config.head_dim
         self.qkv_proj = ColumnParallelLinear(config.hidden_dim, qkv_dim, mesh, num_groups=kv_heads)
         self.out_proj = RowParallelLinear(query_heads * config.head_dim, config.hidden_dim, mesh)
 
     def forward(self, x_td: Tensor, sequence_length: int) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], each sequence on its own."""
-        qkv = self.qkv_proj(x_td)
-        qkv = qkv.view(-1, sequence_length, qkv.shape[-1] // self._group_width, self._group_width)
-        q, k, v = qkv.split([self.heads_per_group * self.head_dim, self.head_dim, self.head_dim], -1)
-        q = q.unflatten(-1, (self.heads_per_group, self.head_dim)).flatten(2, 3)
+        qkv_td = self.recompute.expensive(self.qkv_proj, x_td)
+        tables: tuple[Tensor, ...] = ()
         if self.rope_base is not None:
-            cos, sin = rope_tables(sequence_length, self.head_dim, self.rope_base, q.device)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads_per_group > 1)
-        return self.out_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
+            tables = rope_tables(sequence_length, self.head_dim, self.rope_base, qkv_td.device)
 
-    @property
-    def _group_width(self) -> int:
-        return (self.heads_per_group + 2) * self.head_dim
+        def split(qkv: Tensor, *cos_and_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self._split(qkv, sequence_length, self.heads_per_group, self.head_dim, *cos_and_sin)
+
+        q, k, v = self.recompute.cheap(split, qkv_td, *tables)
+        y_bhsd = self.recompute.expensive(self._attend, q, k, v)
+        return self.recompute.expensive(self.out_proj, y_bhsd.transpose(1, 2).flatten(2).flatten(0, 1))
+
+
+def split_heads(
+    qkv_td: Tensor, sequence_length: int, heads_per_group: int, head_dim: int, *cos_and_sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [b, r g, s, d], k and v [b, g, s, d] out of packed projections, q and k rotated if there are tables.
+
+    Laid out as [b, s, heads, d], contiguously: attention's kernels want that and return it.
+    """
+    qkv = qkv_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (-1, (heads_per_group + 2) * head_dim))
+    q, k, v = qkv.split([heads_per_group * head_dim, head_dim, head_dim], -1)
+    q = q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3)
+    if cos_and_sin:
+        q, k = apply_rope(q, *cos_and_sin), apply_rope(k, *cos_and_sin)
+    return q.transpose(1, 2), k.contiguous().transpose(1, 2), v.contiguous().transpose(1, 2)
+
+
+def attend(q_bhsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor) -> Tensor:
+    """Causal attention [b, heads, s, d] by the kernel that PyTorch chooses; query heads share KV heads in order."""
+    return F.scaled_dot_product_attention(
+        q_bhsd, k_bgsd, v_bgsd, is_causal=True, enable_gqa=q_bhsd.shape[1] > k_bgsd.shape[1]
+    )
+
+
+def attend_fused(q_bhsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor) -> Tensor:
+    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can; its backward pass is not deterministic, so
+    FlashAttention goes first where PyTorch was asked for determinism."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    if torch.are_deterministic_algorithms_enabled():
+        order.reverse()
+    with sdpa_kernel([*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+        return attend(q_bhsd, k_bgsd, v_bgsd)

@@ -5,6 +5,7 @@
 Written as `width` shifted multiply-adds over [batch, sequence, channels]: the channels stay innermost, as the
 projections before and behind want them, and on a CPU this is several times faster than `conv1d`. Everything is FP32,
 whatever the input's dtype; only the input is kept for the backward pass, which computes the sum before SiLU again.
+On CUDA causal-conv1d has a kernel for the whole, which `models/execution.py` chooses.
 
 Shapes: b batch, s sequence, c channels of this rank, k taps.
 """
@@ -27,18 +28,34 @@ def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor
     return _CausalConvSiLU.apply(x_bsc, weight_ck, bias_c)  # type: ignore[return-value]
 
 
-class CausalConv(nn.Module):
-    """Weight [channels, width] and bias [channels], sharded over channels."""
+def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
+    """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums."""
+    from causal_conv1d import causal_conv1d_fn
 
-    def __init__(self, channels: int, width: int, mesh: ParallelMesh) -> None:
+    y_bcs: Tensor = causal_conv1d_fn(x_bsc.contiguous().transpose(1, 2), weight_ck, bias_c, activation="silu")
+    return y_bcs.transpose(1, 2)
+
+
+class CausalConv(nn.Module):
+    """Weight [channels, width] and bias [channels], sharded over channels.
+
+    fused: causal-conv1d's kernel. `function` is the convolution as a function of tensors, `local_parameters` what it
+    takes besides the input.
+    """
+
+    def __init__(self, channels: int, width: int, mesh: ParallelMesh, fused: bool = False) -> None:
         super().__init__()
         self.weight = new_parameter((channels, width), mesh, shard_dim=0)
         self.bias = new_parameter((channels,), mesh, shard_dim=0)
+        self.function = fused_conv_silu if fused else causal_conv_silu
+
+    def local_parameters(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of this rank's channels, FP32."""
+        return local_parameter(self.weight, torch.float32), local_parameter(self.bias, torch.float32)
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        """[batch, sequence, channels / tp], any dtype -> the same shape, FP32."""
-        weight, bias = local_parameter(self.weight, torch.float32), local_parameter(self.bias, torch.float32)
-        return causal_conv_silu(x_bsc, weight, bias)
+        """[batch, sequence, channels / tp], any dtype -> the same shape, FP32 (fused: in the input's dtype)."""
+        return self.function(x_bsc, *self.local_parameters())
 
 
 def _shifted_sum(padded_bsc: Tensor, taps_kc: Tensor, start: Tensor) -> Tensor:

@@ -17,12 +17,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4.config import ModelConfig
-from megatron_fp4.parallel.cross_entropy import cross_entropy
+from megatron_fp4.parallel.collectives import enter_tensor_parallel
+from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import Attention
+from models.execution import PLAIN, Execution
 from models.mamba2 import Mamba2, SSMParameters
 from models.mlp import MLP
 from models.norm import RMSNorm
@@ -33,25 +36,40 @@ MIXERS: dict[str, type[Mamba2] | type[Attention] | type[MLP]] = {"M": Mamba2, "*
 class Block(nn.Module):
     """h + mixer(norm(h)); `kind` is the pattern's character."""
 
-    def __init__(self, kind: str, config: ModelConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, kind: str, config: ModelConfig, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh)
-        self.mixer = MIXERS[kind](config, mesh)
+        self.norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
+        self.mixer = MIXERS[kind](config, mesh, execution)
+        self.recompute_all = execution.recompute == "block"
 
     def forward(self, h_td: Tensor, sequence_length: int) -> Tensor:
         """[tokens (local with sequence parallelism), hidden] -> the same."""
-        return h_td + self.mixer(self.norm(h_td), sequence_length)
+        # A module that FSDP2 gathers by itself: it must not be entered again in the middle of the backward pass.
+        inputs = (self.mixer.ssm(),) if isinstance(self.mixer, Mamba2) else ()
+        if self.recompute_all and torch.is_grad_enabled():
+            # Nothing is drawn from a generator here: what is random depends on the run's clock alone.
+            return checkpoint(
+                self._forward, h_td, sequence_length, *inputs, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._forward(h_td, sequence_length, *inputs)
+
+    def _forward(self, h_td: Tensor, sequence_length: int, *inputs: tuple[Tensor, ...]) -> Tensor:
+        # Through the mixer's own `recompute`, whose first linear is given the result.
+        x_td = self.mixer.recompute.cheap(self.norm.function, h_td, self.norm.local_weight())
+        return h_td + self.mixer(x_td, sequence_length, *inputs)
 
 
 class HybridModel(nn.Module):
     """The whole model. Parameters are uninitialized until `models.initialization.initialize` has run."""
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, compute_dtype: torch.dtype, execution: Execution
+    ) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.execution = mesh, execution
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_dim, mesh, compute_dtype)
-        self.blocks = nn.ModuleList(Block(kind, config, mesh) for kind in config.pattern)
-        self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh)
+        self.blocks = nn.ModuleList(Block(kind, config, mesh, execution) for kind in config.pattern)
+        self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -62,10 +80,12 @@ class HybridModel(nn.Module):
         h_td = self.embedding(tokens)
         for block in self.blocks:
             h_td = block(h_td, tokens.shape[1])
-        logits_tv = self.head(self.final_norm(h_td))
+        h_td = self.final_norm(h_td)
         if targets is None:
-            return logits_tv.unflatten(0, tokens.shape)
-        return cross_entropy(logits_tv, targets.flatten(), self.head.first, self.mesh)
+            return self.head(h_td).unflatten(0, tokens.shape)
+        h_td = enter_tensor_parallel(h_td, self.mesh)
+        head, fused = self.head, self.execution.compiled
+        return head_cross_entropy(h_td, head.weight, targets.flatten(), head.first, self.mesh, fused=fused)
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
         """Name and module of every linear that a precision plan decides about, in order of execution."""
@@ -78,14 +98,16 @@ class HybridModel(nn.Module):
         return [module for module in self.modules() if isinstance(module, SSMParameters)]
 
 
-def build_model(config: ModelConfig, mesh: ParallelMesh, compute_dtype: torch.dtype) -> HybridModel:
+def build_model(
+    config: ModelConfig, mesh: ParallelMesh, compute_dtype: torch.dtype, execution: Execution = PLAIN
+) -> HybridModel:
     """The model of `config` with uninitialized parameters, on the default device (try `torch.device("meta")`).
 
-    compute_dtype: of the hidden state. Raises ValueError for a pattern with an unknown letter and for sizes that do
-    not divide.
+    compute_dtype: of the hidden state. execution: which kernels, and what is recomputed.
+    Raises ValueError for a pattern with an unknown letter and for sizes that do not divide.
     """
     check_pattern(config.pattern)
-    return HybridModel(config, mesh, compute_dtype)
+    return HybridModel(config, mesh, compute_dtype, execution)
 
 
 def check_pattern(pattern: str) -> None:

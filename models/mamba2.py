@@ -6,8 +6,9 @@
     y              = scan(x, dt, A, B, C) + D x     A = -exp(A_log)
     output         = out_proj(norm(y * silu(z)))
 
-Between the two projections everything is FP32. `out_proj` is a layer of its own and runs as such: fused kernels that
-swallow it would leave it out of the precision plan.
+Between the two projections everything is FP32; with fused kernels (models/execution.py) tensors are BF16 there, and
+sums, states, dt, A and D FP32. `out_proj` is a layer of its own and runs as such: fused kernels that swallow it would
+leave it out of the precision plan.
 
 Shapes: t tokens, b batch, s sequence, g state groups of this rank, h heads of this rank, p head dimension, n state.
 """
@@ -23,7 +24,9 @@ from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from models.conv import CausalConv
+from models.execution import PLAIN, Execution
 from models.norm import GatedRMSNorm
+from models.recompute import Recompute
 from models.ssd import ssd_scan
 
 
@@ -57,7 +60,7 @@ class Mamba2(nn.Module):
     Raises ValueError if heads do not divide by groups, or groups by the tensor-parallel size.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
         heads, groups, inner = config.mamba_num_heads, config.mamba_num_groups, config.mamba_inner_dim
         if heads % groups != 0:
@@ -72,22 +75,74 @@ class Mamba2(nn.Module):
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
         conv_channels = inner + 2 * groups * config.mamba_state_dim
         self.in_proj = ColumnParallelLinear(config.hidden_dim, inner + conv_channels + heads, mesh, num_groups=groups)
-        self.conv = CausalConv(conv_channels, config.mamba_conv_width, mesh)
+        self.conv = CausalConv(conv_channels, config.mamba_conv_width, mesh, fused=execution.conv)
         self.ssm = SSMParameters(heads, mesh)
-        self.norm = GatedRMSNorm(inner, groups, config.norm_eps, mesh)
+        self.norm = GatedRMSNorm(inner, groups, config.norm_eps, mesh, execution)
         self.out_proj = RowParallelLinear(inner, config.hidden_dim, mesh)
+        self.recompute = Recompute(execution.recompute == "selective")
+        self._scan = fused_scan if execution.scan else plain_scan
 
-    def forward(self, x_td: Tensor, sequence_length: int) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], each sequence on its own."""
+    def forward(self, x_td: Tensor, sequence_length: int, ssm: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], each sequence on its own. ssm: what `self.ssm()` returned, if it was
+        called already (where this function runs a second time, that must not)."""
+        projected = self.recompute.expensive(self.in_proj, x_td)
+
+        def between(projected_td: Tensor, *parameters: Tensor) -> Tensor:
+            return self._between_projections(projected_td, sequence_length, *parameters)
+
+        parameters = (*self.conv.local_parameters(), *(self.ssm() if ssm is None else ssm), self.norm.local_weight())
+        return self.recompute.expensive(self.out_proj, self.recompute.cheap(between, projected, *parameters))
+
+    def _between_projections(
+        self,
+        projected_td: Tensor,
+        sequence_length: int,
+        conv_weight_ck: Tensor,
+        conv_bias_c: Tensor,
+        a_log_h: Tensor,
+        d_h: Tensor,
+        dt_bias_h: Tensor,
+        norm_weight_d: Tensor,
+    ) -> Tensor:
+        """[tokens, in_proj's features] -> [tokens, out_proj's features], a function of tensors alone."""
         groups, inner, state = self.num_local_groups, self.heads_per_group * self.head_dim, self.state_dim
-        projected = self.in_proj(x_td).unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
+        projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
         z, xbc, dt = projected.split([inner, inner + 2 * state, self.heads_per_group], -1)
-        xbc = self.conv(xbc.flatten(2)).unflatten(-1, (groups, -1))
+        xbc = self.conv.function(xbc.flatten(2), conv_weight_ck, conv_bias_c).unflatten(-1, (groups, -1))
         x, b_bsgn, c_bsgn = xbc.split([inner, state, state], -1)
         x_bshp = x.reshape(*x.shape[:2], -1, self.head_dim)
+        y_bshp = self._scan(x_bshp, dt.flatten(2), -a_log_h.exp(), b_bsgn, c_bsgn, d_h, dt_bias_h, self.chunk_size)
+        return self.norm.function(y_bshp.flatten(2).flatten(0, 1), z.flatten(2).flatten(0, 1), norm_weight_d)
 
-        a_log_h, d_h, dt_bias_h = self.ssm()
-        dt_bsh = F.softplus(dt.flatten(2).to(torch.float32) + dt_bias_h)
-        y_bshp = ssd_scan(x_bshp, dt_bsh, -a_log_h.exp(), b_bsgn, c_bsgn, self.chunk_size)
-        y_bshp = torch.addcmul(y_bshp, x_bshp, d_h[:, None])
-        return self.out_proj(self.norm(y_bshp.flatten(2).flatten(0, 1), z.flatten(2).flatten(0, 1)))
+
+def plain_scan(
+    x_bshp: Tensor,
+    dt_bsh: Tensor,
+    a_h: Tensor,
+    b_bsgn: Tensor,
+    c_bsgn: Tensor,
+    d_h: Tensor,
+    dt_bias_h: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """scan(x, softplus(dt + dt_bias), A, B, C) + D x in plain PyTorch; all FP32 but `dt_bsh`, which may be BF16."""
+    dt_bsh = F.softplus(dt_bsh.to(torch.float32) + dt_bias_h)
+    return torch.addcmul(ssd_scan(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size), x_bshp, d_h[:, None])
+
+
+def fused_scan(
+    x_bshp: Tensor,
+    dt_bsh: Tensor,
+    a_h: Tensor,
+    b_bsgn: Tensor,
+    c_bsgn: Tensor,
+    d_h: Tensor,
+    dt_bias_h: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    return mamba_chunk_scan_combined(
+        x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size, D=d_h, dt_bias=dt_bias_h, dt_softplus=True
+    )

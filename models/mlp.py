@@ -13,6 +13,8 @@ from torch.autograd import Function
 from megatron_fp4.config import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
+from models.execution import PLAIN, Execution
+from models.recompute import Recompute
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -23,14 +25,22 @@ def squared_relu(x: Tensor) -> Tensor:
 class MLP(nn.Module):
     """Up projection, squared ReLU, down projection; no gate and no biases."""
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
+        self.recompute = Recompute(execution.recompute == "selective")
+        # Compiled, autograd's composition is one pass each way; eager, it takes the function written by hand.
+        self._activation = execution.pure(_squared_relu) if execution.compiled else squared_relu
         self.up_proj = ColumnParallelLinear(config.hidden_dim, config.ffn_dim, mesh)
         self.down_proj = RowParallelLinear(config.ffn_dim, config.hidden_dim, mesh)
 
     def forward(self, x_td: Tensor, sequence_length: int) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
-        return self.down_proj(squared_relu(self.up_proj(x_td)))
+        up = self.recompute.expensive(self.up_proj, x_td)
+        return self.recompute.expensive(self.down_proj, self.recompute.cheap(self._activation, up))
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return x.relu().square()
 
 
 class _SquaredReLU(Function):

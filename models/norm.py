@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+from models.execution import PLAIN, Execution
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,25 +35,50 @@ class RMSNorm(nn.Module):
     With sequence parallelism each rank sees its own tokens only, so the weight's gradient is a partial sum.
     """
 
-    def __init__(self, dim: int, eps: float, mesh: ParallelMesh) -> None:
+    def __init__(self, dim: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
         self.eps = eps
         self.weight = new_parameter((dim,), mesh)
+        self._norm = execution.pure(_rms_norm_in_fp32)
+
+    def local_weight(self) -> Tensor:
+        """FP32 [dim], for `function`."""
+        return local_parameter(self.weight, torch.float32)
+
+    def function(self, x_td: Tensor, weight_d: Tensor) -> Tensor:
+        """`forward` as a function of tensors alone."""
+        return self._norm(x_td, weight_d, self.eps)
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens, dim] -> [tokens, dim] in the dtype of the input."""
-        return rms_norm(x_td.to(torch.float32), local_parameter(self.weight, torch.float32), self.eps).to(x_td.dtype)
+        return self.function(x_td, self.local_weight())
 
 
 class GatedRMSNorm(nn.Module):
     """The norm behind the Mamba-2 scan; channels are sharded over tensor-parallel ranks by whole groups."""
 
-    def __init__(self, dim: int, num_groups: int, eps: float, mesh: ParallelMesh) -> None:
+    def __init__(self, dim: int, num_groups: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
         self.num_local_groups, self.eps = num_groups // mesh.tp_size, eps
         self.weight = new_parameter((dim,), mesh, shard_dim=0)
+        self._norm = execution.pure(_gated_rms_norm_in_fp32)
+
+    def local_weight(self) -> Tensor:
+        """FP32 [dim / tp], for `function`."""
+        return local_parameter(self.weight, torch.float32)
+
+    def function(self, y_td: Tensor, z_td: Tensor, weight_d: Tensor) -> Tensor:
+        """`forward` as a function of tensors alone."""
+        return self._norm(y_td, z_td, weight_d, self.num_local_groups, self.eps)
 
     def forward(self, y_td: Tensor, z_td: Tensor) -> Tensor:
-        """`y_td` FP32 and `z_td` [tokens, dim / tp] -> [tokens, dim / tp] in the dtype of `z_td`."""
-        weight = local_parameter(self.weight, torch.float32)
-        return gated_rms_norm(y_td, z_td, weight, self.num_local_groups, self.eps).to(z_td.dtype)
+        """`y_td`, FP32 or as `z_td`, and `z_td` [tokens, dim / tp] -> [tokens, dim / tp] in the dtype of `z_td`."""
+        return self.function(y_td, z_td, self.local_weight())
+
+
+def _rms_norm_in_fp32(x_td: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+    return rms_norm(x_td.to(torch.float32), weight_d, eps).to(x_td.dtype)
+
+
+def _gated_rms_norm_in_fp32(y_td: Tensor, z_td: Tensor, weight_d: Tensor, num_groups: int, eps: float) -> Tensor:
+    return gated_rms_norm(y_td.to(torch.float32), z_td, weight_d, num_groups, eps).to(z_td.dtype)

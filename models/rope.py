@@ -5,14 +5,17 @@ Shapes: b batch, s sequence, h heads, d head dimension.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 
+@functools.lru_cache(maxsize=4)
 def rope_tables(sequence_length: int, head_dim: int, base: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every angle, FP32 [sequence, head_dim / 2].
 
-    angle[position, i] = position * base^(-2 i / head_dim), in radians.
+    angle[position, i] = position * base^(-2 i / head_dim), in radians. Kept for the next call: do not write into them.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     position = torch.arange(sequence_length, dtype=torch.float32, device=device)

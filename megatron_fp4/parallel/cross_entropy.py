@@ -1,9 +1,18 @@
-"""Mean cross-entropy over a vocabulary that is sharded over tensor-parallel ranks.
+"""The output head and the mean cross-entropy behind it, as one function that never holds all logits.
 
-    loss_t = log sum_v exp(logit_tv) - logit_t,target        in FP32, mean over tokens, in nats
+    logits = x W^T          loss_t = log sum_v exp(logit_tv) - logit_t,target          mean over tokens, in nats
 
-The forward pass exchanges three numbers per token (maximum, sum of exponentials, target logit); the logits stay where
-they are. The backward pass is softmax - onehot, local again.
+At 131072 words the logits of a micro-batch are its largest tensor by far, in FP32 twice that. So tokens go through in
+chunks: logits in the compute dtype, softmax in FP32, d loss / d logits = softmax - onehot rounded once to the compute
+dtype, and from it at once the chunk's dx and its share of dW. dx and dW wait for the backward pass in FP32, so that
+the gradient of the loss (1 over tokens, 1 over micro-batches) multiplies FP32 numbers, and dx is rounded once.
+
+The vocabulary is sharded over tensor-parallel ranks, which exchange three numbers per token (maximum, sum of
+exponentials, target logit); the logits stay where they are.
+
+On CUDA the softmax runs in place on the logits (cross_entropy_triton.py) if `fused`, otherwise in PyTorch.
+
+Shapes: t tokens, d hidden, v words of this rank.
 """
 
 from __future__ import annotations
@@ -13,43 +22,131 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 
+# Bytes of logits that exist at a time. Larger chunks make no faster GEMMs, smaller ones add to dW more often.
+_CHUNK_BYTES = 2**30
+_CHUNK_MULTIPLE = 128
 
-def cross_entropy(logits_tv: Tensor, targets_t: Tensor, first: int, mesh: ParallelMesh) -> Tensor:
-    """Mean loss (FP32, 0-dim) of `targets_t` (int64 [tokens], global vocabulary ids).
 
-    logits_tv: [tokens, vocab / tp], the slice of the vocabulary that starts at id `first`.
+def head_cross_entropy(
+    x_td: Tensor,
+    weight: Tensor,
+    targets_t: Tensor,
+    first: int,
+    mesh: ParallelMesh,
+    *,
+    fused: bool = False,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Mean loss (FP32, 0-dim) of `targets_t` (int64 [tokens], global vocabulary ids) under the logits x W^T.
+
+    x_td: [tokens, hidden], all tokens on every tensor-parallel rank. weight: parameter [vocab, hidden] (a DTensor with
+    its rows sharded, or a plain tensor), of which this rank holds the rows from id `first` on; its gradient is FP32.
+    fused: Triton for the softmax (CUDA only). chunk_tokens: tokens per chunk; None: as many as fit in 1 GiB of logits.
+    The result can be differentiated once.
     """
-    return _CrossEntropy.apply(logits_tv, targets_t, first, mesh)  # type: ignore[return-value]
+    if weight.requires_grad and weight.is_leaf and weight.dtype != torch.float32:
+        weight.grad_dtype = torch.float32
+    # Inside the function gradients are always off.
+    needed = torch.is_grad_enabled() and (x_td.requires_grad or weight.requires_grad)
+    if chunk_tokens is None:
+        local_words = weight._local_tensor.shape[0] if isinstance(weight, DTensor) else weight.shape[0]
+        chunk_tokens = max(1, _CHUNK_BYTES // (local_words * x_td.element_size()) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+    return _HeadCrossEntropy.apply(x_td, weight, targets_t, first, mesh, fused, chunk_tokens, needed)  # type: ignore[return-value]
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, mesh: ParallelMesh) -> Tensor:
-        group = mesh.tp_group if mesh.tp_size > 1 else None
-        scores = logits.to(torch.float32)
-        maximum = scores.amax(-1)
-        if group is not None:
-            dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        index = targets - first
-        held = (index >= 0) & (index < logits.shape[-1])
-        index = index.clamp(0, logits.shape[-1] - 1)
-        target = scores.gather(-1, index[:, None])[:, 0] - maximum
-        exponentials = scores.sub_(maximum[:, None]) if scores is not logits else scores - maximum[:, None]
-        exponentials = exponentials.exp_()
-        sums = torch.stack((exponentials.sum(-1), torch.where(held, target, torch.zeros_like(target))))
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        total, target = sums
-        probabilities = exponentials.div_(total[:, None])
-        # The gradient is known now; keeping it in the logits' dtype instead of the probabilities saves memory.
-        probabilities.scatter_add_(-1, index[:, None], -held.to(torch.float32)[:, None])
-        ctx.save_for_backward(probabilities.div_(logits.shape[0]).to(logits.dtype))
-        return (total.log() - target).mean()
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int,
+        mesh: ParallelMesh,
+        fused: bool,
+        chunk_tokens: int,
+        needed: bool,
+    ) -> Tensor:
+        ctx.placed = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
+        master = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
+        w_vd, num_tokens = master.to(x.dtype), x.shape[0]
+        losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+        dx = torch.empty(x.shape, dtype=torch.float32, device=x.device) if needed else None
+        dw: Tensor | None = None
+        for start in range(0, num_tokens, chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logits = x[chunk] @ w_vd.t()
+            losses[chunk] = _loss_and_gradient(logits, targets[chunk] - first, mesh, fused)
+            if dx is not None:
+                dlogits = logits
+                dx[chunk] = _product(dlogits, w_vd)
+                dw = _add_product(dw, dlogits.t(), x[chunk])
+        ctx.gradients, ctx.dtype, ctx.num_tokens = (dx, dw), x.dtype, num_tokens
+        return losses.mean()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0].to(gradient.dtype), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.gradients is not None, "the loss was differentiated twice, and its gradients are kept for once"
+        dx, dw = ctx.gradients
+        ctx.gradients = None
+        scale = grad_outputs[0].to(torch.float32) / ctx.num_tokens
+        dx, dw = dx.mul_(scale).to(ctx.dtype), dw.mul_(scale)
+        if ctx.placed is not None:
+            dw = DTensor.from_local(dw, *ctx.placed, run_check=False)
+        return dx, dw, None, None, None, None, None, None
+
+
+def _loss_and_gradient(logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh, fused: bool) -> Tensor:
+    """The loss of every token, FP32 [tokens]; `logits_tv` becomes the gradient softmax - onehot, in its own dtype.
+
+    index_t: the target's column, outside [0, vocab / tp) on ranks that do not hold it.
+    """
+    if fused:
+        from megatron_fp4.parallel import cross_entropy_triton as kernels
+
+        maximum, total, target = kernels.row_statistics(logits_tv, index_t)
+        maximum, total, target = _over_ranks(maximum, total, target, mesh)
+        kernels.to_gradient_(logits_tv, index_t, maximum, total)
+    else:
+        scores = logits_tv.to(torch.float32)
+        held = (index_t >= 0) & (index_t < logits_tv.shape[1])
+        column = index_t.clamp(0, logits_tv.shape[1] - 1)[:, None]
+        target = torch.where(held, scores.gather(1, column)[:, 0], 0.0)
+        local_maximum = scores.amax(1)
+        exponentials = torch.sub(scores, local_maximum[:, None], out=scores if scores is not logits_tv else None).exp_()
+        maximum, total, target = _over_ranks(local_maximum, exponentials.sum(1), target, mesh)
+        exponentials.mul_(((local_maximum - maximum).exp() / total)[:, None])
+        exponentials.scatter_add_(1, column, -held.to(torch.float32)[:, None])
+        logits_tv.copy_(exponentials)
+    return total.log_().add_(maximum).sub_(target)
+
+
+def _over_ranks(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum of exp(logit - maximum) and target logit (0 where not held) over the whole vocabulary."""
+    if mesh.tp_size == 1:
+        return maximum, total, target
+    overall = maximum.clone()
+    dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=mesh.tp_group)
+    sums = torch.stack((total * (maximum - overall).exp(), target))
+    dist.all_reduce(sums, group=mesh.tp_group)
+    return overall, sums[0], sums[1]
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in FP32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(torch.float32) @ b.to(torch.float32)
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b in FP32, in place unless `total` is None."""
+    if total is None:
+        return _product(a, b)
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    return total.addmm_(a.to(torch.float32), b.to(torch.float32))
