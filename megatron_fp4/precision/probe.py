@@ -2,8 +2,8 @@
 
 A `Probe` hangs on `LinearNumerics.probe`. The linear's autograd function shows it the raw x, W and dy and the results
 y, dx and dW; the probe quantizes each operand again, with the same draws and the same tensor maxima as the linear
-did (of a large one only a sample of its rows, with other draws), and computes each product again from the unquantized
-tensors with FP32 accumulation. The *actual* results are
+did (of a large one only a sample with other draws, see samples.py), and computes each product again from the
+unquantized tensors with FP32 accumulation. The *actual* results are
 compared with those, so a backend that computes something else than it should is seen here too. (y and dx are in
 BF16, so with BF16 training their errors have a floor of about 0.002 from that last rounding.)
 
@@ -18,8 +18,6 @@ micro-batch: squared norms are averaged over data-parallel ranks, not the gradie
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_fp4.precision import samples
 from megatron_fp4.precision.emulated import GemmOperand, gemm
 from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.samples import Samples
 from megatron_fp4.quantization.diagnostics import (
     OPERAND_MAXIMA,
     OPERAND_SUMS,
@@ -42,12 +42,7 @@ from megatron_fp4.quantization.diagnostics import (
     relative_error,
     sum_of_squares,
 )
-from megatron_fp4.quantization.formats import E2M1_MAX, E4M3_MAX, ue8m0_values
-from megatron_fp4.quantization.fp8 import encode_fp8
-from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
-from megatron_fp4.quantization.mxfp4 import encode_mxfp4
-from megatron_fp4.quantization.nvfp4 import encode_nvfp4
-from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,11 +58,6 @@ OPERANDS = (
     "wgrad_activation",
 )
 GEMMS = ("fprop", "dgrad", "wgrad")
-
-# Elements of an operand that are quantized again: of a larger one every n-th band of rows, a band being whole blocks of
-# every format. Enough for an SNR to a few hundredths of a decibel, unless a few rows hold most of the tensor's energy.
-_SAMPLE_ELEMENTS = 2**21
-_BAND_ROWS = 128
 
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24
@@ -96,10 +86,12 @@ class Probe:
     """
 
     once: bool = True
+    samples: Samples = field(default_factory=Samples)
     _recipes: dict[str, str] = field(default_factory=dict)
     _sums: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     _maxima: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     _transformed: set[tuple[str, str]] = field(default_factory=set)
+    _repeated: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @contextmanager
     def attached(self, linears: Mapping[str, LinearNumerics]) -> Iterator[Probe]:
@@ -130,6 +122,10 @@ class Probe:
 
         All ranks must give the same names in the same order and have measured the same linears.
         """
+        self.samples.flush()
+        for (name, operand), of in self._repeated.items():
+            if (name, of) in self._sums:
+                self._sums[name, operand], self._maxima[name, operand] = self._sums[name, of], self._maxima[name, of]
         measured = [name for name in names if name in self._recipes]
         if not measured:
             return {}
@@ -175,9 +171,7 @@ class Probe:
 
     def repeat(self, name: str, operand: str, of: str) -> None:
         """`operand` of linear `name` has the codes of the operand `of`, and so its sums."""
-        if (name, of) in self._sums:
-            self._sums[name, operand] = self._sums[name, of]
-            self._maxima[name, operand] = self._maxima[name, of]
+        self._repeated[name, operand] = of
 
 
 class ProbedCall:
@@ -226,18 +220,17 @@ class ProbedCall:
             return
         gemm_name = name.split("_")[0]
         rht: int = getattr(call.recipe, f"{gemm_name}_rht")
-        signs = None
+        large = x.numel() > samples.LARGE
+        raw_amax = amax = x.abs().amax().to(torch.float32)
+        seen, factor = x, 1.0
         if rht:
             fixed = call.recipe.rht_signs == "fixed"
-            signs = _fixed_signs(rht, x.device) if fixed else call._signs(rht, gemm_name)
-        every = _every_nth_band(x)
-        raw = part = _bands(x, every)
-        if rht:
-            part = random_hadamard_transform(raw.to(torch.bfloat16), rht, signs)
-        raw_amax = x.abs().amax().to(torch.float32)
-        amax = raw_amax
-        if signs is not None:
-            amax = _transformed_amax(x, signs) if every > 1 else part.abs().amax().to(torch.float32)
+            signs = samples.device_signs(rht, x.device) if fixed else call._signs(rht, gemm_name)
+            if large:
+                seen, factor = samples.transformed(x, signs)
+            else:
+                seen = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
+            amax = seen.abs().amax().to(torch.float32) * factor
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
         if group is not None and operand.format == "nvfp4":
             amax = amax.clone()
@@ -245,13 +238,21 @@ class ProbedCall:
         key = None
         if operand.rounding == "stochastic":
             key = call.numerics.key(call.step, call.micro_batch, name, rows, columns)
-        part = part.to(torch.float32)
-        values, limits = quantized_values(part, operand, key, amax)
-        signal = operand_sums(part, values, limits)
-        raw_signal = sum_of_squares(raw) if rht else signal[0]
-        raw_count = torch.full_like(raw_signal, count * part.numel() / x.numel())
-        sums = torch.cat((signal, torch.stack((raw_signal, raw_count))))
-        self.probe.add(call.numerics.name, name, sums, maxima, transformed=bool(rht))
+
+        def add(sums: Tensor, raw_signal: Tensor | None = None) -> None:
+            # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
+            raw = sums[0] if raw_signal is None else raw_signal
+            raw_count = torch.full_like(raw, count * min(1.0, samples.SAMPLE / x.numel()) if large else count)
+            sums = torch.cat((sums, torch.stack((raw, raw_count))))
+            self.probe.add(call.numerics.name, name, sums, maxima, transformed=bool(rht))
+
+        if large:
+            part = samples.sample_rows(seen).to(torch.float32)
+            self.probe.samples.put(part * factor if rht else part, operand, key, amax, add)
+        else:
+            part = seen.to(torch.float32)
+            values, limits = samples.quantized_values(part, operand, key, amax)
+            add(operand_sums(part, values, limits), sum_of_squares(x) if rht else None)
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
         """a: [m, k], b: [n, k], result: [m, n]; group: ranks whose results and exact products add up, or None."""
@@ -282,56 +283,6 @@ class ProbedCall:
                 if placement.is_shard(dim) and mesh.size(axis) > 1:
                     return mesh.get_group(axis)
         return None
-
-
-@functools.cache
-def _fixed_signs(size: int, device: torch.device) -> Tensor:
-    # Made anew it would be a copy from the host, which waits for the device.
-    return fixed_signs(size, device)
-
-
-def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """What `operand` makes of FP32 `rows` [rows, k]: real values FP32 [rows, k], and the largest magnitude that each
-    block's scale can express, FP32 [rows, k / block].
-
-    key: of stochastic rounding, None rounds to nearest. amax: FP32 0-dim, of the whole tensor (nvfp4).
-    """
-    if operand.format == "nvfp4":
-        nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
-        scale = amax / (E2M1_MAX * nvfp4.scale_max)
-        return nvfp4.block_values().mul_(scale), nvfp4.scales.to(torch.float32) * scale * E2M1_MAX
-    if operand.format == "mxfp4":
-        values, _, codes = encode_mxfp4(rows, operand.block, key)
-        scales = ue8m0_values(codes)
-        return (values.unflatten(-1, (-1, 32)) * scales[..., None]).flatten(-2), scales * E2M1_MAX
-    assert operand.format == "fp8"
-    fp8, scales = encode_fp8(rows, operand.block, key, operand.power_of_two_scales)
-    return (fp8.to(torch.float32).unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2), scales * E4M3_MAX
-
-
-def _every_nth_band(x: Tensor) -> int:
-    """n, such that every n-th band of rows makes a sample of about `_SAMPLE_ELEMENTS`."""
-    num_bands = x.shape[0] // math.gcd(x.shape[0], _BAND_ROWS)
-    return min(num_bands, max(1, x.numel() // _SAMPLE_ELEMENTS))
-
-
-def _bands(x: Tensor, every: int) -> Tensor:
-    """Every `every`-th band of `x` [rows, cols]."""
-    if every == 1:
-        return x
-    return x.unflatten(0, (-1, math.gcd(x.shape[0], _BAND_ROWS)))[::every].flatten(0, 1)
-
-
-def _transformed_amax(x: Tensor, signs: Tensor) -> Tensor:
-    """Largest magnitude, FP32 0-dim, of the Hadamard transform of `x` [rows, cols], to a BF16 rounding.
-
-    As a matrix product in BF16, with entries of +-1: a fraction of the memory traffic of the exact butterflies.
-    """
-    size = signs.shape[0]
-    ones = random_hadamard_transform(torch.eye(size, device=x.device), size, torch.ones_like(signs)).sign()
-    matrix = (signs[:, None] * ones).to(torch.bfloat16)
-    product = x.to(torch.bfloat16).unflatten(-1, (-1, size)) @ matrix
-    return product.abs().amax().to(torch.float32) / math.sqrt(size)
 
 
 def _chunks(x: Tensor) -> Iterator[slice]:

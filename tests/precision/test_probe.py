@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.precision import probe as probe_module
+from megatron_fp4.precision import samples
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import quantize_operand
 from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
@@ -149,16 +150,18 @@ def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pieces.errors == pytest.approx(whole.errors, rel=1e-4)
 
 
-def test_a_sample_of_rows_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     with alone():
-        whole = _measure(NVFP4)
-        monkeypatch.setattr(probe_module, "_SAMPLE_ELEMENTS", 128 * 128 // 4)
-        monkeypatch.setattr(probe_module, "_BAND_ROWS", 16)
-        sample = _measure(NVFP4)
+        whole = _measure(recipe)
+        monkeypatch.setattr(samples, "LARGE", 128 * 128)  # dy is not, x and W are
+        monkeypatch.setattr(samples, "SAMPLE", 128 * 128)
+        monkeypatch.setattr(samples, "_BAND_ROWS", max(16, *(op.block[0] for op in recipe.operands.values())))
+        sample = _measure(recipe)
     assert sample.errors == whole.errors
     for name, statistics in whole.operands.items():
         assert sample.operands[name]["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.5)
-        assert sample.operands[name]["snr_db"] != statistics["snr_db"]
+        assert (sample.operands[name]["snr_db"] == statistics["snr_db"]) == name.endswith("gradient")
         assert sample.operands[name]["amax"] == statistics["amax"]
         assert sample.operands[name]["rms"] == pytest.approx(statistics["rms"], rel=0.2)
         if "amax_rht" in statistics:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp4.precision.probe import quantized_values
 from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.samples import quantized_values
 from megatron_fp4.quantization import quantize_fp8, quantize_mxfp4, quantize_nvfp4, rounding_key
 from megatron_fp4.quantization.diagnostics import (
     operand_statistics,
