@@ -6,11 +6,19 @@ exact in BF16: an ordinary GEMM of those values with FP32 accumulation, followed
 the same thing up to the order of accumulation. The tensor scale must *not* be folded into the values before they are
 cast to BF16; that would round nearly all of them. FP8 values under FP32 scales need FP32 operands.
 
-What it chooses not to do: imitate a tensor core's accumulation order, or keep packed codes; the values are kept.
+Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the fused kernels of
+`quantization/cuda.py` and cuBLAS; for operands that those do not make (four-over-six, unusual transforms, FP8, FP32
+activations), and on other GPUs, PyTorch on that device, slower by tens of times. The codes are the same bits
+everywhere; a warning says once why a device does without the kernels.
+
+What it chooses not to do: imitate a tensor core's accumulation order.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.quantization.cuda import PackedColumns, Side, kernels_unavailable, quantize_both
 from megatron_fp4.quantization.formats import E2M1_MAX, ue8m0_values
 from megatron_fp4.quantization.fp8 import encode_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -29,24 +38,115 @@ from megatron_fp4.quantization.rounding import RoundingKey
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class GemmOperand:
     """One side of a GEMM, the dot product along the last dimension.
 
     values: [rows, k]. For a quantized operand `code * block scale` without the tensor scale (BF16 for the 4-bit
-    formats, FP32 for FP8), otherwise the tensor itself.
+    formats, FP32 for FP8), otherwise the tensor itself. `PackedColumns` [k, rows]: 4-bit codes of such values, which
+    `unpacked` decodes.
     scale: FP32 0-dim factor from `values` to real values, or None for 1.
     quantized: whether `values` came out of a quantizer; two unquantized sides are an ordinary GEMM.
     """
 
-    values: Tensor
+    values: Tensor | PackedColumns
     scale: Tensor | None = None
     quantized: bool = False
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
+        assert isinstance(self.values, Tensor)
         return GemmOperand(self.values.t(), self.scale, self.quantized)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What an autograd function has to save: three tensors, some of them None."""
+        if isinstance(self.values, PackedColumns):
+            return self.values.codes, self.values.scales, self.scale
+        return self.values, None, self.scale
+
+    @property
+    def kind(self) -> tuple[str | None, bool]:
+        """What is left of an operand without its tensors: the format of packed codes (else None), and `quantized`."""
+        return self.values.format if isinstance(self.values, PackedColumns) else None, self.quantized
+
+    @staticmethod
+    def from_tensors(tensors: Sequence[Tensor | None], kind: tuple[str | None, bool]) -> GemmOperand:
+        """The operand again from its `tensors()` and its `kind`."""
+        values, packed_scales, scale = tensors
+        assert values is not None
+        if kind[0] is None or packed_scales is None:
+            return GemmOperand(values, scale, kind[1])
+        return GemmOperand(PackedColumns(values, packed_scales, kind[0]), scale, kind[1])
+
+    def unpacked(self) -> Tensor:
+        """The values as a tensor [rows, k]."""
+        return self.values.values().t() if isinstance(self.values, PackedColumns) else self.values
+
+
+@dataclass(frozen=True)
+class OperandRequest:
+    """What to make of a tensor for one GEMM.
+
+    rht, signs: size of the Hadamard transform applied first (input and result in BF16), 0 for none, and what its signs
+    are: `fixed`, `none`, or `fresh`. key: of the draws of stochastic rounding; None rounds to nearest.
+    """
+
+    operand: Operand
+    rht: int = 0
+    signs: str = "fixed"
+    key: RoundingKey | None = None
+
+
+def fused_operands(
+    x: Tensor,
+    columns: OperandRequest | None,
+    rows: OperandRequest | None,
+    *,
+    pack_rows: bool = False,
+    amax_group: ProcessGroup | None = None,
+) -> tuple[GemmOperand | None, GemmOperand | None]:
+    """`x` [n, m] as an operand with the dot product along its columns, and transposed with it along its rows.
+
+    columns makes [n, k = m], rows makes [m, k = n], in one read of x. What the fused kernels do not make, on this
+    device or at all, comes back as None: `quantize_operand` makes it.
+
+    x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as 4-bit codes until its GEMM.
+    """
+    sides = (_fused_side(x, columns, "columns"), _fused_side(x, rows, "rows"))
+    if sides[0] is not None and sides[1] is not None and sides[0].format != sides[1].format:
+        return (
+            fused_operands(x, columns, None, amax_group=amax_group)[0],
+            fused_operands(x, None, rows, pack_rows=pack_rows, amax_group=amax_group)[1],
+        )
+    if sides == (None, None):
+        return None, None
+    made = quantize_both(x, *sides, pack_rows=pack_rows, amax_group=amax_group)
+    along_columns = along_rows = None
+    if made.along_columns is not None:
+        along_columns = GemmOperand(made.along_columns, made.columns_scale, True)
+    if made.along_rows is not None:
+        values = made.along_rows.t() if isinstance(made.along_rows, Tensor) else made.along_rows
+        along_rows = GemmOperand(values, made.rows_scale, True)
+    return along_columns, along_rows
+
+
+def _fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
+    """The request as the fused kernels take it, or None if PyTorch has to do it."""
+    if request is None or not x.is_cuda or not request.operand.quantized or request.operand.four_over_six:
+        return None
+    side = Side(request.operand.format, request.operand.block[0], request.rht, request.signs, request.key)
+    return side if side.fused(along) and _kernels_available(x.device) else None
+
+
+@functools.cache
+def _kernels_available(device: torch.device) -> bool:
+    reason = kernels_unavailable(device)
+    if reason is not None:
+        log.warning("%s: quantization runs in plain PyTorch, with the same numbers but slowly: %s", device, reason)
+    return reason is None
 
 
 def quantize_operand(
@@ -58,12 +158,11 @@ def quantize_operand(
     key: RoundingKey | None = None,
     amax_group: ProcessGroup | None = None,
 ) -> GemmOperand:
-    """`x` [rows, k] as a GEMM operand.
+    """`x` [rows, k] as a GEMM operand, in PyTorch on any device: the reference.
 
     rht, signs: size and FP32 signs of the Hadamard transform applied first (input and result in BF16), 0 for none.
     key: of the draws of stochastic rounding; required if the operand rounds stochastically.
     amax_group: ranks that hold the other shards of the tensor and share its maximum (nvfp4).
-    Sizes have to fit the blocks (`megatron_fp4.validate` sees to that before a run).
     """
     if rht:
         x = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
@@ -74,9 +173,13 @@ def quantize_operand(
     if operand.format == "nvfp4":
         amax = rows.abs().amax()
         if amax_group is not None:
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_group)
+            # As integers NaN is the largest of all; as floats a reduction may lose it.
+            bits = amax.view(torch.int32) & 0x7FFFFFFF
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=amax_group)
+            amax = bits.view(torch.float32)
         nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
-        scale = amax / (E2M1_MAX * nvfp4.scale_max)
+        # Division by a Python number would be a multiplication by its reciprocal on CUDA.
+        scale = torch.div(amax, torch.full_like(amax, E2M1_MAX * nvfp4.scale_max))
         return GemmOperand(nvfp4.block_values().to(torch.bfloat16), scale, True)
     if operand.format == "mxfp4":
         values, _, scales = encode_mxfp4(rows, operand.block, key)
@@ -85,24 +188,23 @@ def quantize_operand(
     if operand.format == "fp8":
         codes, scales = encode_fp8(rows, operand.block, key, operand.power_of_two_scales)
         values = (codes.to(torch.float32).unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
-        return GemmOperand(values, None, True)
+        # E4M3 times a power of two has four significant bits: exact in BF16.
+        return GemmOperand(values.to(torch.bfloat16) if operand.power_of_two_scales else values, None, True)
     raise ValueError(f"operand format {operand.format!r} is not one of bf16, nvfp4, mxfp4, fp8")
 
 
 def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
     """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, the tensor scales applied in FP32 before `out_dtype`."""
-    if not a.quantized and not b.quantized and out_dtype == a.values.dtype:
-        return a.values @ b.values.t()
-    product = _matmul_fp32(a.values, b.values.t())
-    if a.scale is not None and b.scale is not None:
-        # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
-        product.mul_(a.scale * b.scale)
-    elif (scale := a.scale if a.scale is not None else b.scale) is not None:
-        product.mul_(scale)
-    return product.to(out_dtype)
+    left, right = a.unpacked(), b.unpacked().t()
+    if not a.quantized and not b.quantized and out_dtype == left.dtype:
+        return left @ right
+    # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
+    alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
+    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
+        if alpha is not None or (a.quantized and b.quantized):
+            from megatron_fp4.precision.gemm_cuda import scaled_matmul
 
-
-def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    if a.is_cuda and a.dtype == b.dtype == torch.bfloat16:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.to(torch.float32) @ b.to(torch.float32)
+            return scaled_matmul(left, right, alpha, out_dtype)
+        return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
+    product = left.to(torch.float32) @ right.to(torch.float32)
+    return (product if alpha is None else product.mul_(alpha)).to(out_dtype)

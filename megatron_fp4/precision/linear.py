@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
+from megatron_fp4.precision.emulated import GemmOperand, OperandRequest, fused_operands, gemm, quantize_operand
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
@@ -88,43 +88,58 @@ def quantized_linear(x: Tensor, weight: Tensor, numerics: LinearNumerics) -> Ten
     """
     if weight.requires_grad and weight.is_leaf and weight.dtype != torch.float32:
         weight.grad_dtype = torch.float32
-    return _QuantizedLinear.apply(x, weight, numerics)  # type: ignore[return-value]
+    # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    return _QuantizedLinear.apply(x, weight, numerics, needs_wgrad)  # type: ignore[return-value]
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, numerics: LinearNumerics) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, numerics: LinearNumerics, needs_wgrad: bool) -> Tensor:
         call = _Call(numerics, weight, x)
         w_fprop, w_dgrad = call.weight_operands()
-        x_fprop = call.quantize("fprop_activation", x, "fprop", 0, numerics.in_offset, numerics.in_group)
+        reuse = call.recipe.wgrad_activation.reuse_fprop
+        x_fprop, x_wgrad = call.quantize_both(
+            "fprop_activation",
+            "wgrad_activation" if needs_wgrad and not reuse else None,
+            x,
+            (0, numerics.in_offset),
+            numerics.in_group,
+            keep_rows=True,
+        )
+        assert x_fprop is not None
         y = call.unpad(gemm(x_fprop, w_fprop, x.dtype))
-        x_wgrad = None
-        if ctx.needs_input_grad[1]:
-            x_wgrad = (
-                x_fprop.transposed()
-                if call.recipe.wgrad_activation.reuse_fprop
-                else call.quantize("wgrad_activation", x.t(), "wgrad", numerics.in_offset, 0, numerics.in_group)
-            )
-        ctx.call, ctx.x_wgrad, ctx.w_dgrad = call, x_wgrad, w_dgrad
+        if needs_wgrad and reuse:
+            x_wgrad = x_fprop.transposed()
+        saved = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
+        ctx.save_for_backward(*(tensor for operand in saved for tensor in operand.tensors()))
+        ctx.call, ctx.kinds = call, [operand.kind for operand in saved]
         ctx.probed = None if numerics.probe is None else numerics.probe.forward(call, x, y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         call: _Call = ctx.call
+        saved = ctx.saved_tensors  # once: a recomputing checkpoint refuses a second time
         dy = call.pad(grad_outputs[0])
-        group = call.numerics.out_group
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dy_dgrad = call.quantize("dgrad_gradient", dy, "dgrad", 0, call.out_offset, group)
-            dx = gemm(dy_dgrad, ctx.w_dgrad, dy.dtype)
-        if ctx.needs_input_grad[1]:
-            dy_wgrad = call.quantize("wgrad_gradient", dy.t(), "wgrad", call.out_offset, 0, group)
-            dw = call.wrap(call.unpad_rows(gemm(dy_wgrad, ctx.x_wgrad, torch.float32)))
-        ctx.x_wgrad = ctx.w_dgrad = None
+        dy_dgrad, dy_wgrad = call.quantize_both(
+            "dgrad_gradient" if needs_dgrad else None,
+            "wgrad_gradient" if needs_wgrad else None,
+            dy,
+            (0, call.out_offset),
+            call.numerics.out_group,
+        )
+        if dy_dgrad is not None:
+            dx = gemm(dy_dgrad, GemmOperand.from_tensors(saved[:3], ctx.kinds[0]), dy.dtype)
+        del dy_dgrad  # as large as dy
+        if dy_wgrad is not None:
+            dw = gemm(dy_wgrad, GemmOperand.from_tensors(saved[3:], ctx.kinds[1]), torch.float32)
+            dw = call.wrap(call.unpad_rows(dw))
         if ctx.probed is not None:
             ctx.probed.backward(grad_outputs[0], dx, dw)
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 class _Call:
@@ -133,39 +148,75 @@ class _Call:
     def __init__(self, numerics: LinearNumerics, weight: Tensor, x: Tensor) -> None:
         self.numerics, self.recipe = numerics, numerics.recipe
         self.step, self.micro_batch = numerics.clock.step, numerics.clock.micro_batch
-        self.device = x.device
+        self.device, self.dtype = x.device, x.dtype
         self.mesh = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
-        self.weight = weight._local_tensor if isinstance(weight, DTensor) else weight
-        self.weight = self.weight.detach().to(x.dtype)
-        self.group_rows = self.weight.shape[0] // numerics.num_groups
+        self.master = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
+        self.group_rows = self.master.shape[0] // numerics.num_groups
         multiple = self.recipe.column_multiple
         self.padded_group_rows = -(-self.group_rows // multiple) * multiple
         self.out_offset = numerics.out_group_offset * self.padded_group_rows
 
-    def quantize(
-        self, name: str, x: Tensor, gemm_name: str, rows: int, columns: int, group: ProcessGroup | None
-    ) -> GemmOperand:
-        """The operand `name` of the recipe made from `x`, which starts at (rows, columns) of the global tensor."""
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], the local part in the compute dtype."""
+        return self.master.to(self.dtype)
+
+    def quantize_both(
+        self,
+        columns: str | None,
+        rows: str | None,
+        x: Tensor,
+        offsets: tuple[int, int],
+        group: ProcessGroup | None,
+        *,
+        keep_rows: bool = False,
+    ) -> tuple[GemmOperand | None, GemmOperand | None]:
+        """The operand `columns` of the recipe made from `x`, and the operand `rows` made from its transpose.
+
+        offsets: row and column of the global tensor at which x starts. keep_rows: the second is for the backward pass.
+        x may be FP32 where the compute dtype is BF16, and counts as rounded then (weights).
+        """
+        requests = (self._request(columns, offsets), self._request(rows, (offsets[1], offsets[0])))
+        made: list[GemmOperand | None] = [None, None]
+        if self.dtype == torch.bfloat16:
+            made = list(fused_operands(x, *requests, pack_rows=keep_rows, amax_group=group))
+        for i, (name, request) in enumerate(zip((columns, rows), requests, strict=True)):
+            if name is None or request is None or made[i] is not None:
+                continue
+            tensor = x.to(self.dtype) if i == 0 else x.to(self.dtype).t()
+            signs = self._signs(request.rht, name.split("_")[0]) if request.rht else None
+            made[i] = quantize_operand(
+                tensor, request.operand, rht=request.rht, signs=signs, key=request.key, amax_group=group
+            )
+        return made[0], made[1]
+
+    def _request(self, name: str | None, offsets: tuple[int, int]) -> OperandRequest | None:
+        if name is None:
+            return None
         operand: Operand = getattr(self.recipe, name)
-        rht: int = getattr(self.recipe, f"{gemm_name}_rht")
+        rht: int = getattr(self.recipe, f"{name.split('_')[0]}_rht")
         key = None
         if operand.rounding == "stochastic":
-            key = self.numerics.key(self.step, self.micro_batch, name, rows, columns)
-        signs = self._signs(rht, gemm_name) if rht else None
-        return quantize_operand(x, operand, rht=rht, signs=signs, key=key, amax_group=group)
+            key = self.numerics.key(self.step, self.micro_batch, name, *offsets)
+        return OperandRequest(operand, rht, self.recipe.rht_signs, key)
 
     def weight_operands(self) -> tuple[GemmOperand, GemmOperand]:
         """The weight as fprop's and as dgrad's operand, kept for all micro-batches of a step."""
         numerics, recipe = self.numerics, self.recipe
-        stamp = (numerics.clock.weights_version, self.weight.dtype, self.weight.device)
+        stamp = (numerics.clock.weights_version, self.dtype, self.device)
         if numerics.weight_cache is not None and numerics.weight_cache[0] == stamp:
             return numerics.weight_cache[1:]
-        weight, group = self.pad_rows(self.weight), numerics.weight_group
-        fprop = self.quantize("fprop_weight", weight, "fprop", self.out_offset, numerics.in_offset, group)
-        if recipe.dgrad_weight.reuse_fprop or self._weight_codes_transpose():
+        borrows = recipe.dgrad_weight.reuse_fprop or self._weight_codes_transpose()
+        fprop, dgrad = self.quantize_both(
+            "fprop_weight",
+            None if borrows else "dgrad_weight",
+            self.pad_rows(self.master),
+            (self.out_offset, numerics.in_offset),
+            numerics.weight_group,
+        )
+        assert fprop is not None
+        if dgrad is None:
             dgrad = fprop.transposed()
-        else:
-            dgrad = self.quantize("dgrad_weight", weight.t(), "dgrad", numerics.in_offset, self.out_offset, group)
         if fprop.quantized and self._weight_codes_last():
             numerics.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
@@ -190,7 +241,8 @@ class _Call:
             return fixed_signs(size, self.device)
         if signs == "none":
             return torch.ones(size, device=self.device)
-        return random_signs(size, self.numerics.key(self.step, self.micro_batch, f"{gemm_name}_signs", 0, 0), self.device)
+        key = self.numerics.key(self.step, self.micro_batch, f"{gemm_name}_signs", 0, 0)
+        return random_signs(size, key, self.device)
 
     def pad(self, y: Tensor) -> Tensor:
         """[tokens, out] with each group of output features padded to whole blocks."""

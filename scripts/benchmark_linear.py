@@ -1,0 +1,190 @@
+"""Time, bandwidth and memory of the emulated backend's linear layer on one GPU, against BF16 in the same run.
+
+    python scripts/benchmark_linear.py [--tokens 8192] [--shapes 4096x21504 2048x6144] [--recipes nvfp4 ...] [--memory]
+
+Three tables: forward and backward of one linear by recipe, as a ratio of the BF16 recipe (weight gradients in FP32 in
+both), with the weight quantized in every call, and with its codes kept; what each kernel moves, as a fraction of a
+device-to-device copy measured beside it; and with --memory the peak of a stack of MLPs by recipe.
+
+Ratios within one run count. The recipes take turns, so that a change of clocks meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an installation
+
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.quantization.cuda import BLOCKS, PackedColumns, Side, quantize_both
+from megatron_fp4.quantization.rounding import rounding_key
+
+_X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
+_MX, _MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
+_F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
+RECIPES = {
+    "bf16": BF16,
+    "nvfp4": Recipe("nvfp4", _X, _W, _DY, _W, _DY, _X, wgrad_rht=16),
+    "mxfp4": Recipe("mxfp4", _MX, _MX, _MX_DY, _MX, _MX_DY, _MX, wgrad_rht=32),
+    "fp8": Recipe("fp8", _F8, _F8_W, _F8, _F8_W, _F8, _F8),
+    "all_the_way": Recipe("all_the_way", _X, _X, _DY, _X, _DY, _DY),
+}
+
+
+def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Mean device time of `repeats` calls in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def medians(runs: dict[str, Callable[[], object]], rounds: int = 9, repeats: int = 10) -> dict[str, list[float]]:
+    """Median, least and largest of `rounds` means, the runs taking turns."""
+    for run in runs.values():
+        milliseconds(run, 3)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(milliseconds(run, repeats))
+    return {name: [statistics.median(found), min(found), max(found)] for name, found in times.items()}
+
+
+def linear_step(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor, keep_weight: bool) -> Callable[[], object]:
+    """Forward and backward of one linear; keep_weight: the weight's codes are those of the call before."""
+    clock = RunClock(seed=0)
+    numerics = LinearNumerics("linear", recipe, clock)
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+
+    def step() -> None:
+        x.grad = w.grad = None
+        clock.micro_batch += 1
+        clock.weights_version += not keep_weight
+        quantized_linear(x, w, numerics).backward(dy)
+
+    return step
+
+
+def time_linears(shapes: list[tuple[int, int]], tokens: int, names: list[str]) -> list[str]:
+    """The first table."""
+    lines = []
+    for inputs, outputs in shapes:
+        x, dy, w = random(tokens, inputs), random(tokens, outputs), random(outputs, inputs) * inputs**-0.5
+        runs = {"bf16": linear_step(BF16, x, w, dy, False), "bf16 again": linear_step(BF16, x, w, dy, False)}
+        for name in names:
+            runs[name] = linear_step(RECIPES[name], x, w, dy, False)
+            runs[f"{name}, codes of W kept"] = linear_step(RECIPES[name], x, w, dy, True)
+        found = medians(runs)
+        for name, (median, low, high) in found.items():
+            ratio = median / found["bf16"][0]
+            what = f"{tokens} x {inputs}->{outputs}"
+            lines.append(f"{what:22s} {name:24s} {median:8.3f} ms ({low:.3f}-{high:.3f})  {ratio:6.3f}")
+        del x, dy, w, runs
+    return lines
+
+
+def copy_bandwidth() -> float:
+    """TB/s, read and written bytes counted."""
+    source = torch.randn(2**29, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / medians({"copy": lambda: target.copy_(source)})["copy"][0] / 1e9
+
+
+def time_kernels(shapes: list[tuple[int, int]], tokens: int) -> list[str]:
+    """The second table."""
+    copy = copy_bandwidth()
+    lines = [f"device copy, read and written: {copy:.2f} TB/s"]
+    key, other = rounding_key("benchmark", 0), rounding_key("benchmark", 1)
+    for inputs, outputs in shapes:
+        for form, block in BLOCKS.items():
+            measure = 2 if form == "nvfp4" else 0  # bytes an element that the measuring pass reads
+            cases: dict[str, tuple[tuple[int, int], Side | None, Side | None, bool, float]] = {
+                "x": ((tokens, inputs), Side(form), Side(form, 1, block), True, measure + 4.5 + 1 / block),
+                "W": ((outputs, inputs), Side(form, block), None, False, measure + 4),
+                "dy": ((tokens, outputs), Side(form, 1, 0, "fixed", key), Side(form, 1, block, "fixed", other), False,
+                       measure + 6),
+            }  # fmt: skip
+            for name, (shape, columns, rows, pack, size) in cases.items():
+                tensor = random(*shape)
+                runs: dict[str, Callable[[], object]] = {
+                    f"{name} quantized": lambda t=tensor, c=columns, r=rows, p=pack: quantize_both(t, c, r, pack_rows=p)
+                }
+                sizes = {f"{name} quantized": size}
+                packed = quantize_both(tensor, columns, rows, pack_rows=pack).along_rows
+                if isinstance(packed, PackedColumns):
+                    runs[f"{name} unpacked"], sizes[f"{name} unpacked"] = packed.values, 2.5 + 1 / block
+                for what, (median, _, _) in medians(runs).items():
+                    rate = tensor.numel() * sizes[what] / median / 1e9
+                    figures = f"{median * 1e3:8.1f} us  {rate:5.2f} TB/s  {rate / copy:5.1%}"
+                    lines.append(f"{form} {shape[0]}x{shape[1]} {what:14s} {figures}")
+    return lines
+
+
+def measure_memory(tokens: int, hidden: int, ffn: int, depth: int, names: list[str]) -> list[str]:
+    """The third table: `depth` MLPs (squared ReLU), forward and backward."""
+    lines = []
+    first = 0.0
+    for name in ["bf16", *names]:
+        clock = RunClock(seed=0)
+        shapes = [(ffn, hidden), (hidden, ffn)] * depth
+        weights = [(random(*shape) * shape[1] ** -0.5).requires_grad_() for shape in shapes]
+        numerics = [LinearNumerics(f"linear.{i}", RECIPES[name], clock) for i in range(len(weights))]
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            y = x = random(tokens, hidden).requires_grad_()
+            for i in range(0, len(weights), 2):
+                h = torch.relu(quantized_linear(y, weights[i], numerics[i])).square()
+                y = y + quantized_linear(h, weights[i + 1], numerics[i + 1])
+            del h
+            y.square().mean().backward()
+            x.grad = None
+            clock.weights_version += 1
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        first = first or peak
+        lines.append(
+            f"{depth} MLPs {hidden}->{ffn}, {tokens} tokens: {name:12s} peak {peak:6.2f} GiB  {peak / first:6.3f}"
+        )
+        del weights, numerics, x, y
+        torch.cuda.empty_cache()
+    return lines
+
+
+def random(*shape: int) -> Tensor:
+    """Standard normal BF16."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--shapes", nargs="*", default=["4096x21504", "2048x6144"], help="input x output features")
+    parser.add_argument("--recipes", nargs="*", default=["nvfp4", "mxfp4"], choices=sorted(RECIPES))
+    parser.add_argument("--memory", action="store_true")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmark_linear needs a CUDA device")
+    torch.manual_seed(0)
+    shapes = [(int(inputs), int(outputs)) for inputs, outputs in (shape.split("x") for shape in args.shapes)]
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    lines = time_kernels(shapes, args.tokens) + time_linears(shapes, args.tokens, args.recipes)
+    if args.memory:
+        lines += measure_memory(4 * args.tokens, 2048, 6144, 4, args.recipes)
+        lines += measure_memory(2 * args.tokens, 4096, 21504, 2, args.recipes)
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

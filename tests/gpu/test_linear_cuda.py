@@ -1,0 +1,195 @@
+"""The linear layer on a GPU against the same layer on the CPU: operands bit for bit, products to rounding."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_fp4.precision.gemm_cuda as gemm_cuda
+import megatron_fp4.precision.linear as linear_module
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SR = "stochastic"
+X, W2, DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), SR)
+NVFP4 = Recipe("nvfp4", X, W2, DY, W2, DY, X, wgrad_rht=16)
+MX, MX2, MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (32, 32)), Operand("mxfp4", (1, 32), SR)
+F8, F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
+F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
+SIX = replace(X, four_over_six=True)
+RECIPES = {
+    "bf16": BF16,
+    "nvfp4": NVFP4,
+    "nvfp4, fresh signs": replace(NVFP4, rht_signs="fresh"),
+    "nvfp4, no signs": replace(NVFP4, rht_signs="none"),
+    "nvfp4, rht 64": replace(NVFP4, wgrad_rht=64),
+    "nvfp4, rht in all": replace(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=X, dgrad_weight=X),
+    "nvfp4, 1x16 weights": replace(NVFP4, fprop_weight=X, dgrad_weight=X),
+    "nvfp4, four over six": replace(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
+    "nvfp4, codes of fprop": replace(NVFP4, wgrad_rht=0, wgrad_activation=replace(X, reuse_fprop=True)),
+    "nvfp4 forward only": replace(BF16, fprop_activation=X, fprop_weight=W2),
+    "nvfp4 backward only": replace(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
+    "all the way": Recipe("all_the_way", X, X, DY, X, DY, DY),
+    "mxfp4": Recipe("mxfp4", MX, MX, MX_DY, MX, MX_DY, MX, wgrad_rht=32),
+    "mxfp4, 32x32 weights": Recipe("mxfp4", MX, MX2, MX_DY, MX2, MX_DY, MX, wgrad_rht=32),
+    "fp8": Recipe("fp8", F8, F8_W, F8, F8_W, F8, F8),
+    "fp8, powers of two": Recipe("fp8", F8P, F8P_W, F8P, F8P_W, F8P, F8P),
+    "mixed formats": replace(NVFP4, fprop_activation=MX, fprop_weight=MX2, dgrad_weight=MX2, dgrad_gradient=MX_DY),
+}
+
+
+def tensors(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens + inputs + outputs)
+    x, dy = (torch.randn(tokens, n, generator=generator).bfloat16() for n in (inputs, outputs))
+    x[:, ::7] *= 20
+    return x, torch.randn(outputs, inputs, generator=generator) * inputs**-0.5, dy * 1e-4
+
+
+def numerics_of(recipe: Recipe, **settings) -> LinearNumerics:
+    return LinearNumerics(name="blocks.0.mixer.in_proj", recipe=recipe, clock=RunClock(seed=1, step=3), **settings)
+
+
+def run(x: Tensor, w: Tensor, dy: Tensor, numerics: LinearNumerics) -> tuple[Tensor, Tensor, Tensor]:
+    x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    y = quantized_linear(x, w, numerics)
+    y.backward(dy)
+    assert w.grad is not None and w.grad.dtype == torch.float32
+    return y.detach(), x.grad, w.grad
+
+
+@contextmanager
+def recorded(gemms: list):
+    """Keep the operands of every GEMM inside."""
+    original = linear_module.gemm
+
+    def recording(a, b, dtype):
+        gemms.append([(of.unpacked().cpu(), None if of.scale is None else of.scale.cpu()) for of in (a, b)])
+        return original(a, b, dtype)
+
+    with mock.patch.object(linear_module, "gemm", recording):
+        yield
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.cpu().double(), expected.double()
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=["fp32 weight", "bf16 weight"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(name, weight_dtype):
+    x, w, dy = tensors(128, 384, 256)
+    w = w.to(weight_dtype)
+    on_cpu, on_gpu = [], []
+    with recorded(on_cpu):
+        expected = run(x, w, dy, numerics_of(RECIPES[name]))
+    with recorded(on_gpu):
+        actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(RECIPES[name]))
+    assert len(on_cpu) == len(on_gpu) == 3
+    for cpu_gemm, gpu_gemm in zip(on_cpu, on_gpu, strict=True):
+        for (values, scale), (gpu_values, gpu_scale) in zip(cpu_gemm, gpu_gemm, strict=True):
+            assert torch.equal(values, gpu_values)
+            assert (scale is None and gpu_scale is None) or torch.equal(scale, gpu_scale)
+    # y and dx are rounded to BF16; where the order of accumulation decides, by one unit.
+    for (mine, theirs), bound in zip(zip(actual, expected, strict=True), (1e-3, 1e-3, 2e-6), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert relative(mine, theirs) < bound
+
+
+@pytest.mark.parametrize("tokens, inputs, outputs", [(16, 16, 16), (48, 80, 208), (176, 1040, 336)])
+def test_odd_multiples_of_16(tokens, inputs, outputs):
+    x, w, dy = tensors(tokens, inputs, outputs)
+    expected = run(x, w, dy, numerics_of(NVFP4))
+    actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(NVFP4))
+    for (mine, theirs), bound in zip(zip(actual, expected, strict=True), (1e-3, 1e-3, 2e-6), strict=True):
+        assert relative(mine, theirs) < bound
+
+
+def test_padded_groups():
+    x, w, dy = tensors(64, 64, 3 * 40)  # three groups of 40 features, each padded to 48
+    expected = run(x, w, dy, numerics_of(NVFP4, num_groups=3))
+    actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(NVFP4, num_groups=3))
+    for (mine, theirs), bound in zip(zip(actual, expected, strict=True), (1e-3, 1e-3, 2e-6), strict=True):
+        assert relative(mine, theirs) < bound
+
+
+def test_shards_draw_as_the_whole():
+    x, w, dy = (tensor.cuda() for tensor in tensors(64, 64, 64))
+    recipe = replace(NVFP4, amax="shard", wgrad_gradient=replace(MX_DY), wgrad_activation=MX, wgrad_rht=32)
+    recipe = replace(recipe, dgrad_gradient=MX_DY, dgrad_weight=MX2, fprop_activation=MX, fprop_weight=MX2)
+    whole = run(x, w, dy, numerics_of(recipe))
+    part = run(x, w[32:], dy[:, 32:].contiguous(), numerics_of(recipe, out_group_offset=1))
+    assert torch.equal(part[0], whole[0][:, 32:])
+    assert torch.equal(part[2], whole[2][32:])
+
+
+def test_a_pass_without_gradients_quantizes_nothing_for_them():
+    x, w, _ = (tensor.cuda() for tensor in tensors(64, 64, 64))
+    asked = []
+    original = linear_module.fused_operands
+
+    def recording(tensor, columns, rows, **kwargs):
+        asked.append(rows is not None)
+        return original(tensor, columns, rows, **kwargs)
+
+    with mock.patch.object(linear_module, "fused_operands", recording), torch.no_grad():
+        quantized_linear(x, w.requires_grad_(), numerics_of(NVFP4))
+    assert asked == [False, False]
+
+
+def test_a_non_finite_value_never_disappears():
+    for value in (float("nan"), float("inf")):
+        for broken in range(3):
+            given = [tensor.cuda() for tensor in tensors(64, 64, 64)]
+            given[broken][5, 7] = value
+            y, dx, dw = run(*given, numerics_of(NVFP4))
+            assert not y.isfinite().all() or broken == 2
+            assert not dx.isfinite().all() or broken == 0
+            assert not dw.isfinite().all() or broken == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("left, right", [(False, False), (False, True), (True, False), (True, True)])
+def test_scaled_matmul(left, right, dtype):
+    # Small integers: every sum is exact, so the two ways of scaling must agree in every bit.
+    a = torch.randint(-8, 9, (160, 336), device="cuda").bfloat16()
+    b = torch.randint(-8, 9, (336, 208), device="cuda").bfloat16()
+    a = a.t().contiguous().t() if left else a
+    b = b.t().contiguous().t() if right else b
+    alpha = torch.tensor(0.1234567, device="cuda")
+    expected = (torch.mm(a, b, out_dtype=torch.float32) * alpha).to(dtype)
+    assert torch.equal(gemm_cuda.scaled_matmul(a, b, alpha, dtype), expected)
+    with mock.patch.object(gemm_cuda, "_cublas", lambda: None):
+        assert torch.equal(gemm_cuda.scaled_matmul(a, b, alpha, dtype), expected)
+    assert torch.equal(gemm_cuda.scaled_matmul(a, b, None, dtype), torch.mm(a, b, out_dtype=torch.float32).to(dtype))
+    assert torch.equal(torch.mm(a, b), (a.float() @ b.float()).bfloat16())  # the handle is left as PyTorch had it
+
+
+def test_cublas_is_reached():
+    assert gemm_cuda._cublas() is not None
+
+
+def test_what_is_saved_for_backward_is_four_bits_wide():
+    x, w, dy = (tensor.cuda() for tensor in tensors(1024, 512, 256))
+    numerics = numerics_of(NVFP4)
+    run(x, w, dy, numerics)  # fills the weight's cache
+    x, w = x.requires_grad_(), w.requires_grad_()
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        quantized_linear(x, w, numerics)
+    weight_bytes, scalars = w.numel() * 2, 32
+    assert sum(saved.values()) <= weight_bytes + x.numel() * (0.5 + 1 / 16) + scalars

@@ -1,0 +1,235 @@
+"""The fused path against the PyTorch path, part by part and as a whole, on a GPU."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_fp4.config import ModelConfig, OptimizerConfig, TrainConfig
+from megatron_fp4.parallel.cross_entropy import head_cross_entropy
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
+from megatron_fp4.training.optimizer import build_optimizer
+from models.attention import attend, attend_fused, split_heads
+from models.conv import causal_conv_silu, fused_conv_silu
+from models.execution import Execution, choose_execution
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from models.mamba2 import fused_scan, plain_scan
+from models.mlp import _squared_relu, squared_relu
+from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
+from models.rope import rope_tables
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CONFIG = ModelConfig(
+    pattern="M-*-M-",
+    vocab_size=5000,
+    hidden_dim=256,
+    ffn_dim=512,
+    num_query_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rope=True,
+    mamba_num_heads=8,
+    mamba_head_dim=64,
+    mamba_num_groups=2,
+    mamba_state_dim=128,
+)
+COMPILED = Execution(compiled=True)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[ParallelMesh]:
+    began = not dist.is_initialized()
+    if began:
+        init_distributed("cuda", 60)
+    yield ParallelMesh(init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")), torch.device("cuda", 0))
+    if began:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype).requires_grad_()
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def compare(ours, reference, tensors: list[Tensor], tolerance: float = 1e-2) -> None:
+    """Values and gradients of two functions of the same tensors; the reference sees FP32 copies."""
+    copies = [t.detach().float().requires_grad_(t.requires_grad) for t in tensors]
+    made, expected = ours(*tensors), reference(*copies)
+    made, expected = (y if isinstance(y, tuple) else (y,) for y in (made, expected))
+    gradients = [torch.randn_like(y) for y in expected]
+    torch.autograd.backward(made, [g.to(y.dtype) for g, y in zip(gradients, made, strict=True)])
+    torch.autograd.backward(expected, gradients)
+    for a, b in zip(made, expected, strict=True):
+        assert a.dtype == torch.bfloat16 and relative_error(a, b) < tolerance
+    for index, (a, b) in enumerate(zip(tensors, copies, strict=True)):
+        if b.grad is not None:
+            assert a.grad is not None and relative_error(a.grad, b.grad) < tolerance, index
+
+
+def test_convolution() -> None:
+    x, weight, bias = randn(2, 96, 64), randn(64, 4, dtype=torch.float32), randn(64, dtype=torch.float32)
+    compare(fused_conv_silu, causal_conv_silu, [x, weight, bias])
+
+
+@pytest.mark.parametrize("length", [256, 200])
+def test_scan(length: int) -> None:
+    batch, heads, groups, width, state = 2, 8, 2, 64, 128
+    tensors = [
+        randn(batch, length, heads, width),
+        randn(batch, length, heads),
+        (-torch.rand(heads, device="cuda") * 4 - 0.5).requires_grad_(),
+        randn(batch, length, groups, state, scale=0.3),
+        randn(batch, length, groups, state, scale=0.3),
+        randn(heads, dtype=torch.float32),
+        randn(heads, dtype=torch.float32),
+    ]
+    compare(lambda *t: fused_scan(*t, 128), lambda *t: plain_scan(*t, 128), tensors, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention(deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        compare(attend_fused, attend, [randn(2, 8, 256, 64), randn(2, 2, 256, 64), randn(2, 2, 256, 64)], 2e-2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_compiled_functions() -> None:
+    x, weight = randn(96, 256), randn(256, dtype=torch.float32)
+    compare(lambda *t: COMPILED.pure(_rms_norm_in_fp32)(*t, 1e-5), lambda *t: _rms_norm_in_fp32(*t, 1e-5), [x, weight])
+    y, z = randn(96, 256), randn(96, 512).detach()[:, :256].requires_grad_()
+    compare(
+        lambda *t: COMPILED.pure(_gated_rms_norm_in_fp32)(*t, 4, 1e-5),
+        lambda *t: _gated_rms_norm_in_fp32(*t, 4, 1e-5),
+        [y, z, randn(256, dtype=torch.float32)],
+    )
+    compare(COMPILED.pure(_squared_relu), squared_relu, [randn(96, 256)])
+    tables = rope_tables(48, 64, 10000.0, torch.device("cuda"))
+    qkv = randn(96, 2 * 6 * 64)
+    compare(
+        lambda t: COMPILED.pure(split_heads)(t, 48, 4, 64, *tables), lambda t: split_heads(t, 48, 4, 64, *tables), [qkv]
+    )
+
+
+@pytest.mark.parametrize("words", [5000, 8192])
+@pytest.mark.parametrize("chunk", [None, 128])
+def test_loss(mesh: ParallelMesh, words: int, chunk: int | None) -> None:
+    tokens, hidden = 320, 256
+    x, weight = randn(tokens, hidden), randn(words, hidden, scale=0.1)
+    targets = torch.randint(0, words, (tokens,), device="cuda")
+    loss = head_cross_entropy(x, weight, targets, 0, mesh, fused=True, chunk_tokens=chunk)
+    plain = head_cross_entropy(x, weight, targets, 0, mesh, chunk_tokens=chunk)
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    expected = torch.nn.functional.cross_entropy((x64 @ w64.t()), targets)
+    (loss / 3).backward()
+    (expected / 3).backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    assert relative_error(loss.detach(), expected) < 1e-3
+    assert relative_error(x.grad, x64.grad) < 1e-2 and relative_error(weight.grad, w64.grad) < 1e-2
+
+
+def model_of(execution: Execution, mesh: ParallelMesh, *, reshard: bool = False) -> HybridModel:
+    with torch.device("meta"):
+        model = build_model(CONFIG, mesh, torch.bfloat16, execution)
+    apply_data_parallel(
+        model,
+        mesh,
+        units=list(model.blocks),
+        fp32_units=model.fp32_units(),
+        compute_dtype=torch.bfloat16,
+        reshard=reshard,
+    )
+    model.to_empty(device="cuda")
+    initialize(model, CONFIG, 0)
+    return model
+
+
+def fused(**changes: str) -> Execution:
+    execution = choose_execution(
+        dataclasses.replace(TrainConfig(kernels="fused"), **changes), CONFIG, 1, "cuda", "bfloat16"
+    )
+    assert execution.scan and execution.conv and execution.compiled
+    return execution
+
+
+def text(step: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens with something to learn: each is a function of the one before, with noise."""
+    generator = torch.Generator().manual_seed(step)
+    start = torch.randint(0, 64, (4, 1), generator=generator)
+    tokens = torch.cat(
+        [(start * 7 + 3 * i) % 64 + torch.randint(0, 4, (4, 1), generator=generator) for i in range(257)], 1
+    )
+    return tokens[:, :-1].cuda(), tokens[:, 1:].cuda()
+
+
+def test_every_gradient_of_the_model(mesh: ParallelMesh) -> None:
+    reference, model = model_of(Execution(), mesh), model_of(fused(), mesh, reshard=True)
+    called = []
+    for name, module in model.linears():
+        module.register_forward_hook(lambda *_, name=name: called.append(name))
+    for m in (reference, model):
+        m(*text()).backward()
+    assert called == [name for name, _ in model.linears()]
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        error = relative_error(a.grad.to_local(), b.grad.to_local())
+        assert a.grad.dtype == torch.float32 and error < 6e-2, (name, error)
+
+
+def losses_of(execution: Execution, mesh: ParallelMesh, steps: int) -> list[float]:
+    model = model_of(execution, mesh)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3)).optimizer
+    losses = []
+    for step in range(steps):
+        loss = model(*text(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_fifty_steps_lose_the_same(mesh: ParallelMesh) -> None:
+    reference, ours = losses_of(Execution(), mesh, 50), losses_of(fused(), mesh, 50)
+    assert reference[-1] < 0.6 * reference[0]
+    assert max(abs(a - b) / b for a, b in zip(ours, reference, strict=True)) < 0.02
+    assert abs(sum(ours) - sum(reference)) / sum(reference) < 0.003
+
+
+def test_nothing_is_compiled_after_the_first_step(mesh: ParallelMesh) -> None:
+    model = model_of(fused(), mesh)
+    model(*text()).backward()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for step in range(3):
+        model(*text(step)).backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_recomputation_changes_no_bit(mesh: ParallelMesh, recompute: str, reshard: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        models = [model_of(fused(activation_checkpointing=how), mesh, reshard=reshard) for how in ("none", recompute)]
+        for model in models:
+            model(*text()).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a.grad.to_local(), b.grad.to_local()), name

@@ -1,0 +1,164 @@
+"""The fused kernels against the PyTorch reference on the CPU, bit for bit."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.quantization.cuda import BLOCKS, PackedColumns, Side, quantize_both
+from megatron_fp4.quantization.formats import unpack_codes
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+INF, NAN = float("inf"), float("nan")
+
+
+def normal(rows: int = 96, columns: int = 224) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * columns))
+
+
+def with_values(x: Tensor, *values: float) -> Tensor:
+    for i, value in enumerate(values):
+        x[3 + i, 5] = value
+    return x
+
+
+CASES = {
+    "normal": normal(),
+    "one tile": normal(32, 32),
+    "odd multiples of 32": normal(32 * 33, 32 * 35),
+    "larger than a program": normal(160, 2080),
+    "fp32 input": normal(64, 96),
+    "zeros": torch.zeros(64, 64),
+    "negative zeros": with_values(-torch.zeros(64, 64), 1.0),
+    "subnormals": normal() * 1e-39,
+    "tiny": normal() * 1e-33,
+    "smaller than the tensor scale can express": normal() * 1e-36,
+    "large": normal() * 1e37,
+    "one huge element": with_values(normal() * 1e-3, 1e30),
+    "of all magnitudes": normal() * torch.exp2(torch.randint(-60, 60, (96, 224)).float()),
+    "on the grid": torch.randint(-12, 13, (96, 224)) * 0.25,
+    "few channels alive": normal() * (torch.arange(224) % 37 == 0),
+    "inf": with_values(normal(), INF),
+    "inf and -inf": with_values(normal(), INF, -INF),
+    "nan": with_values(normal(), NAN),
+}
+
+
+def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Values in BF16, codes, scale bytes and the decode scale of x along its last dimension, from the CPU."""
+    block = BLOCKS[side.format]
+    if side.hadamard:
+        x = random_hadamard_transform(x, block, None if side.signs == "fixed" else torch.ones(block))
+    rounding = "nearest" if side.key is None else "stochastic"
+    if side.format == "nvfp4":
+        nvfp4 = quantize_nvfp4(x, (side.block_rows, block), rounding, key=side.key)
+        scale = nvfp4.amax / torch.tensor(2688.0)
+        return nvfp4.block_values().bfloat16(), unpack_codes(nvfp4.codes), nvfp4.scales.view(torch.uint8), scale
+    mxfp4 = quantize_mxfp4(x, (side.block_rows, block), rounding, key=side.key)
+    return mxfp4.dequantize(torch.bfloat16), unpack_codes(mxfp4.codes), mxfp4.scales, None
+
+
+def codes_and_scales(packed: PackedColumns) -> tuple[Tensor, Tensor]:
+    """The documented order of packed codes, undone in PyTorch."""
+    words, (rows, columns) = packed.codes.cpu(), packed.shape
+    codes = torch.stack([(words >> shift) & 15 for shift in range(0, 32, 4)], -1)  # row 0 even, row 0 odd, row 1 ...
+    codes = codes.unflatten(-1, (4, 2)).permute(0, 1, 3, 2, 4).reshape(rows, columns)
+    scales = packed.scales.cpu().to(torch.int32)
+    return codes.to(torch.uint8), torch.stack((scales & 0xFF, (scales >> 8) & 0xFF), -1).flatten(-2).to(torch.uint8)
+
+
+def same(actual: Tensor | None, expected: Tensor | None) -> bool:
+    """Equal, NaN where NaN; zeros of either sign are equal."""
+    if actual is None or expected is None:
+        return actual is expected
+    actual = actual.cpu()
+    return bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
+
+
+def sides(form: str) -> list[tuple[Side, Side]]:
+    """What a tensor may get along its columns and along its rows."""
+    block = BLOCKS[form]
+    keys: tuple[tuple[RoundingKey | None, RoundingKey | None], ...] = (
+        (None, None),
+        (
+            rounding_key(1, "a", row_offset=48, column_offset=160),
+            rounding_key(1, "b", row_offset=2**33, column_offset=16),
+        ),
+    )
+    return [
+        (Side(form, rows, 0, "fixed", columns_key), Side(form, 1, hadamard, signs, rows_key))
+        for (columns_key, rows_key), (rows, hadamard, signs) in itertools.product(
+            keys, ((1, block, "fixed"), (block, 0, "fixed"), (1, block, "none"))
+        )
+    ]
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_codes_and_scales_are_those_of_the_reference(case, form):
+    x = CASES[case].bfloat16()
+    on_device = (CASES[case] if case == "fp32 input" else x).cuda()
+    for columns, rows in sides(form):
+        values, _, _, scale = reference(x, columns)
+        other_values, other_codes, other_scales, other_scale = reference(x.t(), rows)
+        what = f"{columns} and {rows}"
+        for pack in (False, True):
+            made = quantize_both(on_device, columns, rows, pack_rows=pack)
+            assert same(made.along_columns, values), what
+            assert same(made.columns_scale, scale), what
+            assert same(made.rows_scale, other_scale), what
+            if not pack:
+                assert same(made.along_rows, other_values.t()), what
+                continue
+            assert isinstance(made.along_rows, PackedColumns)
+            assert same(made.along_rows.values(), other_values.t()), what
+            codes, scales = codes_and_scales(made.along_rows)
+            assert torch.equal(scales, other_scales.t()), what
+            if x.isfinite().all():  # what codes stand under a scale of NaN is nobody's business
+                assert torch.equal(codes, other_codes.t()), what
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
+def test_one_operand_alone_is_the_same(form):
+    x = normal(64, 160).bfloat16().cuda()
+    for columns, rows in sides(form):
+        both = quantize_both(x, columns, rows)
+        first, second = quantize_both(x, columns, None), quantize_both(x, None, rows)
+        assert first.along_rows is None and second.along_columns is None
+        assert torch.equal(first.along_columns, both.along_columns)
+        assert torch.equal(second.along_rows, both.along_rows)
+        assert first.columns_scale is both.columns_scale or torch.equal(first.columns_scale, both.columns_scale)
+        assert second.rows_scale is both.rows_scale or torch.equal(second.rows_scale, both.rows_scale)
+
+
+def test_a_transposed_or_sliced_input_is_read_as_it_is():
+    x = normal(64, 161).bfloat16().cuda()
+    for view in (x[:, 1:], x[:, :160], normal(160, 64).bfloat16().cuda().t()):
+        expected = quantize_both(view.clone(memory_format=torch.contiguous_format), Side("nvfp4"), None)
+        assert torch.equal(quantize_both(view, Side("nvfp4"), None).along_columns, expected.along_columns)
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="multiple of 16"):
+        quantize_both(torch.zeros(16, 24, device="cuda", dtype=torch.bfloat16), Side("nvfp4"), None)
+
+
+def test_the_branchless_reciprocal_is_correctly_rounded():
+    # One block a row, whose scale takes every E4M3 value, under tensor maxima of all mantissas and many exponents.
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for exponent in (-126, -110, -100, -64, -61, -60, -59, 0, 1, 60, 100, 119):
+        amax = torch.linspace(1, 2, 129)[:-1].bfloat16().float() * 2.0**exponent
+        for largest in amax[:: 8 if exponent else 1].tolist():
+            x = (scales / 448 * largest).bfloat16()[:, None] * torch.linspace(0.05, 1, 16)
+            x = torch.cat((x, torch.full((2, 16), largest))).bfloat16()
+            values, _, _, _ = reference(x, Side("nvfp4"))
+            assert same(quantize_both(x.cuda(), Side("nvfp4"), None).along_columns, values), largest
