@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 pretrain.py model=nemotron_h_8b precision=nvfp4 data=my_corpus run.dir=runs/8b
     python pretrain.py --help           every group and key
     python pretrain.py --check ...      whether a configuration can run (WORLD_SIZE ranks), without running it
+    WORLD_SIZE=736 python pretrain.py ... run.dry=true       what it would need there: memory, messages, time
 
 Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished. Exit codes:
 0 finished, or stopped by a signal after saving; 2 the configuration is wrong, in one line on stderr; 1 anything else.
@@ -74,7 +75,9 @@ def main(arguments: list[str]) -> int:
     overrides = [argument for argument in arguments if argument != "--check"]
     try:
         config, target = configure(overrides)
-        return 0 if check_only else pretrain(config, target)
+        if check_only:
+            return 0
+        return print_needs(config, target) if config.run.dry else pretrain(config, target)
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
@@ -87,9 +90,11 @@ def main(arguments: list[str]) -> int:
 def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
     """The configuration, and that of the precision to switch to, both checked. Raises ConfigError."""
     config = compose_config(overrides, CONFIGS)
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    validate(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
-    execution_of(config)
+    # A dry run plans for machines that are not here.
+    device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
+    validate(config, world_size(), device_type)
+    if not config.run.dry:
+        execution_of(config)
     name = config.precision.switch.target
     target = precision_config(name, config, CONFIGS)
     if config.precision.switch.when != "never":
@@ -102,6 +107,11 @@ def execution_of(config: Config) -> Execution:
     return choose_execution(
         config.train, config.model, config.parallel.tensor, device_type_of(config), config.precision.compute_dtype
     )
+
+
+def world_size() -> int:
+    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def device_type_of(config: Config) -> str:
@@ -132,13 +142,13 @@ class Run:
     checkpointer: Checkpointer
 
 
-def build_model_parts(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
+def sharded_model(
+    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
 ) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
-    """The sharded, initialized model, the numerics of its linears, and its plans before and after the switch."""
+    """The sharded model on the meta device, the numerics of its linears, its plans before and after the switch."""
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
-        model = build_model(config.model, mesh, compute_dtype, execution_of(config))
+        model = build_model(config.model, mesh, compute_dtype, execution)
     modules = dict(model.linears())
     shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
 
@@ -156,10 +166,18 @@ def build_model_parts(
         compute_dtype=compute_dtype,
         reshard=config.parallel.reshard,
     )
-    model.to_empty(device=mesh.device)
-    initialize(model, config.model, config.run.seed)
     linears = {name: module.numerics for name, module in modules.items()}
     apply_plan(linears, plan, clock)
+    return model, linears, plan, switched_plan
+
+
+def build_model_parts(
+    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
+) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
+    """`sharded_model` on the mesh's device, initialized."""
+    model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
+    model.to_empty(device=mesh.device)
+    initialize(model, config.model, config.run.seed)
     return model, linears, plan, switched_plan
 
 
@@ -229,6 +247,15 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
             Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
         ),
     )
+
+
+def print_needs(config: Config, target: PrecisionConfig) -> int:
+    """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
+    from scripts.plan_run import plan_run, planned_execution  # which in turn starts this program
+
+    execution = planned_execution(config)
+    plan_run(config, world_size(), lambda mesh, clock: sharded_model(config, target, mesh, clock, execution)[:2])
+    return 0
 
 
 def pretrain(config: Config, target: PrecisionConfig) -> int:

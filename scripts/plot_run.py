@@ -1,10 +1,12 @@
-"""Draw the losses of a run: `python scripts/plot_run.py runs/default` writes runs/default/loss.png."""
+"""Draw a run: `python scripts/plot_run.py runs/default` writes runs/default/loss.png and, if the run measured what
+quantization does to it (precision.diagnostics.interval), runs/default/diagnostics.png."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from megatron_fp4.training.heatmap import plot_heatmap
 from megatron_fp4.training.plot import plot_loss
 
 
@@ -15,6 +17,8 @@ def main() -> None:
     for run_dir in parser.parse_args().run_dir:
         try:
             print(plot_loss(run_dir))
+            if (heatmap := plot_heatmap(run_dir)) is not None:
+                print(heatmap)
         except (FileNotFoundError, ValueError) as error:
             print(error, file=sys.stderr)
             sys.exit(2)
