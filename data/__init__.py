@@ -2,6 +2,6 @@
 
 From the ground up: `indexed_dataset` (the file format), `tokenizer`, `permutation` and `samples` (a source's
 shuffled samples), `blend` and `phases` (which source serves global sample i), `loader` (micro-batches,
-workers, state), `validation` (fixed held-out windows), `builtin` (the corpus every Python carries), `bundle`
-(one entry).
+workers, state), `validation` (fixed held-out windows), `builtin` (the corpus every Python carries), `ingest`
+(a user's text to that format), `bundle` (one entry).
 """
