@@ -315,12 +315,18 @@ class RunConfig:
     """dir: everything the run writes. seed: of initialization, data order and stochastic rounding.
 
     device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
+    dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
+    dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches, and the peak in TFLOP/s
+        (the default is an H200's for dense BF16).
     """
 
     dir: str = "runs/default"
     seed: int = 1234
     device: str = "auto"
     deterministic: bool = True
+    dry: bool = False
+    dry_mfu: float = 0.4
+    dry_peak_tflops: float = 989.0
 
 
 @dataclass(frozen=True)

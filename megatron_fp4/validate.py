@@ -61,7 +61,12 @@ def _positive_numbers(config: Config) -> None:
         "optimizer.clip_norm": config.optimizer.clip_norm,
         "run.seed": config.run.seed,
     }
-    above_zero = {"optimizer.lr": config.optimizer.lr, "optimizer.eps": config.optimizer.eps}
+    above_zero = {
+        "optimizer.lr": config.optimizer.lr,
+        "optimizer.eps": config.optimizer.eps,
+        "run.dry_mfu": config.run.dry_mfu,
+        "run.dry_peak_tflops": config.run.dry_peak_tflops,
+    }
     for key, count in at_least_one.items():
         if count < 1:
             raise ConfigError(f"{key}={count} is not positive; give 1 or more")
@@ -77,6 +82,8 @@ def _positive_numbers(config: Config) -> None:
     ):
         if not 0 <= beta < 1:
             raise ConfigError(f"{key}={beta} is outside [0, 1); AdamW wants something like 0.9 or 0.95")
+    if config.run.dry_mfu > 1:
+        raise ConfigError(f"run.dry_mfu={config.run.dry_mfu} is above 1; it is a share of the peak, such as 0.4")
 
 
 def _choices(config: Config) -> None:

@@ -39,7 +39,7 @@ class Recompute:
             return function(*tensors)
         promise = _Promise(function, tensors)
         outputs = _Cheap.apply(promise, *tensors)
-        promise.storages = [t.untyped_storage().data_ptr() for t in _tuple(outputs)]
+        promise.storages = [t.untyped_storage()._cdata for t in _tuple(outputs)]
         self._promised.append(promise)
         return outputs
 
@@ -54,7 +54,7 @@ class Recompute:
             self._promised.clear()
 
     def _pack(self, tensor: Tensor) -> Any:
-        storage = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()._cdata
         for promise in self._promised:
             if tensor.numel() and storage in promise.storages:
                 output = promise.storages.index(storage)

@@ -1,0 +1,136 @@
+"""Counts what a job allocates and sends while it runs on fake tensors: bytes alive, their peak, and collectives.
+
+A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the storages that are alive (views share one)
+and adds up the messages of `torch.distributed`. Under `FakeTensorMode` nothing is computed or allocated, so this works
+for models of any size on any machine; the sizes and lifetimes are those of the program itself. Memory is counted as
+PyTorch's CUDA allocator counts it (`torch.cuda.max_memory_allocated`): in units of 512 bytes, without the allocator's
+own reserve, the CUDA context and the buffers of NCCL and cuBLAS.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_ALLOCATION_UNIT = 512
+
+
+@dataclass(frozen=True)
+class Message:
+    """One kind of collective: operation, the group's name and number of ranks, and the bytes of the whole tensor (the
+    gathered one, the one before scattering, the reduced one)."""
+
+    operation: str
+    group: str
+    ranks: int
+    num_bytes: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """What each rank sends if the collective goes round a ring."""
+        rounds = 2 if self.operation == "all-reduce" else 1
+        return rounds * self.num_bytes * (self.ranks - 1) / self.ranks
+
+
+class Ledger(TorchDispatchMode):
+    """Use it as a context manager inside `FakeTensorMode`.
+
+    now: in which part of the step a message is sent, the key of `messages`.
+    live_bytes, peak_bytes: of all storages seen; `restart_peak` forgets the peak so far.
+    """
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        super().__init__()
+        self.messages: dict[int, Counter[Message]] = {}
+        self.live_bytes = self.peak_bytes = 0
+        self._now = now
+        self._storages: dict[int, int] = {}
+
+    def __enter__(self) -> Ledger:
+        # FSDP2 frees and allocates gathered parameters by resizing storages, which is no operation.
+        self._resize = torch.UntypedStorage.resize_
+        ledger, resize = self, self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in ledger._storages:
+                ledger._set(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(kind, value, trace)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, on local tensors
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0  # fake tensors have no values; a loss and a norm of one let the step go its usual way
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._send(func, args)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self._see(leaf)
+        return result
+
+    def storages(self) -> dict[int, int]:
+        """Bytes of every storage that is alive, by its identity."""
+        return {key: size for key, size in self._storages.items() if size}
+
+    def restart_peak(self) -> None:
+        """From here on."""
+        self.peak_bytes = self.live_bytes
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = 0
+            self._set(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._forget, storage._cdata)
+
+    def _set(self, key: int, size: int) -> None:
+        size = -(-size // _ALLOCATION_UNIT) * _ALLOCATION_UNIT
+        self.live_bytes += size - self._storages[key]
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._storages[key] = size
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._storages.pop(key, 0)
+
+    def _send(self, func: Any, args: Any) -> None:
+        name = func.name().removeprefix("c10d::").split(".")[0]
+        known = {
+            "_allgather_base_": ("all-gather", 0),
+            "_reduce_scatter_base_": ("reduce-scatter", 1),
+            "allreduce_": ("all-reduce", 0),
+        }
+        assert name in known, f"a collective that the ledger does not know: {name}"
+        operation, which = known[name]
+        tensors = args[which] if isinstance(args[which], (list, tuple)) else [args[which]]
+        scripted = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(scripted)
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        message = Message(operation, group.group_name, group.size(), size)
+        self.messages.setdefault(self._now(), Counter())[message] += 1
+
+
+def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
+    """The identities of the tensors' storages (of the local parts of DTensors), as in `Ledger.storages`."""
+    return {(t._local_tensor if isinstance(t, DTensor) else t).untyped_storage()._cdata for t in tensors}

@@ -1,0 +1,187 @@
+"""What a run would need, without running it: memory, messages, FLOPs, time. For any number of ranks, in one process.
+
+    python scripts/plan_run.py --world-size 736 experiment=nemotron_h_12b data=my_corpus parallel.tensor=8
+    WORLD_SIZE=736 python pretrain.py experiment=nemotron_h_12b data=my_corpus parallel.tensor=8 run.dry=true
+
+Both do the same. The configuration is checked as for the run itself; then the job is built on a fake process group and
+takes two steps on fake tensors (megatron_fp4/training/dry_run.py), with what the CUDA kernels would allocate. Data is
+not opened. Time is the model's FLOPs over `run.dry_mfu` of `run.dry_peak_tflops` per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # pretrain.py is no package
+
+from megatron_fp4.config import Config
+from megatron_fp4.training import console as show
+from megatron_fp4.training.console import RunConsole
+from megatron_fp4.training.dry_run import Build, DryRun, dry_run
+from models import attention, conv, execution, mamba2
+from models.execution import Execution, choose_execution
+from models.flops import forward_flops_per_token, parameter_count
+
+_GIB = 2**30
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; the exit code is that of pretrain.py."""
+    from pretrain import main as pretrain
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the run (default: 1)")
+    parser.add_argument("overrides", nargs="*", help="the run's configuration, as for pretrain.py")
+    options = parser.parse_intermixed_args(arguments)
+    os.environ["WORLD_SIZE"] = str(options.world_size)
+    return pretrain([*options.overrides, "run.dry=true"])
+
+
+def plan_run(config: Config, world_size: int, build: Build) -> None:
+    """Print what the run of `config` on `world_size` ranks needs. build: see `dry_run`."""
+    with fused_shapes():
+        dry = dry_run(config, world_size, build)
+    console = RunConsole(config.train.steps)
+    console.text(f"kernels: {planned_execution(config).describe(config.model.pattern)}")
+    console.table(show.batch_table(config.train, config.parallel, world_size))
+    console.table(show.facts_table("Memory of a rank", memory_facts(config, dry)))
+    console.table(messages_table(dry))
+    console.table(show.facts_table("Work and time", time_facts(config, world_size)))
+
+
+def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:
+    """Name -> size, in GiB."""
+    memory = dry.memory
+    sizes = {
+        "parameters (FP32 shards)": memory.parameters,
+        "optimizer state (FP32 moments)": memory.optimizer,
+        "gradients (FP32 shards)": memory.gradients,
+        "gradients before their reduction (FP32)": memory.unreduced_gradients,
+        f"gathered parameters ({config.precision.compute_dtype})": memory.gathered,
+        "quantized weights": memory.quantized_weights,
+        "activations of a micro-batch": memory.activations,
+        "peak, temporaries included": memory.peak,
+    }
+    total = parameter_count(config.model).total
+    shares = f"{memory.num_parameters:,} of {total:,}"
+    return {"parameters of the rank": shares} | {name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}
+
+
+def messages_table(dry: DryRun) -> Table:
+    """The collectives of a step."""
+    table = Table(title="Collectives of a step, per rank", title_justify="left", title_style="bold")
+    for name in ("collective", "over", "ranks"):
+        table.add_column(name)
+    for name in ("number", "MiB each", "GiB sent"):
+        table.add_column(name, justify="right")
+    # Ordered by volume; sizes of a kind are summed up, largest kinds first.
+    kinds: dict[tuple[str, str, int], list[tuple[int, float, float]]] = {}
+    for message, count in dry.messages.items():
+        if message.ranks > 1:
+            kind = (message.operation, message.group, message.ranks)
+            kinds.setdefault(kind, []).append((count, count * message.num_bytes, count * message.sent_bytes))
+    for (operation, group, ranks), rows in sorted(kinds.items(), key=lambda item: -sum(row[2] for row in item[1])):
+        count, num_bytes, sent = (sum(column) for column in zip(*rows, strict=True))
+        table.add_row(
+            operation, group, str(ranks), f"{count:,}", f"{num_bytes / count / 2**20:.2f}", f"{sent / _GIB:.3f}"
+        )
+    return table
+
+
+def time_facts(config: Config, world_size: int) -> dict[str, object]:
+    """FLOPs per token, and the time of a step and of the run at the given utilization."""
+    train, run = config.train, config.run
+    flops = 3 * forward_flops_per_token(config.model, train.sequence_length).total
+    tokens = train.global_batch_size * train.sequence_length
+    seconds = flops * tokens / (world_size * run.dry_peak_tflops * 1e12 * run.dry_mfu)
+    return {
+        "model FLOPs per token (forward and backward)": f"{flops:.4g}",
+        "model FLOPs of the run": f"{flops * tokens * train.steps:.4g}",
+        "utilization assumed": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
+        "time of a step": f"{seconds:.3g} s",
+        "time of the run": f"{seconds * train.steps / 86400:.3g} days",
+        "tokens per second and rank": f"{tokens / seconds / world_size:,.0f}",
+    }
+
+
+@contextmanager
+def fused_shapes() -> Iterator[None]:
+    """Replace what `models/execution.py` calls fused by functions that keep the same for the backward pass: all of
+    these kernels keep their inputs (the scan its output as well) and compute the rest again."""
+    with ExitStack() as stack:
+        for module, name, replacement in (
+            (execution, "_compiled", _keeping_inputs),
+            (conv, "fused_conv_silu", _fused_conv),
+            (mamba2, "fused_scan", _fused_scan),
+            (attention, "attend_fused", attention.attend),
+        ):
+            stack.enter_context(mock.patch.object(module, name, replacement))
+        yield
+
+
+def planned_execution(config: Config) -> Execution:
+    """The kernels of the run on a GPU that has every package, unless `train.kernels=torch`.
+
+    Raises ConfigError for unknown choices.
+    """
+    train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
+    plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
+    fused = train.kernels == "auto" and config.precision.compute_dtype == "bfloat16"
+    return replace(plain, scan=fused, conv=fused, compiled=fused)
+
+
+class _KeepingInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        # On the meta device, which the ledger does not count: a fused kernel has no temporaries.
+        made = function(*(a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments))
+        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)))
+        ctx.is_tensor = [isinstance(a, Tensor) for a in arguments]
+        device = next(a.device for a in arguments if isinstance(a, Tensor))
+        outputs = [
+            torch.empty(t.shape, dtype=t.dtype, device=device) for t in (made if isinstance(made, tuple) else [made])
+        ]
+        return tuple(outputs) if isinstance(made, tuple) else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        inputs = [next(saved) if is_tensor else None for is_tensor in ctx.is_tensor]
+        needed = ctx.needs_input_grad[1:]
+        return None, *(
+            torch.empty_like(t) if t is not None and need else None for t, need in zip(inputs, needed, strict=True)
+        )
+
+
+def _keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as one kernel each way that keeps its inputs."""
+    if function is attention.split_heads:
+        return function  # moves numbers about: the backward pass needs none of them
+    return lambda *arguments: _KeepingInputs.apply(function, *arguments)
+
+
+def _fused_conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
+    return _KeepingInputs.apply(lambda x, *_: x, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
+
+
+def _fused_scan(x_bshp: Tensor, dt_bsh: Tensor, *others: Any) -> Tensor:
+    # Besides its inputs and its output the scan keeps the running sums of dt A, FP32, one for each step and head.
+    sums = torch.empty_like(dt_bsh, dtype=torch.float32)
+    y: Tensor = _KeepingInputs.apply(lambda x, *_: x, x_bshp, dt_bsh, *others, sums)  # type: ignore[assignment]
+    return y
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
