@@ -54,37 +54,51 @@ class Attention(nn.Module):
             return self._split(qkv, sequence_length, self.heads_per_group, self.head_dim, *cos_and_sin)
 
         q, k, v = self.recompute.cheap(split, qkv_td, *tables)
-        y_bhsd = self.recompute.expensive(self._attend, q, k, v)
-        return self.recompute.expensive(self.out_proj, y_bhsd.transpose(1, 2).flatten(2).flatten(0, 1))
+        y_bshd = self.recompute.expensive(self._attend, q, k, v)
+        return self.recompute.expensive(self.out_proj, y_bshd.flatten(2).flatten(0, 1))
 
 
 def split_heads(
     qkv_td: Tensor, sequence_length: int, heads_per_group: int, head_dim: int, *cos_and_sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [b, r g, s, d], k and v [b, g, s, d] out of packed projections, q and k rotated if there are tables.
-
-    Laid out as [b, s, heads, d], contiguously: attention's kernels want that and return it.
-    """
+    """q [b, s, r g, d], k and v [b, s, g, d], contiguous, out of packed projections; with tables, q and k rotated."""
     qkv = qkv_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (-1, (heads_per_group + 2) * head_dim))
     q, k, v = qkv.split([heads_per_group * head_dim, head_dim, head_dim], -1)
     q = q.unflatten(-1, (heads_per_group, head_dim)).flatten(2, 3)
     if cos_and_sin:
         q, k = apply_rope(q, *cos_and_sin), apply_rope(k, *cos_and_sin)
-    return q.transpose(1, 2), k.contiguous().transpose(1, 2), v.contiguous().transpose(1, 2)
+    return q, k.contiguous(), v.contiguous()
 
 
-def attend(q_bhsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor) -> Tensor:
-    """Causal attention [b, heads, s, d] by the kernel that PyTorch chooses; query heads share KV heads in order."""
-    return F.scaled_dot_product_attention(
-        q_bhsd, k_bgsd, v_bgsd, is_causal=True, enable_gqa=q_bhsd.shape[1] > k_bgsd.shape[1]
-    )
+def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
+    """Causal attention [b, s, heads, d] by the kernel that PyTorch chooses; query heads share KV heads in order."""
+    q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+    if torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled():
+        _make_deterministic(y)
+    return y.transpose(1, 2)
 
 
-def attend_fused(q_bhsd: Tensor, k_bgsd: Tensor, v_bgsd: Tensor) -> Tensor:
-    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can; its backward pass is not deterministic, so
-    FlashAttention goes first where PyTorch was asked for determinism."""
+def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
+    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can.
+
+    Its backward pass is not deterministic: where PyTorch was asked for determinism, FlashAttention comes first.
+    """
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     if torch.are_deterministic_algorithms_enabled():
         order.reverse()
     with sdpa_kernel([*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
-        return attend(q_bhsd, k_bgsd, v_bgsd)
+        return attend(q_bshd, k_bsgd, v_bsgd)
+
+
+def _make_deterministic(y: Tensor) -> None:
+    """Under `warn_only`, attention's backward passes warn and go on as they were; make that of `y` deterministic."""
+    node = y.grad_fn
+    for _ in range(3):  # some kernels' results are sliced
+        if node is None:
+            return
+        if "ScaledDotProduct" in node.name():
+            node.register_prehook(lambda _: torch.use_deterministic_algorithms(True, warn_only=False))
+            node.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))
+            return
+        node = node.next_functions[0][0] if node.next_functions else None

@@ -77,7 +77,7 @@ class Mamba2(nn.Module):
         self.in_proj = ColumnParallelLinear(config.hidden_dim, inner + conv_channels + heads, mesh, num_groups=groups)
         self.conv = CausalConv(conv_channels, config.mamba_conv_width, mesh, fused=execution.conv)
         self.ssm = SSMParameters(heads, mesh)
-        self.norm = GatedRMSNorm(inner, groups, config.norm_eps, mesh, execution)
+        self.norm = GatedRMSNorm(inner, config.norm_eps, mesh, execution)
         self.out_proj = RowParallelLinear(inner, config.hidden_dim, mesh)
         self.recompute = Recompute(execution.recompute == "selective")
         self._scan = fused_scan if execution.scan else plain_scan
@@ -112,7 +112,7 @@ class Mamba2(nn.Module):
         x, b_bsgn, c_bsgn = xbc.split([inner, state, state], -1)
         x_bshp = x.reshape(*x.shape[:2], -1, self.head_dim)
         y_bshp = self._scan(x_bshp, dt.flatten(2), -a_log_h.exp(), b_bsgn, c_bsgn, d_h, dt_bias_h, self.chunk_size)
-        return self.norm.function(y_bshp.flatten(2).flatten(0, 1), z.flatten(2).flatten(0, 1), norm_weight_d)
+        return self.norm.function(y_bshp, z, norm_weight_d)
 
 
 def plain_scan(

@@ -57,9 +57,9 @@ class RMSNorm(nn.Module):
 class GatedRMSNorm(nn.Module):
     """The norm behind the Mamba-2 scan; channels are sharded over tensor-parallel ranks by whole groups."""
 
-    def __init__(self, dim: int, num_groups: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+    def __init__(self, dim: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
-        self.num_local_groups, self.eps = num_groups // mesh.tp_size, eps
+        self.eps = eps
         self.weight = new_parameter((dim,), mesh, shard_dim=0)
         self._norm = execution.pure(_gated_rms_norm_in_fp32)
 
@@ -67,18 +67,20 @@ class GatedRMSNorm(nn.Module):
         """FP32 [dim / tp], for `function`."""
         return local_parameter(self.weight, torch.float32)
 
-    def function(self, y_td: Tensor, z_td: Tensor, weight_d: Tensor) -> Tensor:
+    def function(self, y_bshp: Tensor, z_bsgc: Tensor, weight_d: Tensor) -> Tensor:
         """`forward` as a function of tensors alone."""
-        return self._norm(y_td, z_td, weight_d, self.num_local_groups, self.eps)
+        return self._norm(y_bshp, z_bsgc, weight_d, self.eps)
 
-    def forward(self, y_td: Tensor, z_td: Tensor) -> Tensor:
-        """`y_td`, FP32 or as `z_td`, and `z_td` [tokens, dim / tp] -> [tokens, dim / tp] in the dtype of `z_td`."""
-        return self.function(y_td, z_td, self.local_weight())
+    def forward(self, y_bshp: Tensor, z_bsgc: Tensor) -> Tensor:
+        """[batch, sequence, heads, p] and [batch, sequence, groups, c], heads * p = groups * c = dim / tp, both of this
+        rank -> [tokens, dim / tp] in the dtype of `z_bsgc`, which may be a view; `y_bshp` may be FP32."""
+        return self.function(y_bshp, z_bsgc, self.local_weight())
 
 
 def _rms_norm_in_fp32(x_td: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     return rms_norm(x_td.to(torch.float32), weight_d, eps).to(x_td.dtype)
 
 
-def _gated_rms_norm_in_fp32(y_td: Tensor, z_td: Tensor, weight_d: Tensor, num_groups: int, eps: float) -> Tensor:
-    return gated_rms_norm(y_td.to(torch.float32), z_td, weight_d, num_groups, eps).to(z_td.dtype)
+def _gated_rms_norm_in_fp32(y_bshp: Tensor, z_bsgc: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+    y_td, z_td = (t.flatten(2).flatten(0, 1) for t in (y_bshp, z_bsgc))
+    return gated_rms_norm(y_td.to(torch.float32), z_td, weight_d, z_bsgc.shape[2], eps).to(z_bsgc.dtype)

@@ -38,24 +38,19 @@ def to_gradient_(logits_tv: Tensor, index_t: Tensor, maximum_t: Tensor, total_t:
 def _statistics_kernel(logits_ptr, index_ptr, statistics_ptr, rows, words, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits_ptr + row * words
-    # Per lane of the block, so that only the end needs a reduction over lanes.
-    maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
+    maximum = -float("inf")
+    # Per lane of the block, so that only the end needs a sum over lanes.
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, words, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         logits = tl.load(start + columns, mask=columns < words, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(maximum, logits)
-        # Lanes beyond a short row have seen nothing: their maximum is -inf, and inf - inf must not get in.
-        anchor = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(maximum - anchor) + tl.exp(logits - anchor)
+        higher = tl.maximum(maximum, tl.max(logits, 0))
+        total = total * tl.exp(maximum - higher) + tl.exp(logits - higher)
         maximum = higher
-    overall = tl.max(maximum, 0)
-    anchor = tl.where(overall == -float("inf"), 0.0, overall)
-    total_overall = tl.sum(total * tl.exp(maximum - anchor), 0)
     index = tl.load(index_ptr + row)
     target = tl.load(start + index, mask=(index >= 0) & (index < words), other=0.0).to(tl.float32)
-    tl.store(statistics_ptr + row, overall)
-    tl.store(statistics_ptr + rows + row, total_overall)
+    tl.store(statistics_ptr + row, maximum)
+    tl.store(statistics_ptr + rows + row, tl.sum(total, 0))
     tl.store(statistics_ptr + 2 * rows + row, target)
 
 

@@ -30,11 +30,12 @@ def test_gradcheck():
 
 
 def test_modules_compute_in_fp32_and_return_the_compute_dtype(mesh):
-    norm, gated = RMSNorm(8, 1e-5, mesh), GatedRMSNorm(8, 2, 1e-5, mesh)
+    norm, gated = RMSNorm(8, 1e-5, mesh), GatedRMSNorm(8, 1e-5, mesh)
     weight = torch.linspace(0.5, 2, 8)
     for module in (norm, gated):
         module.weight.data.to_local().copy_(weight)
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     assert torch.equal(norm(x), rms_norm(x.float(), weight, 1e-5).bfloat16())
-    assert torch.equal(gated(y, x), gated_rms_norm(y, x.float(), weight, 2, 1e-5).bfloat16())
+    y_bshp, z_bsgc = y[None].unflatten(-1, (4, 2)), x[None].unflatten(-1, (2, 4))
+    assert torch.equal(gated(y_bshp, z_bsgc), gated_rms_norm(y, x.float(), weight, 2, 1e-5).bfloat16())
