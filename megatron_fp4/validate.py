@@ -34,6 +34,7 @@ def validate(config: Config, world_size: int, device_type: str) -> None:
     _schedule(config)
     _data(config.data)
     _paths_and_device(config, device_type)
+    _looking_inside(config, device_type)
     validate_precision(config.precision, config, device_type)
 
 
@@ -91,6 +92,10 @@ def _choices(config: Config) -> None:
         "logging.wandb": (config.logging.wandb, ("online", "offline", "disabled")),
         "run.device": (config.run.device, ("auto", "cuda", "cpu")),
         "data.kind": (config.data.kind, ("builtin", "indexed")),
+        "optimizer.implementation": (
+            config.optimizer.implementation,
+            ("auto", "torch", "transformer_engine", "apex"),
+        ),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
@@ -134,9 +139,14 @@ def _model(model: ModelConfig) -> None:
 def _mesh(config: Config, world_size: int) -> None:
     parallel = config.parallel
     tensor, replicate = parallel.tensor, parallel.replicate
+    shared = _shared_by_tensor_ranks(config.model)
+    sizes = [size for size in _divisors(world_size) if all(count % size == 0 for count, _ in shared.values())]
+    with_replicas = [size for size in sizes if (world_size // size) % replicate == 0]
     if world_size % (tensor * replicate):
-        working = [size for size in _divisors(world_size) if (world_size // size) % replicate == 0]
-        remedy = f"tensor sizes that work: {_listed(working)}" if working else "set parallel.replicate=1"
+        remedies = [f"tensor sizes that work: {_listed(with_replicas)}"] if with_replicas else []
+        if replicate > 1 and tensor in sizes:
+            remedies.append(f"replicate sizes that work: {_listed(_divisors(world_size // tensor))}")
+        remedy = "; ".join(remedies) or f"set parallel.replicate=1; tensor sizes that work then: {_listed(sizes)}"
         raise ConfigError(
             f"parallel.tensor={tensor} x parallel.replicate={replicate} does not divide the {world_size} "
             f"ranks of this run; {remedy}"
@@ -146,13 +156,11 @@ def _mesh(config: Config, world_size: int) -> None:
             "parallel.sequence=true has no effect with parallel.tensor=1; raise parallel.tensor or leave "
             "sequence at null"
         )
-    shared = _shared_by_tensor_ranks(config.model)
     for key, (count, value) in shared.items():
         if count % tensor:
-            working = [size for size in _divisors(world_size) if all(n % size == 0 for n, _ in shared.values())]
             raise ConfigError(
                 f"parallel.tensor={tensor} does not divide {key}={value}; sizes that work for this model on "
-                f"{world_size} ranks: {_listed(working)}"
+                f"{world_size} ranks: {_listed(with_replicas)}"
             )
 
 
@@ -294,6 +302,17 @@ def _paths_and_device(config: Config, device_type: str) -> None:
     ):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{key}={path}: there is no such file; correct the path, or set null")
+
+
+def _looking_inside(config: Config, device_type: str) -> None:
+    steps = config.logging.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= config.train.steps):
+        raise ConfigError(
+            f"logging.profile_steps={steps} is no window of this run's {config.train.steps} steps; give its first and "
+            "last step, such as [11,13], or [] for none"
+        )
+    if config.logging.memory_history and (device_type != "cuda" or config.run.device == "cpu"):
+        raise ConfigError("logging.memory_history=true records CUDA allocations, and this run is on a CPU; use false")
 
 
 def _divisors(number: int) -> list[int]:

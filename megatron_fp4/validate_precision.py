@@ -193,9 +193,11 @@ def _sizes(precision: PrecisionConfig, gemms: list[_Gemm], config: Config, key: 
                 each = f" / parallel.tensor={tensor}" if shards > 1 else ""
                 below = size // (shards * multiple) * shards * multiple
                 working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
+                fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
+                ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
                 raise ConfigError(
                     f"{name}={size}{each} is the input of {linear} and not a multiple of {multiple}, as "
-                    f"{source} needs; {working} work, or choose another format or block"
+                    f"{source} needs; {working} work{ranks}, or choose another format or block"
                 )
     along_tokens = {
         f"{key}.fprop.activation.block": _block(precision.fprop.activation)[0],

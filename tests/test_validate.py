@@ -156,9 +156,13 @@ def test_sequence_length_in_tiles():
 
 
 def test_mesh():
-    assert "tensor sizes that work: 1, 2, 4" in refusal({"parallel.tensor": 3}, world_size=4)
+    assert refusal({"parallel.tensor": 3}, world_size=4).endswith("tensor sizes that work: 1, 2")  # 2 KV heads
     assert "tensor sizes that work: 1, 2" in refusal({"parallel.tensor": 4, "parallel.replicate": 2}, world_size=4)
-    assert "set parallel.replicate=1" in refusal({"parallel.replicate": 3}, world_size=4)
+    assert "replicate sizes that work: 1, 2, 4" in refusal({"parallel.replicate": 3}, world_size=4)
+    message = refusal({"parallel.tensor": 2, "parallel.replicate": 4}, world_size=12)
+    assert message.endswith("tensor sizes that work: 1; replicate sizes that work: 1, 2, 3, 6")
+    message = refusal({"parallel.tensor": 4, "parallel.replicate": 5}, world_size=12)
+    assert message.endswith("set parallel.replicate=1; tensor sizes that work then: 1, 2")
     assert "raise parallel.tensor" in refusal({"parallel.sequence": True})
     message = refusal({"parallel.tensor": 4}, world_size=8)
     assert "parallel.tensor=4 does not divide model.num_kv_heads=2" in message
@@ -318,7 +322,7 @@ def test_shards_must_hold_whole_blocks():
     changes = {"parallel.tensor": 2, "model.ffn_dim": 1152}
     message = refusal(changes, "precision=fp8_block", world_size=2)
     assert "model.ffn_dim=1152 / parallel.tensor=2" in message
-    assert "1024 or 1280" in message
+    assert "1024 or 1280 work, or parallel.tensor=1," in message
     validate(changed(composed("precision=fp8_block"), {**changes, "model.ffn_dim": 1280}), 2, "cpu")
 
 
