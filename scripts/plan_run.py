@@ -76,7 +76,7 @@ def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:
     }
     total = parameter_count(config.model).total
     shares = f"{memory.num_parameters:,} of {total:,}"
-    return {"parameters of the rank": shares} | {name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}
+    return {"parameters of the rank": shares, **{name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}}
 
 
 def messages_table(dry: DryRun) -> Table:
