@@ -53,6 +53,7 @@ from megatron_fp4.training.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.training.nonfinite import NonFiniteGuard, diagnose_nonfinite
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.plot import plot_loss
+from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
@@ -228,6 +229,7 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
         ]
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         identity = run_identity(config, {"tokenizer": bundle.fingerprint()["tokenizer"]})
+        optimizer = build_optimizer(model, config.optimizer)
     return Run(
         config=config,
         mesh=mesh,
@@ -238,7 +240,7 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
         switched_plan=switched_plan,
         switch=PrecisionSwitch(config.precision.switch, at_step),
         schedule=schedule,
-        optimizer=build_optimizer(model, config.optimizer),
+        optimizer=optimizer,
         bundle=bundle,
         phases=phases,
         loader=loader,
@@ -301,8 +303,14 @@ def pretrain(config: Config, target: PrecisionConfig) -> int:
     if mesh.rank == 0:
         (run_dir / "config.yaml").write_text(to_yaml(config))
         (run_dir / "plan.yaml").write_text(yaml.safe_dump(run.plan.as_dict(), sort_keys=False))
-    with StopRequest() as stop, writer, console:
-        stopped_at, last_validation = train(run, start, guard, stop, writer, console)
+    with (
+        StopRequest() as stop,
+        writer,
+        console,
+        memory_history(run_dir, active=config.logging.memory_history and mesh.rank == 0),
+        ProfileWindow(run_dir, config.logging.profile_steps, device, active=mesh.rank == 0) as window,
+    ):
+        stopped_at, last_validation = train(run, start, guard, stop, writer, console, window)
     if stopped_at < steps:
         console.text(f"stopped after step {stopped_at} of {steps} on {stop.received or 'a signal to another rank'}")
         return 0
@@ -312,7 +320,13 @@ def pretrain(config: Config, target: PrecisionConfig) -> int:
 
 
 def train(
-    run: Run, start: int, guard: NonFiniteGuard, stop: StopRequest, writer: MetricsWriter, console: RunConsole
+    run: Run,
+    start: int,
+    guard: NonFiniteGuard,
+    stop: StopRequest,
+    writer: MetricsWriter,
+    console: RunConsole,
+    window: ProfileWindow,
 ) -> tuple[int, dict[str, float]]:
     """The loop, from `start` steps done to the end or a request to stop; returns steps done and validation losses."""
     config, mesh, switch = run.config, run.mesh, run.switch
@@ -334,7 +348,7 @@ def train(
             writer.event(step, "switch", scope=switch.config.scope, target=switch.config.target)
             console.event(step, f"precision switches to {switch.config.target} ({switch.config.scope})")
 
-        with diagnostics.measuring(step):
+        with diagnostics.measuring(step), window.step(step):
             result = train_step(
                 run.model,
                 run.optimizer.optimizer,

@@ -238,7 +238,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off."""
+    """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off.
+
+    implementation: `torch`, `transformer_engine`, `apex`, or `auto` (training/optimizer.py; the log names it). Their
+        checkpoints are interchangeable, their roundings differ.
+    """
 
     lr: float = 2e-3
     beta1: float = 0.9
@@ -246,6 +250,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    implementation: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -285,12 +290,18 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """interval: steps between printed lines; `metrics.jsonl` has every step. wandb: `online`, `offline`, `disabled`."""
+    """interval: steps between printed lines; `metrics.jsonl` has every step. wandb: `online`, `offline`, `disabled`.
+
+    profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`; empty:
+        none. memory_history: record CUDA allocations on rank 0. Both write into run.dir (training/profiling.py).
+    """
 
     interval: int = 10
     tensorboard: bool = True
     wandb: str = "disabled"
     wandb_project: str = "megatron_fp4"
+    profile_steps: list[int] = field(default_factory=list)
+    memory_history: bool = False
 
 
 @dataclass(frozen=True)

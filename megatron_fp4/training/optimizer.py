@@ -12,11 +12,13 @@ Hyperparameters (betas, decay, ...) are not in the state: on resume the configur
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_fp4.config import OptimizerConfig
+from megatron_fp4.config import ConfigError, OptimizerConfig
+from megatron_fp4.training.multi_tensor_adam import MultiTensorAdamW, apex_kernel, transformer_engine_kernel
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,42 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> BuiltOptimizer
 
     Call it after `model` has been sharded and its parameters hold values: it takes the parameters as they are.
     The learning rate starts at config.lr; `set_lr` changes it.
+    Raises ConfigError if `config.implementation` names one that is not there.
     """
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, config.weight_decay),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
-    _create_moments(optimizer)
-    return BuiltOptimizer(optimizer, "torch.optim.AdamW (fused)")
+    groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
+    on_cuda = all(parameter.is_cuda for group in groups for parameter in group["params"])  # type: ignore[attr-defined]
+    name, kernel = _choose(config.implementation, on_cuda)
+    optimizer: torch.optim.Optimizer
+    if kernel is None:
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    else:
+        applier, adam = kernel
+        optimizer = MultiTensorAdamW(groups, lr=config.lr, betas=betas, eps=config.eps, applier=applier, kernel=adam)
+    # Torch's kernel reads the step on the device, the others get it as a number from the host.
+    _create_moments(optimizer, step_on_host=kernel is not None)
+    return BuiltOptimizer(optimizer, name)
+
+
+def _choose(implementation: str, on_cuda: bool) -> tuple[str, tuple[Any, Any] | None]:
+    """Name and kernel; None is torch's own."""
+    torchs = "torch.optim.AdamW (fused)"
+    if implementation == "torch" or (implementation == "auto" and not on_cuda):
+        return torchs, None
+    kernels = {
+        "transformer_engine": ("AdamW by Transformer Engine's multi-tensor kernel", transformer_engine_kernel),
+        "apex": ("AdamW by apex's multi-tensor kernel", apex_kernel),
+    }
+    for key, (name, load) in kernels.items():
+        if implementation not in ("auto", key):
+            continue
+        try:
+            if not on_cuda:
+                raise ImportError("the parameters are not on CUDA")
+            return name, load()
+        except (ImportError, OSError) as error:
+            if implementation == key:
+                raise ConfigError(f"optimizer.implementation={key} cannot run: {error}; use auto or torch") from error
+    return torchs, None
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -89,11 +117,11 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return state
 
 
-def _create_moments(optimizer: torch.optim.AdamW) -> None:
+def _create_moments(optimizer: torch.optim.Optimizer, step_on_host: bool) -> None:
     """What AdamW's first step would create: see torch.optim.Adam._init_group with fused=True."""
     for parameter in optimizer_parameters(optimizer):
         optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "step": torch.zeros((), dtype=torch.float32, device="cpu" if step_on_host else parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
