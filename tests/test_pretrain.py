@@ -37,7 +37,8 @@ SMALL = [
     "schedule.decay_fraction=0.25",
     "validation.interval=3",
     "validation.num_samples=6",
-    "checkpoint.interval=4",
+    "checkpoint.interval=1",
+    "checkpoint.keep=0",
     "logging.interval=1",
 ]
 
@@ -133,17 +134,46 @@ def test_started_again_it_says_finished(straight: Any, small: list[str]) -> None
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path) -> None:
-    """N steps, a checkpoint, a new process, N more steps: losses and weights of the straight run, bit for bit."""
+@pytest.mark.parametrize("at", [4, 6, 7], ids=["before the switch", "at the switch", "after the switch"])
+def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path, at: int) -> None:
+    """Some steps, a checkpoint, a new process, the rest: losses and weights of the straight run, bit for bit."""
     processes, folder, _ = straight
-    half = folder / "checkpoints" / "step_00000004"
+    if processes > 1 and at != 4:
+        pytest.skip("the switch is no different on two processes")
     again = tmp_path / "again"
-    run(processes, [*small, f"run.dir={again}", f"checkpoint.resume={half}"])
+    checkpoint = folder / "checkpoints" / f"step_{at:08d}"
+    run(processes, [*small, f"run.dir={again}", f"checkpoint.resume={checkpoint}", "checkpoint.interval=0"])
     expected = losses(folder)
-    assert losses(again) == {step: expected[step] for step in range(5, STEPS + 1)}
+    assert losses(again) == {step: expected[step] for step in range(at + 1, STEPS + 1)}
     assert records(again, "validation")[-1]["losses"] == records(folder, "validation")[-1]["losses"]
+    plans = {record["step"]: record["plan"] for record in records(folder, "step")}
+    assert {r["step"]: r["plan"] for r in records(again, "step")} == {s: plans[s] for s in range(at + 1, STEPS + 1)}
     last = Path("checkpoints", f"step_{STEPS:08d}")
     assert_same_checkpoint(folder / last, again / last, tmp_path)
+
+
+def test_switch_by_gradient_noise(small: list[str], tmp_path: Path) -> None:
+    """Measured every second step; the second measurement in a row below an (absurd) threshold switches."""
+    noise = ["gradient_noise", "threshold=1000000", "interval=2", "patience=2"]
+    switch = [f"precision.switch.{'when=' if i == 0 else ''}{part}" for i, part in enumerate(noise)]
+    run(
+        1,
+        [
+            *small,
+            *switch,
+            f"run.dir={tmp_path}",
+            "train.steps=4",
+            "checkpoint.interval=0",
+            "precision.diagnostics.interval=3",
+        ],
+    )
+    measured = records(tmp_path, "gradient_noise")
+    assert [record["step"] for record in measured] == [1, 3]
+    assert all(1 < record["ratio"] < 100 for record in measured)
+    (event,) = [record for record in records(tmp_path, "event") if record["event"] == "switch"]
+    assert event["step"] == 2
+    assert [record["plan"] for record in records(tmp_path, "step")][1:3] == ["nvfp4", "after the switch to bf16"]
+    assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1]  # after the switch nothing is FP4
 
 
 @pytest.mark.parametrize("target", ["launcher", "one worker"])

@@ -1,0 +1,49 @@
+"""Every recipe on a whole model: the loss of the same first step, and what each costs in accuracy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import pretrain
+from megatron_fp4.compose import compose_config, precision_config
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+
+RECIPES = ("bf16", "fp8_block", "nvfp4", "mxfp4", "nvfp4_all_the_way")
+# Relative error of the whole gradient after one backward pass that is allowed to a recipe, against BF16.
+GRADIENT_ERROR = {"bf16": 0.0, "fp8_block": 0.15, "nvfp4": 0.6, "mxfp4": 0.7, "nvfp4_all_the_way": 0.7}
+
+
+def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
+    """Loss and flattened gradient of the tiny model's first micro-batch under a recipe."""
+    config = compose_config([f"precision={name}", "train.sequence_length=128"], pretrain.CONFIGS)
+    target = precision_config("bf16", config, pretrain.CONFIGS)
+    model = pretrain.build_model_parts(config, target, mesh, RunClock(seed=3))[0]
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=generator)
+    loss = model(tokens, targets)
+    loss.backward()
+    gradients = [p.grad.to_local().flatten() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
+    return loss.item(), torch.cat(gradients).double()
+
+
+@pytest.fixture(scope="module")
+def exact(mesh: ParallelMesh) -> tuple[float, torch.Tensor]:
+    return first_step(mesh, "bf16")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torch.Tensor], name: str) -> None:
+    loss, gradient = first_step(mesh, name)
+    assert abs(loss - exact[0]) < 1e-2
+    error = ((gradient - exact[1]).norm() / exact[1].norm()).item()
+    assert error <= GRADIENT_ERROR[name]
+    if name != "bf16":
+        assert error > 1e-3  # something was quantized
+        gain = (gradient @ exact[1] / exact[1].square().sum()).item()
+        assert 0.9 < gain < 1.1
+
+
+def test_configs_are_all_covered() -> None:
+    assert sorted(path.stem for path in (pretrain.CONFIGS / "precision").glob("*.yaml")) == sorted(RECIPES)
