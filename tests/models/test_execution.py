@@ -1,0 +1,65 @@
+import dataclasses
+
+import pytest
+
+from megatron_fp4.config import ConfigError, TrainConfig
+from models import execution
+from models.execution import PLAIN, Execution, choose_execution
+from tests.models.builders import small_config
+
+EVERYTHING = {"triton", "mamba_ssm", "causal_conv1d"}
+
+
+def choose(
+    monkeypatch, kernels="auto", installed=EVERYTHING, device="cuda", dtype="bfloat16", recompute="none", **model
+):
+    monkeypatch.setattr(execution, "_installed", lambda module: module in installed)
+    config = small_config(**({"mamba_chunk_size": 128, "mamba_state_dim": 8} | model))
+    train = TrainConfig(kernels=kernels, activation_checkpointing=recompute)
+    return choose_execution(train, config, 1, device, dtype)
+
+
+def test_auto_takes_what_is_there(monkeypatch):
+    assert choose(monkeypatch) == Execution(scan=True, conv=True, compiled=True)
+    assert choose(monkeypatch, installed={"triton", "causal_conv1d"}) == Execution(conv=True, compiled=True)
+    assert choose(monkeypatch, pattern="*-") == Execution(compiled=True)
+    assert choose(monkeypatch, mamba_conv_width=7) == Execution(scan=True, compiled=True)
+    assert choose(monkeypatch, device="cpu") == choose(monkeypatch, dtype="float32") == PLAIN
+    assert choose(monkeypatch, device="cpu", recompute="block") == Execution(recompute="block")
+
+
+def test_torch_is_the_reference_everywhere(monkeypatch):
+    assert choose(monkeypatch, "torch") == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "cpu"}, "train.kernels=fused needs CUDA"),
+        ({"dtype": "float32"}, "precision.compute_dtype=float32"),
+        ({"installed": EVERYTHING - {"triton"}}, "pip install triton"),
+        ({"installed": EVERYTHING - {"mamba_ssm"}}, "pip install --no-build-isolation mamba-ssm"),
+        ({"installed": EVERYTHING - {"causal_conv1d"}}, "pip install --no-build-isolation causal-conv1d"),
+        ({"mamba_chunk_size": 96}, "mamba_chunk_size"),
+        ({"mamba_conv_width": 7}, "mamba_conv_width"),
+        ({"mamba_state_dim": 7}, "multiple of 8 channels"),
+    ],
+)
+def test_fused_says_what_it_needs(monkeypatch, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        choose(monkeypatch, "fused", **changes)
+
+
+def test_fused_needs_no_mamba_packages_for_a_transformer(monkeypatch):
+    assert choose(monkeypatch, "fused", installed={"triton"}, pattern="*-") == Execution(compiled=True)
+
+
+@pytest.mark.parametrize("changes", [{"kernels": "fast"}, {"recompute": "all"}])
+def test_unknown_choices(monkeypatch, changes):
+    with pytest.raises(ConfigError, match="is not known; choose one of"):
+        choose(monkeypatch, **changes)
+
+
+def test_the_log_says_what_runs():
+    assert "scan: mamba-ssm, convolution: torch" in Execution(scan=True, compiled=True).describe("M-")
+    assert dataclasses.replace(PLAIN).describe("*-").startswith("attention: SDPA, its own choice")

@@ -1,0 +1,165 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_fp4.config import Bf16BlocksConfig, ParallelConfig
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.training.step import _prepare_backward
+from models.execution import Execution
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from models.recompute import Recompute
+from tests.models.builders import local, small_config
+from tests.training.harness import launch, whole
+
+CONFIG = small_config(hidden_dim=64, ffn_dim=64, rope=True)
+NEAREST, STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
+WEIGHT = Operand("nvfp4", (16, 16))
+# Stochastic in the forward pass too: a recomputed block must draw the same numbers again.
+RECIPES = {
+    "bf16": BF16,
+    "nvfp4": Recipe("nvfp4", STOCHASTIC, WEIGHT, STOCHASTIC, WEIGHT, STOCHASTIC, STOCHASTIC, wgrad_rht=16),
+}
+
+
+def text(index: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 33), generator=torch.Generator().manual_seed(index))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: RunClock, reshard: bool) -> HybridModel:
+    with torch.device("meta"):
+        model = build_model(CONFIG, mesh, torch.bfloat16, Execution(recompute=recompute))
+    linears = dict(model.linears())
+    apply_data_parallel(
+        model,
+        mesh,
+        units=list(model.blocks),
+        fp32_units=model.fp32_units(),
+        compute_dtype=torch.bfloat16,
+        reshard=reshard,
+    )
+    model.to_empty(device="cpu")
+    initialize(model, CONFIG, 0)
+    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
+    plan = build_plan(shapes, RECIPES[recipe], Bf16BlocksConfig(), CONFIG.num_blocks)
+    apply_plan({name: module.numerics for name, module in linears.items()}, plan, clock)
+    return model
+
+
+def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) -> dict[str, Tensor]:
+    """Of two micro-batches a rank, and that the clock stood still in between."""
+    clock = RunClock(seed=3)
+    model = sharded_model(recompute, recipe, mesh, clock, reshard)
+    for position in range(2):
+        _prepare_backward(model, is_last=position == 1, reshard=reshard)
+        clock.micro_batch = index = 2 * mesh.dp_rank + position
+        loss = model(*text(index))
+        loss.backward()
+        assert clock == RunClock(seed=3, micro_batch=index)
+    assert all(p.grad is not None for p in model.parameters())
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_gradients_have_the_same_bits(mesh, recompute, recipe):
+    plain, again = (gradients(how, recipe, mesh, reshard=False) for how in ("none", recompute))
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def on_a_rank(rank: int, tensor: int, reshard: bool) -> list[str]:
+    mesh = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu"))
+    wrong = []
+    for recipe in RECIPES:
+        plain = gradients("none", recipe, mesh, reshard)
+        for recompute in ("block", "selective"):
+            again = gradients(recompute, recipe, mesh, reshard)
+            wrong += [f"{recipe} {recompute} {n}" for n in plain if not torch.equal(plain[n], again[n])]
+    return wrong
+
+
+@pytest.mark.parametrize(("tensor", "reshard"), [(1, False), (1, True), (2, True)])
+def test_over_ranks(tensor, reshard):
+    assert launch(on_a_rank, 2, tensor, reshard) == [[], []]
+
+
+def kept_bytes(recompute: str, mesh: ParallelMesh, kind: str) -> int:
+    """What a block keeps for its backward pass, parameters apart."""
+    config = dataclasses.replace(CONFIG, pattern=kind)
+    model = build_model(config, mesh, torch.bfloat16, Execution(recompute=recompute))
+    initialize(model, config, 0)
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    h = torch.randn(64, 64).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        y = model.blocks[0](h, 32)
+    promises = find_promises(y.grad_fn) if recompute == "selective" else []
+    for promise in promises:
+        for tensor in promise.inputs:
+            keep(tensor)
+    return sum(t.untyped_storage().nbytes() for t in storages.values())
+
+
+def find_promises(node: object) -> list:
+    found, seen, stack = [], set(), [node]
+    while stack:
+        current = stack.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        if hasattr(current, "promise"):
+            found.append(current.promise)
+        stack += [following for following, _ in current.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["M", "-", "*"])
+def test_selective_keeps_less_than_everything(mesh, kind):
+    assert kept_bytes("selective", mesh, kind) < 0.75 * kept_bytes("none", mesh, kind)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+        self.calls: list[str] = []
+
+    def cheap(self, x: Tensor) -> Tensor:
+        self.calls.append("cheap")
+        return x.sin()
+
+    def expensive(self, x: Tensor) -> Tensor:
+        self.calls.append("expensive")
+        return x @ self.weight
+
+
+def test_cheap_runs_once_again_and_expensive_never():
+    module, recompute = Counting(), Recompute(True)
+    h = torch.randn(4, 8).requires_grad_()
+    y = recompute.expensive(module.expensive, recompute.cheap(module.cheap, h))
+    assert module.calls == ["cheap", "expensive"]
+    y.square().sum().backward()
+    assert module.calls == ["cheap", "expensive", "cheap"]
+    expected = torch.autograd.grad((h.sin() @ module.weight).square().sum(), (h, module.weight))
+    assert torch.equal(h.grad, expected[0]) and torch.equal(module.weight.grad, expected[1])
+
+
+def test_nothing_is_promised_without_gradients_or_when_off():
+    module = Counting()
+    for recompute, context in ((Recompute(True), torch.no_grad()), (Recompute(False), torch.enable_grad())):
+        with context:
+            recompute.expensive(module.expensive, recompute.cheap(module.cheap, torch.randn(4, 8)))
+        assert not recompute._promised

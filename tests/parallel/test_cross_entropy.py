@@ -1,0 +1,105 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron_fp4.config import ParallelConfig
+from megatron_fp4.parallel.cross_entropy import head_cross_entropy
+from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.parallel.parameters import new_parameter
+from tests.training.harness import launch, whole
+
+TOKENS, HIDDEN, WORDS = 40, 16, 96
+
+
+def draws(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = nn.Parameter(torch.randn(WORDS, HIDDEN, generator=generator))
+    return x, weight, torch.randint(WORDS, (TOKENS,), generator=generator)
+
+
+def in_fp64(x: Tensor, weight: Tensor, targets: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and gradients of scale * loss."""
+    x64, w64 = (t.detach().double().requires_grad_() for t in (x, weight))
+    loss = F.cross_entropy(x64 @ w64.t(), targets)
+    (scale * loss).backward()
+    assert x64.grad is not None and w64.grad is not None
+    return loss.detach(), x64.grad, w64.grad
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7, 40, 64])
+def test_loss_and_gradients(mesh, chunk):
+    x, weight, targets = draws()
+    loss = head_cross_entropy(x, weight, targets, 0, mesh, chunk_tokens=chunk)
+    (loss / 3).backward()
+    expected, dx, dw = in_fp64(x, weight, targets, 1 / 3)
+    torch.testing.assert_close(loss.double(), expected)
+    torch.testing.assert_close(x.grad.double(), dx, rtol=1e-4, atol=1e-8)
+    torch.testing.assert_close(weight.grad.double(), dw, rtol=1e-4, atol=1e-7)
+
+
+def test_bf16_is_rounded_in_the_logits_their_gradient_and_dx_and_nowhere_else(mesh):
+    x, weight, targets = draws(torch.bfloat16)
+    scale = 1 / 3  # a loss scale that BF16 cannot hold
+    (scale * head_cross_entropy(x, weight, targets, 0, mesh)).backward()
+    w = weight.detach().bfloat16()
+    logits = (x.detach() @ w.t()).float()
+    onehot = F.one_hot(targets, WORDS).float()
+    dlogits = (logits.softmax(-1) - onehot).bfloat16().float()
+    factor = torch.tensor(scale) / TOKENS
+    assert weight.grad.dtype == torch.float32 and x.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(weight.grad, dlogits.t() @ x.detach().float() * factor, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(x.grad, (dlogits @ w.float() * factor).bfloat16(), rtol=1e-5, atol=1e-8)
+
+
+def test_chunks_change_only_the_order_of_sums(mesh):
+    results = []
+    for chunk in (None, 8):
+        x, weight, targets = draws(torch.bfloat16)
+        loss = head_cross_entropy(x, weight, targets, 0, mesh, chunk_tokens=chunk)
+        loss.backward()
+        results.append((loss, x.grad, weight.grad))
+    (loss, dx, dw), (chunked_loss, chunked_dx, chunked_dw) = results
+    assert torch.equal(loss, chunked_loss) and torch.equal(dx, chunked_dx)
+    torch.testing.assert_close(dw, chunked_dw, rtol=1e-5, atol=1e-8)
+
+
+def test_large_logits_and_confident_tokens(mesh):
+    x, weight, targets = draws()
+    with torch.no_grad():
+        weight.mul_(1000)
+    loss = head_cross_entropy(x, weight, targets, 0, mesh)
+    loss.backward()
+    expected, dx, _ = in_fp64(x, weight, targets)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(x.grad.double(), dx, rtol=1e-4, atol=1e-6)
+
+
+def test_nothing_is_kept_without_gradients_and_nan_is_not_lost(mesh):
+    x, weight, targets = draws()
+    with torch.no_grad():
+        assert not head_cross_entropy(x, weight, targets, 0, mesh).requires_grad
+        x[3, 2] = float("nan")
+        assert head_cross_entropy(x, weight, targets, 0, mesh).isnan()
+
+
+def sharded(rank: int, chunk: int | None) -> tuple[float, Tensor, Tensor]:
+    mesh = build_mesh(ParallelConfig(tensor=2, sequence=False), torch.device("cpu"))
+    x, weight, targets = draws()
+    parameter, rows = new_parameter((WORDS, HIDDEN), mesh, 0), WORDS // 2
+    parameter.data._local_tensor.copy_(weight.detach()[rank * rows : (rank + 1) * rows])
+    loss = head_cross_entropy(x, parameter, targets, rank * rows, mesh, chunk_tokens=chunk)
+    (loss / 3).backward()
+    return loss.item(), x.grad, whole(parameter.grad)
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_a_sharded_vocabulary(chunk):
+    (loss, dx_first, dw), (other_loss, dx_second, other_dw) = launch(sharded, 2, chunk)
+    x, weight, targets = draws()
+    expected, dx, expected_dw = in_fp64(x, weight, targets, 1 / 3)
+    assert loss == other_loss and torch.equal(dw, other_dw)
+    assert abs(loss - expected.item()) < 1e-5
+    torch.testing.assert_close((dx_first + dx_second).double(), dx, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(dw.double(), expected_dw, rtol=1e-4, atol=1e-7)
