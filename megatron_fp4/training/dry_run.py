@@ -22,9 +22,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fp4.config import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics
-from megatron_fp4.training.ledger import Ledger, Message, storage_keys
+from megatron_fp4.training.ledger import Ledger, Message
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.shapes_only import shapes_only
 from megatron_fp4.training.step import train_step
@@ -39,7 +40,8 @@ class RankMemory:
     parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
     update). gathered: whole parameters in the compute dtype after a forward pass. quantized_weights: kept from
     micro-batch to micro-batch. activations: what one micro-batch's forward pass leaves for its backward pass.
-    unreduced_gradients: FP32 gradients of whole layers while micro-batches add up (0 with one micro-batch a step).
+    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
+    micro-batch a step).
     peak: the most at any moment of a step, temporaries included.
     """
 
@@ -110,7 +112,7 @@ def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
             ledger.restart_peak()
             watch.passes.clear()
             step(1, shown)
-            memory = watch.memory(ledger.peak_bytes)
+            memory = watch.memory(ledger.peak_bytes, accumulates=shown > 1)
         names = _axis_names(mesh)
         messages: Counter[Message] = Counter()
         for index, counted in ledger.messages.items():
@@ -137,9 +139,8 @@ def _micro_batches(config: Config, count: int) -> list[_MicroBatch]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Bytes at the end of one forward pass; `before` it: all that is alive, without what is gathered and quantized."""
+    """Bytes at the end of one forward pass."""
 
-    before: int
     gathered: int
     quantized: int
     activations: int
@@ -157,29 +158,27 @@ class _Watch:
     ) -> None:
         self.model, self.linears, self.ledger = model, linears, ledger
         self.passes: list[_Pass] = []
-        self.shards = [p._local_tensor if isinstance(p, DTensor) else p for p in optimizer_parameters(optimizer)]
+        self.parameters = optimizer_parameters(optimizer)
+        self.shards = [p._local_tensor if isinstance(p, DTensor) else p for p in self.parameters]
         self.state = [value for state in optimizer.state.values() for value in state.values()]
         self._before: dict[int, int] = {}
-        self._kept_before: set[int] = set()
         model.register_forward_pre_hook(lambda *_: self._start())
         model.register_forward_hook(lambda *_: self._end())
 
     def _start(self) -> None:
         self._before = self.ledger.storages()
-        self._kept_before = storage_keys(self._kept_weights())
 
     def _end(self) -> None:
         alive = self.ledger.storages()
-        gathered = storage_keys(self.model.parameters()) - storage_keys(self.shards)
-        quantized = storage_keys(self._kept_weights())
+        gathered = self.ledger.numbers(self.model.parameters()) - self.ledger.numbers(self.shards)
+        quantized = self.ledger.numbers(self._kept_weights())
         other = gathered | quantized
 
-        def size(keys: Iterable[int]) -> int:
-            return sum(alive.get(key, 0) for key in keys)
+        def size(numbers: Iterable[int]) -> int:
+            return sum(alive.get(number, 0) for number in numbers)
 
-        before = sum(self._before[key] for key in self._before.keys() - other - self._kept_before)
         new = alive.keys() - self._before.keys() - other
-        self.passes.append(_Pass(before, size(gathered), size(quantized), size(new)))
+        self.passes.append(_Pass(size(gathered), size(quantized), size(new)))
 
     def _kept_weights(self) -> Iterator[Tensor]:
         for numerics in self.linears.values():
@@ -187,10 +186,12 @@ class _Watch:
                 for operand in numerics.weight_cache[1:]:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
 
-    def memory(self, peak: int) -> RankMemory:
-        """What was seen in the passes so far. The last pass is that of a run's steady state."""
+    def memory(self, peak: int, accumulates: bool) -> RankMemory:
+        """What was seen; the last pass is that of a run's steady state. accumulates: over several micro-batches."""
         parameters = sum(t.numel() * t.element_size() for t in self.shards)
         last = self.passes[-1]
+        # Every gradient is FP32 and whole on its tensor-parallel rank until it is reduced.
+        unreduced = sum(4 * parameter.numel() // _tensor_parallel_parts(parameter) for parameter in self.parameters)
         return RankMemory(
             num_parameters=sum(t.numel() for t in self.shards),
             parameters=parameters,
@@ -199,9 +200,17 @@ class _Watch:
             gathered=last.gathered,
             quantized_weights=last.quantized,
             activations=last.activations,
-            unreduced_gradients=max(0, last.before - self.passes[0].before),
+            unreduced_gradients=unreduced if accumulates else 0,
             peak=peak,
         )
+
+
+def _tensor_parallel_parts(parameter: Tensor) -> int:
+    """Into how many parts tensor parallelism cuts a parameter."""
+    if not isinstance(parameter, DTensor) or is_replicated(parameter):
+        return 1
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.device_mesh.size(names.index("tp"))
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -43,6 +43,12 @@ class Message:
         return rounds * self.num_bytes * (self.ranks - 1) / self.ranks
 
 
+@dataclass
+class _Storage:
+    number: int
+    num_bytes: int = 0
+
+
 class Ledger(TorchDispatchMode):
     """Use it as a context manager inside `FakeTensorMode`.
 
@@ -55,7 +61,8 @@ class Ledger(TorchDispatchMode):
         self.messages: dict[int, Counter[Message]] = {}
         self.live_bytes = self.peak_bytes = 0
         self._now = now
-        self._storages: dict[int, int] = {}
+        self._storages: dict[int, _Storage] = {}  # by address, which others take when a storage is gone
+        self._count = 0
 
     def __enter__(self) -> Ledger:
         # FSDP2 frees and allocates gathered parameters by resizing storages, which is no operation.
@@ -91,8 +98,13 @@ class Ledger(TorchDispatchMode):
         return result
 
     def storages(self) -> dict[int, int]:
-        """Bytes of every storage that is alive, by its identity."""
-        return {key: size for key, size in self._storages.items() if size}
+        """Bytes of every storage that is alive, by a number of its own."""
+        return {storage.number: storage.num_bytes for storage in self._storages.values() if storage.num_bytes}
+
+    def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The numbers of the tensors' storages (of the local parts of DTensors), as in `storages`."""
+        local = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors)
+        return {self._storages[t.untyped_storage()._cdata].number for t in local}
 
     def restart_peak(self) -> None:
         """From here on."""
@@ -101,18 +113,19 @@ class Ledger(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = 0
+            self._count += 1
+            self._storages[storage._cdata] = _Storage(self._count)
             self._set(storage._cdata, storage.nbytes())
             weakref.finalize(storage, self._forget, storage._cdata)
 
-    def _set(self, key: int, size: int) -> None:
-        size = -(-size // _ALLOCATION_UNIT) * _ALLOCATION_UNIT
-        self.live_bytes += size - self._storages[key]
+    def _set(self, address: int, num_bytes: int) -> None:
+        storage, num_bytes = self._storages[address], -(-num_bytes // _ALLOCATION_UNIT) * _ALLOCATION_UNIT
+        self.live_bytes += num_bytes - storage.num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self._storages[key] = size
+        storage.num_bytes = num_bytes
 
-    def _forget(self, key: int) -> None:
-        self.live_bytes -= self._storages.pop(key, 0)
+    def _forget(self, address: int) -> None:
+        self.live_bytes -= self._storages.pop(address).num_bytes
 
     def _send(self, func: Any, args: Any) -> None:
         name = func.name().removeprefix("c10d::").split(".")[0]
@@ -129,8 +142,3 @@ class Ledger(TorchDispatchMode):
         size = sum(t.numel() * t.element_size() for t in tensors)
         message = Message(operation, group.group_name, group.size(), size)
         self.messages.setdefault(self._now(), Counter())[message] += 1
-
-
-def storage_keys(tensors: Iterable[Tensor]) -> set[int]:
-    """The identities of the tensors' storages (of the local parts of DTensors), as in `Ledger.storages`."""
-    return {(t._local_tensor if isinstance(t, DTensor) else t).untyped_storage()._cdata for t in tensors}

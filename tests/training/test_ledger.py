@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_fp4.training.ledger import Ledger, Message, storage_keys
+from megatron_fp4.training.ledger import Ledger, Message
 
 KIB = 1024
 
@@ -31,7 +31,16 @@ def test_bytes_alive_and_their_peak(ledger):
     assert (ledger.live_bytes, ledger.peak_bytes) == (1024, 1024 * KIB + 512)
     ledger.restart_peak()
     assert ledger.peak_bytes == 1024
-    assert storage_keys([b, c]) == ledger.storages().keys()
+    assert ledger.numbers([b, c]) == ledger.storages().keys()
+
+
+def test_a_new_storage_at_the_address_of_an_old_one_is_another(ledger):
+    seen = set()
+    for _ in range(20):
+        a = torch.empty(64)
+        seen |= ledger.storages().keys()
+        del a
+    assert len(seen) == 20
 
 
 def test_a_storage_that_is_freed_and_allocated_again_as_fsdp_does(ledger):
