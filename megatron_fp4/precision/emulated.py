@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.cuda import PackedColumns, Side, kernels_unavailable, quantize_both
 from megatron_fp4.quantization.formats import E2M1_MAX, ue8m0_values
 from megatron_fp4.quantization.fp8 import encode_fp8
-from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+
+Maker = Callable[[], "GemmOperand"]
 
 
 @dataclass(frozen=True)
@@ -91,13 +93,81 @@ class OperandRequest:
     """What to make of a tensor for one GEMM.
 
     rht, signs: size of the Hadamard transform applied first (input and result in BF16), 0 for none, and what its signs
-    are: `fixed`, `none`, or `fresh`. key: of the draws of stochastic rounding; None rounds to nearest.
+    are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of stochastic rounding; None rounds
+    to nearest.
     """
 
     operand: Operand
     rht: int = 0
     signs: str = "fixed"
     key: RoundingKey | None = None
+    signs_key: RoundingKey | None = None
+
+
+class EmulatedBackend:
+    """The backend of this file (`precision/backend.py` says what a backend is)."""
+
+    name = "emulated"
+    borrows_codes = True
+
+    def column_multiple(self, recipe: Recipe) -> int:
+        """Whole blocks are enough."""
+        return recipe.column_multiple
+
+    def operands(
+        self,
+        x: Tensor,
+        columns: OperandRequest | None,
+        rows: OperandRequest | None,
+        *,
+        dtype: torch.dtype,
+        keep_rows: bool = False,
+        amax_group: ProcessGroup | None = None,
+    ) -> tuple[Maker | None, Maker | None]:
+        """By the fused kernels as far as they go, by PyTorch what is left."""
+        fused: tuple[GemmOperand | None, GemmOperand | None] = (None, None)
+        if dtype == torch.bfloat16:
+            fused = fused_operands(x, columns, rows, pack_rows=keep_rows, amax_group=amax_group)
+
+        def make(made: GemmOperand | None, request: OperandRequest, transposed: bool) -> GemmOperand:
+            if made is not None:
+                return made
+            rounded = x.to(dtype)
+            return quantize_operand(
+                rounded.t() if transposed else rounded,
+                request.operand,
+                rht=request.rht,
+                signs=transform_signs(request.rht, request.signs, request.signs_key, x.device) if request.rht else None,
+                key=request.key,
+                amax_group=amax_group,
+            )
+
+        makers: list[Maker | None] = [None, None]
+        for i, request in enumerate((columns, rows)):
+            if request is not None:
+                makers[i] = functools.partial(make, fused[i], request, i == 1)
+        return makers[0], makers[1]
+
+    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
+        """a b^T, see `gemm`."""
+        return gemm(a, b, out_dtype)
+
+    def restored(self, tensors: Sequence[Tensor | None], kind: tuple[str | None, bool]) -> GemmOperand:
+        """An operand again from its `tensors()` and its `kind`."""
+        return GemmOperand.from_tensors(tensors, kind)
+
+
+EMULATED = EmulatedBackend()
+
+
+def transform_signs(size: int, signs: str, key: RoundingKey | None, device: torch.device) -> Tensor:
+    """FP32 [size] of +-1: the `fixed` ones, `none` (all +1), or `fresh` ones drawn from `key`."""
+    if signs == "fixed":
+        return fixed_signs(size, device)
+    if signs == "none":
+        return torch.ones(size, device=device)
+    assert key is not None, "fresh signs come from a key"
+    return random_signs(size, key, device)
 
 
 def fused_operands(

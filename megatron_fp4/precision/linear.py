@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from megatron_fp4.precision.backend import Backend, BackendOperand, Maker
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import GemmOperand, OperandRequest, fused_operands, gemm, quantize_operand
+from megatron_fp4.precision.emulated import EMULATED, OperandRequest, transform_signs
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
-from megatron_fp4.quantization.hadamard import fixed_signs, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class LinearNumerics:
-    """What one linear needs to know besides its tensors. The plan writes `name`, `recipe` and `clock`.
+    """What one linear needs to know besides its tensors. The plan writes `name`, `recipe`, `clock` and `backend`.
 
+    backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
@@ -51,12 +52,13 @@ class LinearNumerics:
     name: str = ""
     recipe: Recipe = BF16
     clock: RunClock = field(default_factory=lambda: RunClock(seed=0))
+    backend: Backend = EMULATED
     num_groups: int = 1
     in_offset: int = 0
     out_group_offset: int = 0
     in_shards: ProcessGroup | None = None
     out_shards: ProcessGroup | None = None
-    weight_cache: tuple[Any, GemmOperand, GemmOperand] | None = None
+    weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
     probe: Probe | None = None
 
     @property
@@ -99,7 +101,7 @@ class _QuantizedLinear(torch.autograd.Function):
         call = _Call(numerics, weight, x)
         w_fprop, w_dgrad = call.weight_operands()
         reuse = call.recipe.wgrad_activation.reuse_fprop
-        x_fprop, x_wgrad = call.quantize_both(
+        make_fprop, make_wgrad = call.prepare(
             "fprop_activation",
             "wgrad_activation" if needs_wgrad and not reuse else None,
             x,
@@ -107,10 +109,13 @@ class _QuantizedLinear(torch.autograd.Function):
             numerics.in_group,
             keep_rows=True,
         )
-        assert x_fprop is not None
-        y = call.unpad(gemm(x_fprop, w_fprop, x.dtype))
-        if needs_wgrad and reuse:
-            x_wgrad = x_fprop.transposed()
+        assert make_fprop is not None
+        x_fprop = make_fprop()
+        y = call.unpad(call.backend.gemm(x_fprop, w_fprop, x.dtype))
+        x_wgrad = x_fprop.transposed() if needs_wgrad and reuse else None
+        del x_fprop
+        if make_wgrad is not None:
+            x_wgrad = make_wgrad()
         saved = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
         ctx.save_for_backward(*(tensor for operand in saved for tensor in operand.tensors()))
         ctx.call, ctx.kinds = call, [operand.kind for operand in saved]
@@ -124,18 +129,18 @@ class _QuantizedLinear(torch.autograd.Function):
         dy = call.pad(grad_outputs[0])
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         dx = dw = None
-        dy_dgrad, dy_wgrad = call.quantize_both(
+        make_dgrad, make_wgrad = call.prepare(
             "dgrad_gradient" if needs_dgrad else None,
             "wgrad_gradient" if needs_wgrad else None,
             dy,
             (0, call.out_offset),
             call.numerics.out_group,
         )
-        if dy_dgrad is not None:
-            dx = gemm(dy_dgrad, GemmOperand.from_tensors(saved[:3], ctx.kinds[0]), dy.dtype)
-        del dy_dgrad  # as large as dy
-        if dy_wgrad is not None:
-            dw = gemm(dy_wgrad, GemmOperand.from_tensors(saved[3:], ctx.kinds[1]), torch.float32)
+        # Each operand is as large as dy; one at a time.
+        if make_dgrad is not None:
+            dx = call.backend.gemm(make_dgrad(), call.backend.restored(saved[:3], ctx.kinds[0]), dy.dtype)
+        if make_wgrad is not None:
+            dw = call.backend.gemm(make_wgrad(), call.backend.restored(saved[3:], ctx.kinds[1]), torch.float32)
             dw = call.wrap(call.unpad_rows(dw))
         if ctx.probed is not None:
             ctx.probed.backward(grad_outputs[0], dx, dw)
@@ -146,14 +151,16 @@ class _Call:
     """One forward pass of one linear: its place in the run, and the quantization of each tensor by the recipe."""
 
     def __init__(self, numerics: LinearNumerics, weight: Tensor, x: Tensor) -> None:
-        self.numerics, self.recipe = numerics, numerics.recipe
+        self.numerics, self.recipe, self.backend = numerics, numerics.recipe, numerics.backend
         self.step, self.micro_batch = numerics.clock.step, numerics.clock.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.mesh = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
         self.master = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
         self.group_rows = self.master.shape[0] // numerics.num_groups
-        multiple = self.recipe.column_multiple
+        multiple, whole = self.recipe.column_multiple, self.backend.column_multiple(self.recipe)
         self.padded_group_rows = -(-self.group_rows // multiple) * multiple
+        if self.padded_group_rows * numerics.num_groups % whole:
+            self.padded_group_rows = -(-self.group_rows // whole) * whole
         self.out_offset = numerics.out_group_offset * self.padded_group_rows
 
     @property
@@ -161,7 +168,7 @@ class _Call:
         """[out, in], the local part in the compute dtype."""
         return self.master.to(self.dtype)
 
-    def quantize_both(
+    def prepare(
         self,
         columns: str | None,
         rows: str | None,
@@ -170,53 +177,43 @@ class _Call:
         group: ProcessGroup | None,
         *,
         keep_rows: bool = False,
-    ) -> tuple[GemmOperand | None, GemmOperand | None]:
-        """The operand `columns` of the recipe made from `x`, and the operand `rows` made from its transpose.
+    ) -> tuple[Maker | None, Maker | None]:
+        """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
         offsets: row and column of the global tensor at which x starts. keep_rows: the second is for the backward pass.
         x may be FP32 where the compute dtype is BF16, and counts as rounded then (weights).
         """
         requests = (self._request(columns, offsets), self._request(rows, (offsets[1], offsets[0])))
-        made: list[GemmOperand | None] = [None, None]
-        if self.dtype == torch.bfloat16:
-            made = list(fused_operands(x, *requests, pack_rows=keep_rows, amax_group=group))
-        for i, (name, request) in enumerate(zip((columns, rows), requests, strict=True)):
-            if name is None or request is None or made[i] is not None:
-                continue
-            tensor = x.to(self.dtype) if i == 0 else x.to(self.dtype).t()
-            signs = self._signs(request.rht, name.split("_")[0]) if request.rht else None
-            made[i] = quantize_operand(
-                tensor, request.operand, rht=request.rht, signs=signs, key=request.key, amax_group=group
-            )
-        return made[0], made[1]
+        return self.backend.operands(x, *requests, dtype=self.dtype, keep_rows=keep_rows, amax_group=group)
 
     def _request(self, name: str | None, offsets: tuple[int, int]) -> OperandRequest | None:
         if name is None:
             return None
         operand: Operand = getattr(self.recipe, name)
-        rht: int = getattr(self.recipe, f"{name.split('_')[0]}_rht")
+        gemm_name = name.split("_")[0]
+        rht: int = getattr(self.recipe, f"{gemm_name}_rht")
         key = None
         if operand.rounding == "stochastic":
             key = self.numerics.key(self.step, self.micro_batch, name, *offsets)
-        return OperandRequest(operand, rht, self.recipe.rht_signs, key)
+        return OperandRequest(operand, rht, self.recipe.rht_signs, key, self._signs_key(gemm_name) if rht else None)
 
-    def weight_operands(self) -> tuple[GemmOperand, GemmOperand]:
+    def weight_operands(self) -> tuple[BackendOperand, BackendOperand]:
         """The weight as fprop's and as dgrad's operand, kept for all micro-batches of a step."""
         numerics, recipe = self.numerics, self.recipe
         stamp = (numerics.clock.weights_version, self.dtype, self.device)
         if numerics.weight_cache is not None and numerics.weight_cache[0] == stamp:
             return numerics.weight_cache[1:]
-        borrows = recipe.dgrad_weight.reuse_fprop or self._weight_codes_transpose()
-        fprop, dgrad = self.quantize_both(
+        borrows = self.backend.borrows_codes and (recipe.dgrad_weight.reuse_fprop or self._weight_codes_transpose())
+        make_fprop, make_dgrad = self.prepare(
             "fprop_weight",
             None if borrows else "dgrad_weight",
             self.pad_rows(self.master),
             (self.out_offset, numerics.in_offset),
             numerics.weight_group,
         )
-        assert fprop is not None
-        if dgrad is None:
-            dgrad = fprop.transposed()
+        assert make_fprop is not None
+        fprop = make_fprop()
+        dgrad = fprop.transposed() if make_dgrad is None else make_dgrad()
         if fprop.quantized and self._weight_codes_last():
             numerics.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
@@ -236,13 +233,12 @@ class _Call:
         return not stochastic and not ((recipe.fprop_rht or recipe.dgrad_rht) and recipe.rht_signs == "fresh")
 
     def _signs(self, size: int, gemm_name: str) -> Tensor:
-        signs = self.recipe.rht_signs
-        if signs == "fixed":
-            return fixed_signs(size, self.device)
-        if signs == "none":
-            return torch.ones(size, device=self.device)
-        key = self.numerics.key(self.step, self.micro_batch, f"{gemm_name}_signs", 0, 0)
-        return random_signs(size, key, self.device)
+        return transform_signs(size, self.recipe.rht_signs, self._signs_key(gemm_name), self.device)
+
+    def _signs_key(self, gemm_name: str) -> RoundingKey | None:
+        if self.recipe.rht_signs != "fresh":
+            return None
+        return self.numerics.key(self.step, self.micro_batch, f"{gemm_name}_signs", 0, 0)
 
     def pad(self, y: Tensor) -> Tensor:
         """[tokens, out] with each group of output features padded to whole blocks."""

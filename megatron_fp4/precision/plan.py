@@ -20,6 +20,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.recipe import BF16, Recipe, switched_recipe
 
 if TYPE_CHECKING:
+    from megatron_fp4.precision.backend import Backend
     from megatron_fp4.precision.linear import LinearNumerics
 
 
@@ -118,15 +119,19 @@ def build_plan(linears: Iterable[LinearShape], recipe: Recipe, bf16: Bf16BlocksC
     return Plan(tuple(rows))
 
 
-def apply_plan(linears: Mapping[str, LinearNumerics], plan: Plan, clock: RunClock) -> None:
+def apply_plan(
+    linears: Mapping[str, LinearNumerics], plan: Plan, clock: RunClock, backend: Backend | None = None
+) -> None:
     """Put `plan` into effect from the next forward pass on; `linears` maps names to the layers' numerics.
 
+    backend: who computes from now on; None leaves that as it is (`emulated` at first).
     Quantized weights that a layer kept are dropped: they belong to the recipe before.
     """
     rows = {row.linear.name: row for row in plan.rows}
     assert rows.keys() == linears.keys(), "the plan is of another model"
     for name, numerics in linears.items():
         numerics.name, numerics.recipe, numerics.clock = name, rows[name].recipe, clock
+        numerics.backend = numerics.backend if backend is None else backend
         numerics.weight_cache = None
 
 

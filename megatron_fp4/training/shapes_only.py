@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_fp4.parallel import cross_entropy
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision import linear
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision.emulated import GemmOperand, OperandRequest
 from megatron_fp4.quantization.cuda import BLOCKS, PackedColumns, Side
 
@@ -28,8 +28,8 @@ def shapes_only() -> Iterator[None]:
     """Replace the kernels inside."""
     with ExitStack() as stack:
         for module, name, replacement in (
-            (linear, "fused_operands", _fused_operands),
-            (linear, "gemm", _gemm_like(linear.gemm)),
+            (emulated, "fused_operands", _fused_operands),
+            (emulated, "gemm", _gemm_like(emulated.gemm)),
             (cross_entropy, "_product", _product),
             (cross_entropy, "_add_product", _add_product),
             (cross_entropy, "_loss_and_gradient", _loss_like(cross_entropy._loss_and_gradient)),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fp4.config import Bf16BlocksConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision import linear as linear_module
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
@@ -183,13 +183,13 @@ def recorded(model: nn.Module, clock: RunClock, codes: Codes) -> Iterator[None]:
 @contextmanager
 def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator[None]:
     """Show `watch` both operands of every GEMM of every linear."""
-    gemm = linear_module.gemm
+    gemm = emulated.gemm
 
     def watched(a: GemmOperand, b: GemmOperand, dtype: torch.dtype) -> Tensor:
         watch(a, b)
         return gemm(a, b, dtype)
 
-    with mock.patch.object(linear_module, "gemm", watched):
+    with mock.patch.object(emulated, "gemm", watched):
         yield
 
 

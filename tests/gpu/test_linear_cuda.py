@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import megatron_fp4.precision.emulated as emulated
 import megatron_fp4.precision.gemm_cuda as gemm_cuda
-import megatron_fp4.precision.linear as linear_module
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
@@ -69,13 +69,13 @@ def run(x: Tensor, w: Tensor, dy: Tensor, numerics: LinearNumerics) -> tuple[Ten
 @contextmanager
 def recorded(gemms: list):
     """Keep the operands of every GEMM inside."""
-    original = linear_module.gemm
+    original = emulated.gemm
 
     def recording(a, b, dtype):
         gemms.append([(of.unpacked().cpu(), None if of.scale is None else of.scale.cpu()) for of in (a, b)])
         return original(a, b, dtype)
 
-    with mock.patch.object(linear_module, "gemm", recording):
+    with mock.patch.object(emulated, "gemm", recording):
         yield
 
 
@@ -135,13 +135,13 @@ def test_shards_draw_as_the_whole():
 def test_a_pass_without_gradients_quantizes_nothing_for_them():
     x, w, _ = (tensor.cuda() for tensor in tensors(64, 64, 64))
     asked = []
-    original = linear_module.fused_operands
+    original = emulated.fused_operands
 
     def recording(tensor, columns, rows, **kwargs):
         asked.append(rows is not None)
         return original(tensor, columns, rows, **kwargs)
 
-    with mock.patch.object(linear_module, "fused_operands", recording), torch.no_grad():
+    with mock.patch.object(emulated, "fused_operands", recording), torch.no_grad():
         quantized_linear(x, w.requires_grad_(), numerics_of(NVFP4))
     assert asked == [False, False]
 

@@ -8,7 +8,8 @@ import pytest
 import reference as ref
 import torch
 
-import megatron_fp4.precision.linear as linear_module
+import megatron_fp4.precision.emulated as emulated
+from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs
 
@@ -127,7 +128,7 @@ def test_fresh_signs_of_the_forward_pass_are_not_kept_with_the_weight(operands):
     with torch.no_grad():
         for micro_batch in range(3):
             numerics.clock.micro_batch = micro_batch
-            y = linear_module.quantized_linear(x, w, numerics)
+            y = quantized_linear(x, w, numerics)
             assert oracle.snr_db(exact, ref.double(y)) > 12
 
 
@@ -154,14 +155,14 @@ def test_a_transform_on_one_quantized_operand_covers_both(operands):
 def test_each_quantized_operand_is_quantized_once(operands, monkeypatch):
     """What runs, counted at the one door that all operands pass."""
     passed: list[Operand] = []
-    original = linear_module.quantize_operand
+    original = emulated.quantize_operand
 
     def counting(x, operand, **settings):
         if operand.quantized:
             passed.append(operand)
         return original(x, operand, **settings)
 
-    monkeypatch.setattr(linear_module, "quantize_operand", counting)
+    monkeypatch.setattr(emulated, "quantize_operand", counting)
     numerics = ref.numerics_of(ref.NVFP4)
     ref.run(*operands, numerics)
     assert sorted(passed, key=str) == sorted([ref.X, ref.X, ref.W2, ref.DY, ref.DY], key=str)

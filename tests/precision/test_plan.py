@@ -3,7 +3,7 @@ import reference as ref
 import torch
 import yaml
 
-import megatron_fp4.precision.linear as linear_module
+import megatron_fp4.precision.emulated as emulated
 from megatron_fp4.config import Bf16BlocksConfig
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
@@ -175,14 +175,14 @@ def test_a_switched_plan_changes_quantized_linears_only(scope):
 def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
     """A recipe that changes during a run must not be ignored: counted by what is quantized, and seen in the results."""
     passed: list[str] = []
-    original = linear_module.quantize_operand
+    original = emulated.quantize_operand
 
     def counting(x, operand, **settings):
         if operand.quantized:
             passed.append(f"{operand.format} {operand.block[0]}x{operand.block[1]}")
         return original(x, operand, **settings)
 
-    monkeypatch.setattr(linear_module, "quantize_operand", counting)
+    monkeypatch.setattr(emulated, "quantize_operand", counting)
     linears = {shape.name: LinearNumerics() for shape in shapes()}
     clock = RunClock(seed=3)
     name = "blocks.2.mixer.in_proj"
