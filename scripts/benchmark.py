@@ -5,13 +5,15 @@
 
 Prints a table and writes everything, with the most expensive kernels of each model, as JSON. Parts:
 
-    ceilings   copy bandwidth (read and written bytes) and the BF16 GEMM rate: what kernels are to be held against
-    linears    one linear of 8192 tokens, forward and backward, all three GEMMs, through `quantized_linear`
-    models     forward and backward of one micro-batch through the model that pretrain.py builds, without optimizer
+    ceilings    copy bandwidth (read and written bytes) and the BF16 GEMM rate: what kernels are to be held against
+    optimizers  one update of the first model's parameters by each AdamW that is installed
+    linears     one linear of 8192 tokens, forward and backward, all three GEMMs, through `quantized_linear`
+    models      forward and backward of one micro-batch through the model that pretrain.py builds, without optimizer
 
-A model's iteration is a step's with one micro-batch: weights gathered and quantized, gradients reduced. Times are
-medians after warming up (mamba-ssm's kernels try out variants for up to a minute). Ratios compare times of this run;
-single figures differ between machines and days.
+A linear's time is that of the GPU with its queue full, as in the middle of a model; `eager` is alone, with the time
+Python takes to launch its kernels. A model's iteration is a step's with one micro-batch: weights gathered and
+quantized, gradients reduced. Times are medians after warming up (mamba-ssm's kernels try out variants for up to a
+minute). Ratios compare times of this run; single figures differ between machines and days.
 
     --kernels torch              the reference path
     --recompute selective        activation checkpointing
@@ -28,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distribute
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
+from megatron_fp4.training.optimizer import build_optimizer
 from models.flops import parameter_count, training_flops_per_token
 from pretrain import CONFIGS, build_model_parts, execution_of
 
@@ -124,6 +127,8 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         name: recipe_from_config(configure((f"precision={name}",), options, device_type).precision)
         for name in precisions
     }
+    # First, because Transformer Engine finds its own cuDNN only before attention has loaded PyTorch's.
+    report["optimizers"] = optimizer_rows(cases[0], mesh, options)
     shapes = SMALL_LINEARS if options.small else LINEARS
     report["linears"] = [row for shape in shapes for row in linear_rows(shape, recipes, mesh.device, options)]
     report["models"] = []
@@ -131,9 +136,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         rows = []
         for precision in precisions:
             rows.append(model_row(case, precision, mesh, options))
-            gc.collect()  # the model is gone, but for cycles
-            if mesh.device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(mesh.device)
         for row in rows:
             row["time_ratio"] = row["milliseconds"] / rows[0]["milliseconds"]
             row["memory_ratio"] = row["peak_gib"] / rows[0]["peak_gib"] if rows[0]["peak_gib"] else None
@@ -187,11 +190,42 @@ def linear_rows(
                 numerics.clock.weights_version += not kept
                 quantized_linear(x, weight, numerics).backward(dy)
 
-            milliseconds = median_milliseconds(iteration, device, max(options.iterations, 20), 5)
+            eager = median_milliseconds(iteration, device, options.iterations, 5)
+            milliseconds = median_milliseconds(iteration, device, 10, 0, busy=True) if x.is_cuda else eager
             rows.append({"shape": shape, "recipe": name, "weights_kept": kept, "milliseconds": milliseconds})
+            rows[-1]["eager_milliseconds"] = eager
             rows[-1]["ratio"] = milliseconds / rows[0]["milliseconds"]
             rows[-1]["tflops"] = 6 * tokens * in_features * out_features / milliseconds / 1e9
     return rows
+
+
+def optimizer_rows(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One update by every implementation that runs here."""
+    config = configure(case.overrides, options, mesh.device.type)
+    model, *_ = build_model_parts(config, config.precision, mesh, RunClock(seed=0))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    rows: list[dict[str, Any]] = []
+    for implementation in ("torch", "transformer_engine", "apex"):
+        try:
+            built = build_optimizer(model, replace(config.optimizer, implementation=implementation))
+        except ConfigError as error:
+            rows.append({"implementation": implementation, "milliseconds": None, "reason": str(error)})
+            continue
+        milliseconds = median_milliseconds(built.optimizer.step, mesh.device, options.iterations, 2)
+        rows.append({"implementation": implementation, "milliseconds": milliseconds, "name": built.name})
+        del built
+        free(mesh.device)
+    del model, parameter
+    free(mesh.device)
+    return rows
+
+
+def free(device: torch.device) -> None:
+    """Give back what nobody refers to, but for cycles."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argparse.Namespace) -> dict[str, Any]:
@@ -234,14 +268,24 @@ def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argp
     }
 
 
-def median_milliseconds(function: Callable[[], Any], device: torch.device, iterations: int, warmup: int) -> float:
-    """Median time of `function`, after `warmup` calls; on CUDA, peak memory counts from then on."""
+def median_milliseconds(
+    function: Callable[[], Any], device: torch.device, iterations: int, warmup: int, busy: bool = False
+) -> float:
+    """Median time of `function`, after `warmup` calls; on CUDA, peak memory counts from then on.
+
+    busy: give the GPU other work first, so that it never waits for Python (a few hundred kernels at most).
+    """
     for _ in range(warmup):
         function()
     times = []
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        if busy:
+            work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+            for _ in range(60):
+                torch.mm(work, work)
+        else:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
         for _ in range(iterations):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -282,14 +326,20 @@ def table(report: dict[str, Any]) -> str:
         f"{report['machine']['device']}, torch {report['machine']['torch']}: copy {ceiling['copy_tb_per_s']:.2f} TB/s, "
         f"BF16 GEMM {ceiling['gemm_tflops']:.0f} TFLOP/s",
         "",
-        f"{'linear, forward and backward':<34}{'recipe':<10}{'weights':<9}{'ms':>9}{'ratio':>8}{'TFLOP/s':>9}",
+        f"{'linear, forward and backward':<34}{'recipe':<10}{'weights':<9}{'ms':>9}{'ratio':>8}{'TFLOP/s':>9}"
+        f"{'eager':>9}",
     ]
+    optimizers = [
+        f"{row['implementation']} {row['milliseconds']:.2f} ms" if row["milliseconds"] else f"{row['implementation']} -"
+        for row in report["optimizers"]
+    ]
+    lines.insert(1, f"AdamW, one update of {report['models'][0]['parameters']:,} parameters: {', '.join(optimizers)}")
     for row in report["linears"]:
         tokens, inner, outer = row["shape"]
         weights = "kept" if row["weights_kept"] else "new"
         lines.append(
             f"{f'{tokens} tokens, {inner} -> {outer}':<34}{row['recipe']:<10}{weights:<9}"
-            f"{row['milliseconds']:>9.3f}{row['ratio']:>8.2f}{row['tflops']:>9.0f}"
+            f"{row['milliseconds']:>9.3f}{row['ratio']:>8.2f}{row['tflops']:>9.0f}{row['eager_milliseconds']:>9.3f}"
         )
     lines += [
         "",
