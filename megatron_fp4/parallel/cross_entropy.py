@@ -5,7 +5,9 @@
 At 131072 words the logits of a micro-batch are its largest tensor by far, in FP32 twice that. So tokens go through in
 chunks: logits in the compute dtype, softmax in FP32, d loss / d logits = softmax - onehot rounded once to the compute
 dtype, and from it at once the chunk's dx and its share of dW. dx and dW wait for the backward pass in FP32, so that
-the gradient of the loss (1 over tokens, 1 over micro-batches) multiplies FP32 numbers, and dx is rounded once.
+the gradient of the loss (1 over tokens, 1 over micro-batches) multiplies FP32 numbers, and dx is rounded once. (A
+CPU's product of BF16 matrices is rounded already, and one in FP32 takes four times as long: there dx is rounded again,
+which changes nothing as long as tokens times micro-batches is a power of two.)
 
 The vocabulary is sharded over tensor-parallel ranks, which exchange three numbers per token (maximum, sum of
 exponentials, target logit); the logits stay where they are.
@@ -75,7 +77,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         master = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
         w_vd, num_tokens = master.to(x.dtype), x.shape[0]
         losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-        dx = torch.empty(x.shape, dtype=torch.float32, device=x.device) if needed else None
+        dx = torch.empty(x.shape, dtype=torch.float32 if x.is_cuda else x.dtype, device=x.device) if needed else None
         dw: Tensor | None = None
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
@@ -83,7 +85,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
             losses[chunk] = _loss_and_gradient(logits, targets[chunk] - first, mesh, fused)
             if dx is not None:
                 dlogits = logits
-                dx[chunk] = _product(dlogits, w_vd)
+                dx[chunk] = _product(dlogits, w_vd) if x.is_cuda else dlogits @ w_vd
                 dw = _add_product(dw, dlogits.t(), x[chunk])
         ctx.gradients, ctx.dtype, ctx.num_tokens = (dx, dw), x.dtype, num_tokens
         return losses.mean()
@@ -94,7 +96,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.gradients
         ctx.gradients = None
         scale = grad_outputs[0].to(torch.float32) / ctx.num_tokens
-        dx, dw = dx.mul_(scale).to(ctx.dtype), dw.mul_(scale)
+        dx, dw = dx.to(torch.float32).mul_(scale).to(ctx.dtype), dw.mul_(scale)
         if ctx.placed is not None:
             dw = DTensor.from_local(dw, *ctx.placed, run_check=False)
         return dx, dw, None, None, None, None, None, None
