@@ -4,7 +4,8 @@
 
 Three tables: forward and backward of one linear by recipe, as a ratio of the BF16 recipe (weight gradients in FP32 in
 both), with the weight quantized in every call, and with its codes kept; what each kernel moves, as a fraction of a
-device-to-device copy measured beside it; and with --memory the peak of a stack of MLPs by recipe.
+device-to-device copy measured beside it (CUDA graphs, without launch times); and with --memory the peak of a stack of
+MLPs by recipe.
 
 Ratios within one run count. The recipes take turns, so that a change of clocks meets all of them alike.
 """
@@ -12,6 +13,7 @@ Ratios within one run count. The recipes take turns, so that a change of clocks 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -25,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
-from megatron_fp4.quantization.cuda import BLOCKS, PackedColumns, Side, quantize_both
+from megatron_fp4.quantization.cuda import BLOCKS, Measured, Side
 from megatron_fp4.quantization.rounding import rounding_key
 
 _X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
@@ -51,15 +53,30 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     return start.elapsed_time(end) / repeats
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int = 9, repeats: int = 10) -> dict[str, list[float]]:
-    """Median, least and largest of `rounds` means, the runs taking turns."""
-    for run in runs.values():
+def medians(runs: dict[str, Callable[[], object]], rounds: int, span: float) -> dict[str, list[float]]:
+    """Median, least and largest mean time of `rounds` spans (ms), the runs taking turns.
+
+    Each span follows half a span of the same work, so that it is timed at the clocks which that work leads to.
+    """
+    repeats = {}
+    for name, run in runs.items():
         milliseconds(run, 3)
+        repeats[name] = max(2, int(span / milliseconds(run, 5)))
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(milliseconds(run, repeats))
+            milliseconds(run, repeats[name] // 2)
+            times[name].append(milliseconds(run, repeats[name]))
     return {name: [statistics.median(found), min(found), max(found)] for name, found in times.items()}
+
+
+def replayed(run: Callable[[], object]) -> Callable[[], object]:
+    """`run` as a CUDA graph: its kernels without the time that Python takes to launch them."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def linear_step(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor, keep_weight: bool) -> Callable[[], object]:
@@ -86,7 +103,7 @@ def time_linears(shapes: list[tuple[int, int]], tokens: int, names: list[str]) -
         for name in names:
             runs[name] = linear_step(RECIPES[name], x, w, dy, False)
             runs[f"{name}, codes of W kept"] = linear_step(RECIPES[name], x, w, dy, True)
-        found = medians(runs)
+        found = medians(runs, rounds=7, span=150)
         for name, (median, low, high) in found.items():
             ratio = median / found["bf16"][0]
             what = f"{tokens} x {inputs}->{outputs}"
@@ -99,7 +116,7 @@ def copy_bandwidth() -> float:
     """TB/s, read and written bytes counted."""
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / medians({"copy": lambda: target.copy_(source)})["copy"][0] / 1e9
+    return 2 * source.numel() * 4 / medians({"copy": lambda: target.copy_(source)}, 5, 20)["copy"][0] / 1e9
 
 
 def time_kernels(shapes: list[tuple[int, int]], tokens: int) -> list[str]:
@@ -109,37 +126,39 @@ def time_kernels(shapes: list[tuple[int, int]], tokens: int) -> list[str]:
     key, other = rounding_key("benchmark", 0), rounding_key("benchmark", 1)
     for inputs, outputs in shapes:
         for form, block in BLOCKS.items():
-            measure = 2 if form == "nvfp4" else 0  # bytes an element that the measuring pass reads
-            cases: dict[str, tuple[tuple[int, int], Side | None, Side | None, bool, float]] = {
-                "x": ((tokens, inputs), Side(form), Side(form, 1, block), True, measure + 4.5 + 1 / block),
-                "W": ((outputs, inputs), Side(form, block), None, False, measure + 4),
-                "dy": ((tokens, outputs), Side(form, 1, 0, "fixed", key), Side(form, 1, block, "fixed", other), False,
-                       measure + 6),
-            }  # fmt: skip
-            for name, (shape, columns, rows, pack, size) in cases.items():
-                tensor = random(*shape)
-                runs: dict[str, Callable[[], object]] = {
-                    f"{name} quantized": lambda t=tensor, c=columns, r=rows, p=pack: quantize_both(t, c, r, pack_rows=p)
-                }
-                sizes = {f"{name} quantized": size}
-                packed = quantize_both(tensor, columns, rows, pack_rows=pack).along_rows
-                if isinstance(packed, PackedColumns):
-                    runs[f"{name} unpacked"], sizes[f"{name} unpacked"] = packed.values, 2.5 + 1 / block
-                for what, (median, _, _) in medians(runs).items():
-                    rate = tensor.numel() * sizes[what] / median / 1e9
+            packed = 0.5 + 1 / block  # bytes an element of codes and scales
+            dy = (Side(form, 1, 0, "fixed", key), Side(form, 1, block, "fixed", other))
+            for name, rows, columns, sides in (
+                ("x", tokens, inputs, (Side(form), Side(form, 1, block))),
+                ("W", outputs, inputs, (Side(form, block), None)),
+                ("dy", tokens, outputs, dy),
+            ):
+                tensor = random(rows, columns)
+                measured = Measured(tensor, *sides)
+                runs: dict[str, tuple[Callable[[], object], float]] = {"along columns": (measured.along_columns, 4)}
+                if form == "nvfp4":
+                    runs["measured"] = (functools.partial(Measured, tensor, *sides), 2)
+                if name == "x":
+                    runs["along rows, packed"] = (measured.packed_rows, 2 + packed)
+                    runs["unpacked"] = (measured.packed_rows().values, 2 + packed)
+                if name == "dy":
+                    runs["along rows"] = (measured.along_rows, 4)
+                for what, (run, size) in runs.items():
+                    median = medians({what: replayed(run)}, 5, 10)[what][0]
+                    rate = tensor.numel() * size / median / 1e9
                     figures = f"{median * 1e3:8.1f} us  {rate:5.2f} TB/s  {rate / copy:5.1%}"
-                    lines.append(f"{form} {shape[0]}x{shape[1]} {what:14s} {figures}")
+                    lines.append(f"{form} {name:2s} {f'{rows}x{columns}':11s} {what:18s} {figures}")
     return lines
 
 
 def measure_memory(tokens: int, hidden: int, ffn: int, depth: int, names: list[str]) -> list[str]:
-    """The third table: `depth` MLPs (squared ReLU), forward and backward."""
+    """The third table: `depth` MLPs (squared ReLU), FP32 master weights and gradients, forward and backward."""
     lines = []
     first = 0.0
     for name in ["bf16", *names]:
         clock = RunClock(seed=0)
         shapes = [(ffn, hidden), (hidden, ffn)] * depth
-        weights = [(random(*shape) * shape[1] ** -0.5).requires_grad_() for shape in shapes]
+        weights = [(random(*shape).float() * shape[1] ** -0.5).requires_grad_() for shape in shapes]
         numerics = [LinearNumerics(f"linear.{i}", RECIPES[name], clock) for i in range(len(weights))]
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization.cuda import PackedColumns, Side, kernels_unavailable, quantize_both
+from megatron_fp4.quantization.cuda import Measured, PackedColumns, Side, kernels_unavailable
 from megatron_fp4.quantization.formats import E2M1_MAX, ue8m0_values
 from megatron_fp4.quantization.fp8 import encode_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
@@ -125,13 +125,11 @@ class EmulatedBackend:
         amax_group: ProcessGroup | None = None,
     ) -> tuple[Maker | None, Maker | None]:
         """By the fused kernels as far as they go, by PyTorch what is left."""
-        fused: tuple[GemmOperand | None, GemmOperand | None] = (None, None)
+        fused: tuple[Maker | None, Maker | None] = (None, None)
         if dtype == torch.bfloat16:
             fused = fused_operands(x, columns, rows, pack_rows=keep_rows, amax_group=amax_group)
 
-        def make(made: GemmOperand | None, request: OperandRequest, transposed: bool) -> GemmOperand:
-            if made is not None:
-                return made
+        def plain(request: OperandRequest, transposed: bool) -> GemmOperand:
             rounded = x.to(dtype)
             return quantize_operand(
                 rounded.t() if transposed else rounded,
@@ -142,10 +140,10 @@ class EmulatedBackend:
                 amax_group=amax_group,
             )
 
-        makers: list[Maker | None] = [None, None]
+        makers: list[Maker | None] = list(fused)
         for i, request in enumerate((columns, rows)):
-            if request is not None:
-                makers[i] = functools.partial(make, fused[i], request, i == 1)
+            if request is not None and fused[i] is None:
+                makers[i] = functools.partial(plain, request, i == 1)
         return makers[0], makers[1]
 
     def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
@@ -177,11 +175,11 @@ def fused_operands(
     *,
     pack_rows: bool = False,
     amax_group: ProcessGroup | None = None,
-) -> tuple[GemmOperand | None, GemmOperand | None]:
-    """`x` [n, m] as an operand with the dot product along its columns, and transposed with it along its rows.
+) -> tuple[Maker | None, Maker | None]:
+    """What makes `x` [n, m] an operand [n, k = m] (`columns`), and transposed an operand [m, k = n] (`rows`).
 
-    columns makes [n, k = m], rows makes [m, k = n], in one read of x. What the fused kernels do not make, on this
-    device or at all, comes back as None: `quantize_operand` makes it.
+    Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
+    second. What the fused kernels do not make, on this device or at all, comes back as None: `quantize_operand` does.
 
     x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as 4-bit codes until its GEMM.
     """
@@ -193,14 +191,16 @@ def fused_operands(
         )
     if sides == (None, None):
         return None, None
-    made = quantize_both(x, *sides, pack_rows=pack_rows, amax_group=amax_group)
-    along_columns = along_rows = None
-    if made.along_columns is not None:
-        along_columns = GemmOperand(made.along_columns, made.columns_scale, True)
-    if made.along_rows is not None:
-        values = made.along_rows.t() if isinstance(made.along_rows, Tensor) else made.along_rows
-        along_rows = GemmOperand(values, made.rows_scale, True)
-    return along_columns, along_rows
+    measured = Measured(x, *sides, amax_group=amax_group)
+
+    def along_columns() -> GemmOperand:
+        return GemmOperand(measured.along_columns(), measured.columns_scale, True)
+
+    def along_rows() -> GemmOperand:
+        values = measured.packed_rows() if pack_rows else measured.along_rows().t()
+        return GemmOperand(values, measured.rows_scale, True)
+
+    return along_columns if sides[0] is not None else None, along_rows if sides[1] is not None else None
 
 
 def _fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:

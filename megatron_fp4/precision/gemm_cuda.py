@@ -17,6 +17,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,25 +53,24 @@ def _gemm_ex(library: ctypes.CDLL, a: Tensor, b: Tensor, alpha: Tensor | None, o
     # cuBLAS is column-major: it computes out^T = b^T a^T, and a row-major matrix is its own transpose there.
     (a, op_a, stride_a), (b, op_b, stride_b) = _layout(a), _layout(b)
     (rows, inner), columns = a.shape, b.shape[1]
-    with torch.cuda.device(a.device):
-        out = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
-        one, zero = _constants(a.device)
-        handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-        mode = ctypes.c_int()
-        _check(library.cublasGetMathMode(handle, ctypes.byref(mode)), "cublasGetMathMode")
+    device = a.device
+    with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+        out = torch.empty(rows, columns, dtype=out_dtype, device=device)
+        one, zero = _constants(device)
+        handle = torch.cuda.current_blas_handle()
         _check(library.cublasSetPointerMode_v2(handle, _POINTER_MODE_DEVICE), "cublasSetPointerMode")
         try:
+            # PyTorch sets the math mode itself each time that it takes the handle.
             _check(library.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
             status = library.cublasGemmEx(
                 handle, op_b, op_a, columns, rows, inner,
-                _pointer(one if alpha is None else alpha),
-                _pointer(b), _R_16BF, stride_b, _pointer(a), _R_16BF, stride_a,
-                _pointer(zero), _pointer(out), _R_16BF if out_dtype == torch.bfloat16 else _R_32F, columns,
+                (one if alpha is None else alpha).data_ptr(),
+                b.data_ptr(), _R_16BF, stride_b, a.data_ptr(), _R_16BF, stride_a,
+                zero.data_ptr(), out.data_ptr(), _R_16BF if out_dtype == torch.bfloat16 else _R_32F, columns,
                 _COMPUTE_32F, _GEMM_DEFAULT,
             )  # fmt: skip
-            _check(status, f"cublasGemmEx of [{rows}, {inner}] x [{inner}, {columns}]")
+            _check(status, "cublasGemmEx")
         finally:
-            library.cublasSetMathMode(handle, mode)
             library.cublasSetPointerMode_v2(handle, _POINTER_MODE_HOST)
     return out
 
@@ -82,10 +83,6 @@ def _layout(x: Tensor) -> tuple[Tensor, int, int]:
     if x.stride(0) == 1 and x.stride(1) >= rows:
         return x, _OP_T, x.stride(1)
     return x.contiguous(), _OP_N, columns
-
-
-def _pointer(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
 
 
 def _check(status: int, call: str) -> None:
@@ -105,8 +102,11 @@ def _cublas() -> ctypes.CDLL | None:
     try:
         torch.cuda.current_blas_handle()  # loads it
         library = ctypes.CDLL(name)
-        for symbol in ("cublasGemmEx", "cublasSetPointerMode_v2", "cublasSetMathMode", "cublasGetMathMode"):
-            getattr(library, symbol).restype = ctypes.c_int
+        number: Any = ctypes.c_int
+        pointer: Any = ctypes.c_void_p
+        library.cublasSetPointerMode_v2.argtypes = library.cublasSetMathMode.argtypes = [pointer, number]
+        matrix = [pointer, number, number]
+        library.cublasGemmEx.argtypes = [pointer, *[number] * 5, pointer, *matrix * 2, pointer, *matrix, number, number]
     except (OSError, AttributeError) as error:
         log.warning("%s cannot be called (%s): GEMMs scale their output in a second pass, equally", name, error)
         return None

@@ -1,9 +1,9 @@
 """The 4-bit quantizers on an NVIDIA GPU: what the fused kernels take, and their launches.
 
-`quantize_both` makes the two GEMM operands of a tensor [rows, columns] from one read (two with the tensor maximum of
-NVFP4): one with its dot product along the columns, one along the rows. The numbers are those of `quantize_nvfp4` and
-`quantize_mxfp4` on a CPU, bit for bit, stochastic rounding included. `kernels_unavailable` and `Side.fused` say where
-the kernels do not apply; PyTorch on the GPU then computes the same numbers, slowly.
+`Measured` makes the two GEMM operands of a tensor [rows, columns]: one with its dot product along the columns, one
+along the rows. The numbers are those of `quantize_nvfp4` and `quantize_mxfp4` on a CPU, bit for bit, stochastic
+rounding included. `kernels_unavailable` and `Side.fused` say where the kernels do not apply; PyTorch on the GPU then
+computes the same numbers, slowly.
 
 Triton is imported when first needed: a machine without an NVIDIA GPU never needs it.
 """
@@ -11,8 +11,10 @@ Triton is imported when first needed: a machine without an NVIDIA GPU never need
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,13 @@ if TYPE_CHECKING:
 
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 _GOLDEN = 0x9E3779B9
-_MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 8, 12, 4  # programs per multiprocessor; row tiles per program
+_KERNELS = "megatron_fp4.quantization.triton_kernels"
+
+# Sizes of programs, found on an H200: blocks side by side, programs per multiprocessor, tiles of rows per program.
+_MEASURE_GROUPS = {"nvfp4": 32, "mxfp4": 16}
+_COLUMNS_GROUPS = {"nvfp4": 32, "mxfp4": 16}
+_ROWS_GROUPS = {"nvfp4": 16, "mxfp4": 8}
+_MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 12, 4
 
 
 @functools.cache
@@ -48,7 +56,7 @@ def kernels_unavailable(device: torch.device) -> str | None:
 
 @dataclass(frozen=True)
 class Side:
-    """One operand that `quantize_both` is to make.
+    """One operand that `Measured` is to make.
 
     format: `nvfp4` or `mxfp4`. block_rows: 1, or the block's size for square blocks.
     hadamard: size of the transform along the dot product, 0 for none. signs: `fixed` or `none`.
@@ -90,130 +98,160 @@ class PackedColumns:
 
     def values(self) -> Tensor:
         """BF16 [rows, columns]: `code * block scale`."""
-        kernels = _kernels()
         block = BLOCKS[self.format]
         rows, columns = self.shape
+        groups = _ROWS_GROUPS[self.format]
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
-        groups, warps = _shape(block)
         grid = (-(-columns // block // groups), rows // block)
-        with torch.cuda.device(values.device):
-            kernels.unpack_kernel[grid](
-                self.codes, self.scales, values.view(torch.int32), rows, columns // block,
-                BLOCK=block, GROUPS=groups, num_warps=warps, enable_fp_fusion=False,
-            )  # fmt: skip
+        arguments = (self.codes, self.scales, values, rows, columns // block)
+        _launch("unpack_kernel", grid, arguments, (block, groups))
         return values
 
 
-@dataclass(frozen=True)
-class FusedOperands:
-    """What `quantize_both` returns; parts that were not asked for are None.
+class Measured:
+    """A tensor [rows, columns] whose maxima are known: makes its operands, each when it is asked for.
 
-    along_columns: BF16 values [rows, columns]. along_rows: the same, or `PackedColumns`.
-    columns_scale, rows_scale: FP32 0-dim factors from values to real values (None for mxfp4, which has none).
+    columns_scale, rows_scale: FP32 0-dim factors from values to real values (None for mxfp4, which has none); they are
+    written when the operand is made.
     """
 
-    along_columns: Tensor | None
-    columns_scale: Tensor | None
-    along_rows: Tensor | PackedColumns | None
-    rows_scale: Tensor | None
+    def __init__(
+        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
+    ) -> None:
+        """x: BF16, or FP32 that counts as rounded to BF16; both sizes multiples of the block. columns, rows: what will
+        be made along its columns and along its rows, of one format. amax_group: ranks that hold the other shards.
 
-
-def quantize_both(
-    x: Tensor,
-    columns: Side | None,
-    rows: Side | None,
-    *,
-    pack_rows: bool = False,
-    amax_group: ProcessGroup | None = None,
-) -> FusedOperands:
-    """The operands of `x` [rows, columns] with the dot product along its columns, and along its rows.
-
-    x: BF16, or FP32 that counts as rounded to BF16; both sizes multiples of the block. columns, rows: what to make, of
-    one format. pack_rows: keep the operand along the rows as 4-bit codes. amax_group: ranks that hold the other shards.
-    Raises ValueError for sizes that do not divide.
-    """
-    form = (columns or rows).format  # type: ignore[union-attr]
-    block = BLOCKS[form]
-    if x.shape[0] % block or x.shape[1] % block:
-        raise ValueError(f"{form}: shape {tuple(x.shape)} is not a multiple of {block} in both dimensions")
-    kernels = _kernels()
-    x = x.contiguous() if x.storage_offset() % 2 == 0 else x.clone(memory_format=torch.contiguous_format)
-    num_rows, num_columns = x.shape
-    pairs = x.view(torch.int32 if x.dtype == torch.bfloat16 else torch.int64)
-    hadamard = rows is not None and rows.hadamard > 0
-    columns_key, rows_key = (None if side is None else side.key for side in (columns, rows))
-    groups, warps = _shape(block)
-    transform: dict[str, Any] = {
-        "HADAMARD": hadamard,
-        "SIGNS": _sign_bits(block) if rows is not None and hadamard and rows.signs == "fixed" else 0,
-        "FACTOR": 1.0 / math.sqrt(block),
-        "FP32": x.dtype == torch.float32,
-        "GROUPS": groups,
-        "num_warps": warps,
-        "enable_fp_fusion": False,
-    }
-    column_programs, row_tiles = -(-num_columns // block // groups), num_rows // block
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    amax, hashes = pairs, pairs  # stand-ins that the kernels do not read
-    with torch.cuda.device(x.device):
-        if form == "nvfp4":
-            amax = torch.zeros(2, dtype=torch.int32, device=x.device)
-        if columns_key is not None or rows_key is not None:
-            hashes = torch.empty(2 * (num_rows + num_columns), dtype=torch.int32, device=x.device)
-        if amax is not pairs or hashes is not pairs:
-            row_programs = max(1, min(row_tiles, _MEASURE_PROGRAMS * processors // column_programs))
-            kernels.measure_kernel[column_programs, row_programs](
-                pairs, amax, hashes, num_rows, num_columns // block,
-                # The operand along the rows has the tensor's columns as its rows.
-                *_hash_starts(columns_key), *reversed(_hash_starts(rows_key)),
-                BLOCK=block, AMAX=form == "nvfp4", HASH_0=columns_key is not None, HASH_1=rows_key is not None,
-                **transform,
-            )  # fmt: skip
-        if form == "nvfp4" and amax_group is not None:
+        Raises ValueError for sizes that do not divide.
+        """
+        self.form = (columns or rows).format  # type: ignore[union-attr]
+        self.block = BLOCKS[self.form]
+        if x.shape[0] % self.block or x.shape[1] % self.block:
+            shape = tuple(x.shape)
+            raise ValueError(f"{self.form}: shape {shape} is not a multiple of {self.block} in both dimensions")
+        x = x.contiguous()
+        self.x = x.clone() if x.data_ptr() % 16 else x  # the kernels load 16 bytes at a time
+        self.columns, self.rows = columns, rows
+        self.size = (x.shape[0], x.shape[1] // self.block)
+        hadamard = rows is not None and rows.hadamard > 0
+        signs = _sign_bits(self.block) if rows is not None and hadamard and rows.signs == "fixed" else 0
+        self._transform = (hadamard, signs, 1.0 / math.sqrt(self.block))
+        self._fp32 = x.dtype == torch.float32
+        self._amax = self._hashes = self.x  # stand-ins that no kernel reads
+        scaled = self.form == "nvfp4"
+        self.columns_scale = torch.empty((), device=x.device) if scaled and columns is not None else None
+        self.rows_scale = torch.empty((), device=x.device) if scaled and rows is not None else None
+        self._measure(*(None if side is None else side.key for side in (columns, rows)))
+        if self.form == "nvfp4" and amax_group is not None:
             # As integers NaN is the largest of all; as floats a reduction may lose it.
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=amax_group)
-        decode = torch.empty(2, dtype=torch.float32, device=x.device)
-        values = None if columns is None else torch.empty_like(x, dtype=torch.bfloat16)
-        other: Tensor | PackedColumns | None = None
-        if rows is not None and pack_rows:
-            other = PackedColumns(
-                torch.empty(row_tiles, block // 4, num_columns // 2, dtype=torch.int32, device=x.device),
-                torch.empty(row_tiles, num_columns // 2, dtype=torch.int16, device=x.device),
-                form,
-            )
-        elif rows is not None:
-            other = torch.empty_like(x, dtype=torch.bfloat16)
-        tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // (_QUANTIZE_PROGRAMS * processors)))
-        kernels.quantize_kernel[column_programs, -(-row_tiles // tiles)](
-            pairs,
-            pairs if values is None else values.view(torch.int32),
-            pairs if other is None else other.codes if isinstance(other, PackedColumns) else other.view(torch.int32),
-            other.scales if isinstance(other, PackedColumns) else pairs,
-            amax.view(torch.float32), decode, hashes, num_rows, num_columns // block, tiles,
-            BLOCK=block, ROW=0 if columns is None else columns.block_rows, ROW_STOCHASTIC=columns_key is not None,
-            COLUMN=rows is not None, COLUMN_STOCHASTIC=rows_key is not None, COLUMN_PACKED=pack_rows, **transform,
-        )  # fmt: skip
-    scales = (decode[0], decode[1 if hadamard else 0]) if form == "nvfp4" else (None, None)
-    return FusedOperands(values, None if columns is None else scales[0], other, None if rows is None else scales[1])
+            dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=amax_group)
+
+    def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
+        stochastic = columns_key is not None or rows_key is not None
+        if self.form == "nvfp4":
+            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
+        elif not stochastic:
+            return
+        if stochastic:
+            self._hashes = torch.empty(2 * sum(self.x.shape), dtype=torch.int32, device=self.x.device)
+        groups = _MEASURE_GROUPS[self.form]
+        column_programs = -(-self.size[1] // groups)
+        row_programs = max(1, _MEASURE_PROGRAMS * _processors(self.x.device) // column_programs)
+        # The operand along the rows has the tensor's columns as its rows.
+        starts = (*_hash_starts(columns_key), *reversed(_hash_starts(rows_key)))
+        hashed = (columns_key is not None, rows_key is not None)
+        _launch(
+            "measure_kernel",
+            (column_programs, min(row_programs, self.size[0] // self.block)),
+            (self.x, self._amax, self._hashes, *self.size, *starts),
+            (self.block, self.form == "nvfp4", *self._transform, *hashed, self._fp32, groups),
+        )
+
+    def along_columns(self) -> Tensor:
+        """BF16 values [rows, columns] with the dot product along the columns."""
+        assert self.columns is not None
+        values = torch.empty_like(self.x, dtype=torch.bfloat16)
+        grid, tiles = self._grid(groups := _COLUMNS_GROUPS[self.form])
+        _launch(
+            "quantize_columns_kernel",
+            grid,
+            (self.x, values, self._amax, self._or_x(self.columns_scale), self._hashes, *self.size, tiles),
+            (self.block, self.columns.block_rows, self.columns.key is not None, self._fp32, groups),
+        )
+        return values
+
+    def along_rows(self) -> Tensor:
+        """BF16 values [rows, columns] with the dot product along the rows."""
+        values = torch.empty_like(self.x, dtype=torch.bfloat16)
+        self._quantize_rows(values, values, packed=False)
+        return values
+
+    def packed_rows(self) -> PackedColumns:
+        """The same as 4-bit codes."""
+        tiles, width, device = self.x.shape[0] // self.block, self.x.shape[1] // 2, self.x.device
+        codes = torch.empty(tiles, self.block // 4, width, dtype=torch.int32, device=device)
+        scales = torch.empty(tiles, width, dtype=torch.int16, device=device)
+        self._quantize_rows(codes, scales, packed=True)
+        return PackedColumns(codes, scales, self.form)
+
+    def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
+        assert self.rows is not None
+        grid, tiles = self._grid(groups := _ROWS_GROUPS[self.form])
+        _launch(
+            "quantize_rows_kernel",
+            grid,
+            (self.x, out, scales, self._amax, self._or_x(self.rows_scale), self._hashes, *self.size, tiles),
+            (self.block, self.rows.key is not None, packed, *self._transform, self._fp32, groups),
+        )
+
+    def _or_x(self, scale: Tensor | None) -> Tensor:
+        return self.x if scale is None else scale
+
+    def _grid(self, groups: int) -> tuple[tuple[int, int], int]:
+        """The grid of a quantizing kernel, and how many tiles of rows each program does."""
+        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // self.block
+        programs = _QUANTIZE_PROGRAMS * _processors(self.x.device)
+        tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // programs))
+        return (column_programs, -(-row_tiles // tiles)), tiles
 
 
 def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
     """`(x * alpha).to(dtype)` of contiguous FP32 `x` in one pass, `alpha` FP32 0-dim on the device."""
     out = torch.empty_like(x, dtype=dtype)
     with torch.cuda.device(x.device):
-        _kernels().scale_cast_kernel[(-(-x.numel() // 4096),)](x, alpha, out, x.numel(), SIZE=4096, num_warps=8)
+        kernel = importlib.import_module(_KERNELS).scale_cast_kernel
+        kernel[(-(-x.numel() // 4096),)](x, alpha, out, x.numel(), SIZE=4096, num_warps=8)
     return out
 
 
-def _kernels() -> Any:
-    from megatron_fp4.quantization import triton_kernels
+def _launch(name: str, grid: tuple[int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+    """Launch the kernel `name` with its run-time arguments and its constants, both in the order of its signature.
 
-    return triton_kernels
+    Triton's own launch looks at every argument to choose among compiled variants, which takes longer than the smaller
+    kernels run. Here the constants alone choose: the kernels specialize on no integer, and every pointer is aligned.
+    """
+    device = arguments[0].device
+    with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+        compiled = _compiled(name, device.index, arguments[0].dtype == torch.float32, constants)
+        compiled[(*grid, 1)](*arguments, *constants)
 
 
-def _shape(block: int) -> tuple[int, int]:
-    """Groups of `block` columns, and warps, of one program."""
-    return (64, 4) if block == 16 else (16, 4)
+@functools.cache
+def _compiled(name: str, device_index: int, fp32: bool, constants: tuple[Any, ...]) -> Any:
+    """The kernel `name` compiled for the current device, whose index is a key like the constants."""
+    pairs, (i16, i32, f32) = torch.int64 if fp32 else torch.int32, (torch.int16, torch.int32, torch.float32)
+    signatures = {
+        "measure_kernel": (pairs, i32, i32, *([1] * 6)),
+        "quantize_columns_kernel": (pairs, i32, f32, f32, i32, *([1] * 3)),
+        "quantize_rows_kernel": (pairs, i32, i16, f32, f32, i32, *([1] * 3)),
+        "unpack_kernel": (i32, i16, i32, *([1] * 2)),
+    }
+    kernel = getattr(importlib.import_module(_KERNELS), name)
+    return kernel.warmup(*signatures[name], *constants, grid=(1,), num_warps=4, enable_fp_fusion=False)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

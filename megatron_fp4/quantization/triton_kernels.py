@@ -1,11 +1,16 @@
 """The 4-bit quantizers as Triton kernels, bit for bit the PyTorch functions of `nvfp4.py`, `mxfp4.py`, `hadamard.py`.
 
 A tensor [rows, columns] in memory is one operand of two GEMMs: along its columns (fprop's x, dgrad's dy) and along its
-rows (both sides of wgrad, whose dot product runs over tokens). Both operands are made from one read:
+rows (both sides of wgrad, whose dot product runs over tokens):
 
-    measure    read x                 -> amax of x, amax of RHT(x^T), hashes of the positions for stochastic rounding
-    quantize   read x                 -> values along the columns, values or packed codes along the rows
-    unpack     read packed codes      -> values along the rows
+    measure            read x -> amax of x and of RHT(x^T) at once, hashes of the positions for stochastic rounding
+    quantize_columns   read x -> values along the columns
+    quantize_rows      read x -> values, or packed codes, along the rows
+    unpack             read packed codes -> values along the rows
+
+One kernel for both operands was slower than two, although it reads x once: what limits them is instructions, and the
+registers of the one leave too few warps for the other. Two also let the first GEMM free its operand before the second
+operand is made.
 
 "Values" are `code * block scale` in BF16, which is exact, in the layout of x: a GEMM reads either orientation as it
 lies, so nothing is ever transposed. A block along the rows is 16 (32) rows of one column and lies within one thread,
@@ -20,7 +25,7 @@ column) of a word is the code of row r of four. Scale bytes, even column first, 
 
 What keeps bits equal to the reference:
 - IEEE division and reciprocal, no flushing of subnormals, no contraction into FMA (`enable_fp_fusion=False` at every
-  launch); the one FMA below is exact by construction.
+  launch). The FMAs written below have exact products, so they are the reference's additions.
 - The clamp to +-6 is applied after rounding, as a minimum with 6 * scale on two packed values at once. Up to 6 nothing
   exceeds 6, and beyond 6 every rounding gives 6 or more.
 - Stochastic rounding adds u * spacing to the value where the reference adds u to value / spacing: spacings are powers
@@ -43,7 +48,9 @@ MIX_A = tl.constexpr(0x7FEB352D)
 MIX_B = tl.constexpr(0x846CA68B)
 
 
-@triton.jit(do_not_specialize=["start_row_0", "start_column_0", "start_row_1", "start_column_1"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_groups", "start_row_0", "start_column_0", "start_row_1", "start_column_1"]
+)
 def measure_kernel(
     x_ptr,  # [rows, columns] as pairs
     amax_ptr,  # int32 [2], zero: bits of the largest magnitude of x and of the transformed x
@@ -64,6 +71,7 @@ def measure_kernel(
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
@@ -111,30 +119,23 @@ def measure_kernel(
             tl.atomic_max(amax_ptr + 1, tl.max(tl.max(transformed.to(tl.int32, bitcast=True), 1), 0))
 
 
-@triton.jit(do_not_specialize=["tiles"])
-def quantize_kernel(
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles"])
+def quantize_columns_kernel(
     x_ptr,  # [rows, columns] as pairs
-    row_values_ptr,  # out: values along the columns, as pairs
-    column_values_ptr,  # out: values along the rows, as pairs, or packed codes
-    column_scales_ptr,  # out, packed: scale bytes of both columns of a pair, int16
+    values_ptr,  # out: values along the columns, as pairs
     amax_ptr,  # FP32 [2]
-    decode_ptr,  # out: FP32 [2], amax / (6 * 448)
+    decode_ptr,  # out: FP32 [1], amax / (6 * 448)
     hash_ptr,  # from measure_kernel
     num_rows,
     num_groups,
     tiles,  # of BLOCK rows that one program does
     BLOCK: tl.constexpr,  # 16: NVFP4, 32: MXFP4
-    ROW: tl.constexpr,  # rows of a block along the columns: 1 or BLOCK; 0: no such operand
-    ROW_STOCHASTIC: tl.constexpr,
-    COLUMN: tl.constexpr,  # whether there is an operand along the rows
-    COLUMN_STOCHASTIC: tl.constexpr,
-    COLUMN_PACKED: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SIGNS: tl.constexpr,
-    FACTOR: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,  # 1 or BLOCK
+    STOCHASTIC: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     # From the end backwards: the last rows that measure_kernel read are still in the cache.
     group = (tl.num_programs(0) - 1 - tl.program_id(0)) * GROUPS + tl.arange(0, GROUPS)
@@ -142,89 +143,112 @@ def quantize_kernel(
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
-    sixth_0, inverse_0 = _tensor_scale(amax_ptr, decode_ptr, 0, BLOCK)
-    sixth_1, inverse_1 = _tensor_scale(amax_ptr, decode_ptr, HADAMARD, BLOCK)
+    sixth, inverse = _tensor_scale(amax_ptr, decode_ptr, BLOCK)
+    if STOCHASTIC:
+        hash_even = tl.load(hash_ptr + num_rows + offsets, mask, 0)
+        hash_odd = tl.load(hash_ptr + num_rows + width + offsets, mask, 0)
     for step in range(0, tl.minimum(tiles, last)):
         tile = last - 1 - step
         pairs = _load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
-        if ROW:
-            out_ptr = row_values_ptr + _long(tile) * BLOCK * width
-            if ROW_STOCHASTIC:
-                hash_even = tl.load(hash_ptr + num_rows + offsets, mask, 0)
-                hash_odd = tl.load(hash_ptr + num_rows + width + offsets, mask, 0)
-            whole = tl.zeros([GROUPS], tl.float32)
-            if ROW > 1:
-                for r in tl.static_range(BLOCK):
-                    pair = pairs[r]
-                    largest = _nan_max(tl.abs(_even(pair)), tl.abs(_odd(pair)))
-                    whole = _nan_max(whole, tl.reduce(largest, 1, _nan_max))
+        out_ptr = values_ptr + _long(tile) * BLOCK * width
+        largest = tl.zeros([GROUPS], tl.float32)
+        if BLOCK_ROWS > 1:
             for r in tl.static_range(BLOCK):
-                pair = pairs[r]
-                even = tl.abs(_even(pair))
-                odd = tl.abs(_odd(pair))
-                if ROW == 1:
-                    whole = tl.reduce(_nan_max(even, odd), 1, _nan_max)
-                scale, encode = _block_scale(whole, sixth_0, inverse_0, BLOCK)
-                limit = _pack(6.0 * scale, 6.0 * scale)[:, None]
-                scale = scale[:, None]
-                encode = encode[:, None]
-                if ROW_STOCHASTIC:
-                    row_hash = tl.load(hash_ptr + tile * BLOCK + r)
-                    even = _grid_stochastic(even * encode, row_hash ^ hash_even)
-                    odd = _grid_stochastic(odd * encode, row_hash ^ hash_odd)
-                else:
-                    even = _grid_nearest(even * encode)
-                    odd = _grid_nearest(odd * encode)
-                values = _signed_values(even * scale, odd * scale, limit, pair)
-                tl.store(out_ptr + r * width + offsets, values, mask)
-        if COLUMN:
-            if HADAMARD:
-                pairs = _hadamard_tile(pairs, BLOCK, SIGNS, FACTOR)
-            largest_even = tl.zeros([GROUPS, PAIRS], tl.float32)
-            largest_odd = tl.zeros([GROUPS, PAIRS], tl.float32)
-            for r in tl.static_range(BLOCK):
-                largest_even = _nan_max(largest_even, tl.abs(_even(pairs[r])))
-                largest_odd = _nan_max(largest_odd, tl.abs(_odd(pairs[r])))
-            scale_even, encode_even = _block_scale(largest_even, sixth_1, inverse_1, BLOCK)
-            scale_odd, encode_odd = _block_scale(largest_odd, sixth_1, inverse_1, BLOCK)
-            if COLUMN_PACKED:
-                both = _scale_byte(scale_even, BLOCK) | (_scale_byte(scale_odd, BLOCK) << 8)
-                tl.store(column_scales_ptr + _long(tile) * width + offsets, both.to(tl.int16), mask)
-                out_ptr = column_values_ptr + _long(tile) * (BLOCK // 4) * width
+                of_row = _nan_max(tl.abs(_even(pairs[r])), tl.abs(_odd(pairs[r])))
+                largest = _nan_max(largest, tl.reduce(of_row, 1, _nan_max))
+        for r in tl.static_range(BLOCK):
+            even = tl.abs(_even(pairs[r]))
+            odd = tl.abs(_odd(pairs[r]))
+            if BLOCK_ROWS == 1:
+                largest = tl.reduce(_nan_max(even, odd), 1, _nan_max)
+            scale, encode = _block_scale(largest, sixth, inverse, BLOCK)
+            limit = _pack(6.0 * scale, 6.0 * scale)[:, None]
+            scale = scale[:, None]
+            encode = encode[:, None]
+            if STOCHASTIC:
+                row_hash = tl.load(hash_ptr + tile * BLOCK + r)
+                even = _grid_stochastic(even * encode, row_hash ^ hash_even)
+                odd = _grid_stochastic(odd * encode, row_hash ^ hash_odd)
             else:
-                out_ptr = column_values_ptr + _long(tile) * BLOCK * width
-            limit = _pack(6.0 * scale_even, 6.0 * scale_odd)
-            word = tl.zeros([GROUPS, PAIRS], tl.int32)
-            if COLUMN_STOCHASTIC:
-                rows_ptr = hash_ptr + num_rows + 2 * width
-                hash_even = tl.load(rows_ptr + num_rows + offsets, mask, 0)
-                hash_odd = tl.load(rows_ptr + num_rows + width + offsets, mask, 0)
-            for r in tl.static_range(BLOCK):
-                pair = pairs[r]
-                even = tl.abs(_even(pair)) * encode_even
-                odd = tl.abs(_odd(pair)) * encode_odd
-                # A value that becomes zero here is a zero without a sign in the codes.
-                negative = ((even > 0).to(tl.int32) << 3) & (pair >> 12)
-                negative |= ((odd > 0).to(tl.int32) << 7) & (pair >> 24)
-                if COLUMN_STOCHASTIC:
-                    row_hash = tl.load(rows_ptr + tile * BLOCK + r)
-                    even = _grid_stochastic(even, row_hash ^ hash_even)
-                    odd = _grid_stochastic(odd, row_hash ^ hash_odd)
-                else:
-                    even = _grid_nearest(even)
-                    odd = _grid_nearest(odd)
-                if COLUMN_PACKED:
-                    byte = _code(even) | (_code(odd) << 4) | negative
-                    word |= byte << (8 * (r % 4))
-                    if r % 4 == 3:
-                        tl.store(out_ptr + (r // 4) * width + offsets, word, mask)
-                        word = tl.zeros([GROUPS, PAIRS], tl.int32)
-                else:
-                    values = _signed_values(even * scale_even, odd * scale_odd, limit, pair)
-                    tl.store(out_ptr + r * width + offsets, values, mask)
+                even = _grid_nearest(even * encode)
+                odd = _grid_nearest(odd * encode)
+            tl.store(out_ptr + r * width + offsets, _signed_values(even * scale, odd * scale, limit, pairs[r]), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles"])
+def quantize_rows_kernel(
+    x_ptr,  # [rows, columns] as pairs
+    values_ptr,  # out: values along the rows, as pairs, or packed codes
+    scales_ptr,  # out, packed: scale bytes of both columns of a pair, int16
+    amax_ptr,  # FP32 [2]
+    decode_ptr,  # out: FP32 [1]
+    hash_ptr,  # from measure_kernel
+    num_rows,
+    num_groups,
+    tiles,  # of BLOCK rows that one program does
+    BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    PACKED: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    SIGNS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FP32: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    num_rows = tl.multiple_of(num_rows, BLOCK)
+    PAIRS: tl.constexpr = BLOCK // 2
+    group = (tl.num_programs(0) - 1 - tl.program_id(0)) * GROUPS + tl.arange(0, GROUPS)
+    last = num_rows // BLOCK - tl.program_id(1) * tiles
+    offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    mask = (group < num_groups)[:, None]
+    width = num_groups * PAIRS
+    sixth, inverse = _tensor_scale(amax_ptr + (1 if HADAMARD else 0), decode_ptr, BLOCK)
+    if STOCHASTIC:
+        hash_ptr += num_rows + 2 * width
+        hash_even = tl.load(hash_ptr + num_rows + offsets, mask, 0)
+        hash_odd = tl.load(hash_ptr + num_rows + width + offsets, mask, 0)
+    for step in range(0, tl.minimum(tiles, last)):
+        tile = last - 1 - step
+        pairs = _load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
+        if HADAMARD:
+            pairs = _hadamard_tile(pairs, BLOCK, SIGNS, FACTOR)
+        largest_even = tl.zeros([GROUPS, PAIRS], tl.float32)
+        largest_odd = tl.zeros([GROUPS, PAIRS], tl.float32)
+        for r in tl.static_range(BLOCK):
+            largest_even = _nan_max(largest_even, tl.abs(_even(pairs[r])))
+            largest_odd = _nan_max(largest_odd, tl.abs(_odd(pairs[r])))
+        scale_even, encode_even = _block_scale(largest_even, sixth, inverse, BLOCK)
+        scale_odd, encode_odd = _block_scale(largest_odd, sixth, inverse, BLOCK)
+        if PACKED:
+            both = _scale_byte(scale_even, BLOCK) | (_scale_byte(scale_odd, BLOCK) << 8)
+            tl.store(scales_ptr + _long(tile) * width + offsets, both.to(tl.int16), mask)
+            out_ptr = values_ptr + _long(tile) * (BLOCK // 4) * width
+        else:
+            out_ptr = values_ptr + _long(tile) * BLOCK * width
+        limit = _pack(6.0 * scale_even, 6.0 * scale_odd)
+        word = tl.zeros([GROUPS, PAIRS], tl.int32)
+        for r in tl.static_range(BLOCK):
+            even = _even(pairs[r]) * encode_even
+            odd = _odd(pairs[r]) * encode_odd
+            if STOCHASTIC:
+                row_hash = tl.load(hash_ptr + tile * BLOCK + r)
+                grid_even = _grid_stochastic(tl.abs(even), row_hash ^ hash_even)
+                grid_odd = _grid_stochastic(tl.abs(odd), row_hash ^ hash_odd)
+            else:
+                grid_even = _grid_nearest(tl.abs(even))
+                grid_odd = _grid_nearest(tl.abs(odd))
+            if PACKED:
+                word = _insert_code(word, grid_even, even, 8 * (r % 4))
+                word = _insert_code(word, grid_odd, odd, 8 * (r % 4) + 4)
+                if r % 4 == 3:
+                    tl.store(out_ptr + (r // 4) * width + offsets, word, mask)
+                    word = tl.zeros([GROUPS, PAIRS], tl.int32)
+            else:
+                values = _signed_values(grid_even * scale_even, grid_odd * scale_odd, limit, pairs[r])
+                tl.store(out_ptr + r * width + offsets, values, mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])
 def unpack_kernel(
     codes_ptr,  # int32 [rows / BLOCK, BLOCK / 4, columns / 2]
     scales_ptr,  # int16 [rows / BLOCK, columns / 2]
@@ -342,16 +366,16 @@ def _signed_values(even, odd, limit, sign_pair):
 
 
 @triton.jit
-def _tensor_scale(amax_ptr, decode_ptr, INDEX: tl.constexpr, BLOCK: tl.constexpr):
+def _tensor_scale(amax_ptr, decode_ptr, BLOCK: tl.constexpr):
     """S / 6 and 1 / S of NVFP4's tensor scale S; one program writes amax / 2688. MXFP4 has none."""
     if BLOCK != 16:
         return 1.0, 1.0
     else:
-        amax = tl.load(amax_ptr + INDEX)
+        amax = tl.load(amax_ptr)
         scale = _nan_min(tl.div_rn(2688.0, amax), 3.4028234663852886e38)
         scale = tl.where(scale == 0.0, 1.0, scale)
         if tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(decode_ptr + INDEX, tl.div_rn(amax, 2688.0))
+            tl.store(decode_ptr, tl.div_rn(amax, 2688.0))
         return scale * 0.1666666716337204, _reciprocal(scale)
 
 
@@ -362,8 +386,7 @@ def _block_scale(largest, sixth, inverse, BLOCK: tl.constexpr):
         scale = _nan_min(largest * sixth, 448.0)
         # To E4M3: an FP32 sum with 1.5 * 2^23 spacings rounds to the spacing, at least that below 2^-6.
         binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
-        anchor = binade * 1572864.0
-        scale = (scale + anchor) - anchor
+        scale = tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
         encode = _block_encode(scale * inverse, inverse)
     else:
         # A sixth, rounded up to a power of two: the exponent less two, or less one beyond the mantissa of 6. Code 0 is
@@ -392,8 +415,8 @@ def _block_encode(x, inverse):
 @triton.jit
 def _grid_nearest(magnitude):
     """`round_e2m1_nearest` of magnitudes."""
-    anchor = _binade(magnitude) * 6291456.0
-    return (magnitude + anchor) - anchor
+    binade = _binade(magnitude)
+    return tl.fma(binade, -6291456.0, tl.fma(binade, 6291456.0, magnitude))
 
 
 @triton.jit
@@ -405,8 +428,8 @@ def _grid_stochastic(magnitude, mixed):
     # binade: times u, it is this number times 2^125 binades.
     draw = (((x >> 9) ^ (x >> 25)) & 0x7FFFFE).to(tl.float32, bitcast=True)
     binade = _binade(magnitude)
-    anchor = binade * 4194304.0
-    return _add_down(tl.fma(draw, binade * 4.2535295865117308e37, magnitude), anchor) - anchor
+    raised = tl.fma(draw, binade * 4.2535295865117308e37, magnitude)
+    return tl.fma(binade, -4194304.0, _fma_down(binade, 4194304.0, raised))
 
 
 @triton.jit
@@ -425,10 +448,15 @@ def _position_hash(start, position):
 
 
 @triton.jit
-def _code(grid):
-    """E2M1 code of a magnitude on the grid: times 2^-126, the exponents and the subnormals of both formats agree."""
-    code = (grid * 1.1754943508222875e-38).to(tl.int32, bitcast=True) >> 22
-    return tl.minimum(code, 7)
+def _insert_code(word, grid, scaled, BIT: tl.constexpr):
+    """Put the E2M1 code of a magnitude on the grid (6 at most counts) with the sign of `scaled` at a bit of a word."""
+    # Times 2^-126, exponents and subnormals of FP32 are those of E2M1: the code is then the bits from 22 on.
+    code = (tl.minimum(grid, 6.0) * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    code = code >> (22 - BIT) if BIT <= 22 else code << (BIT - 22)
+    sign = (scaled + 0.0).to(tl.int32, bitcast=True)  # a zero that comes in as -0 has no sign
+    sign = sign >> (28 - BIT)
+    SIGN: tl.constexpr = 8 << BIT if BIT < 28 else -2147483648
+    return word | (code & (7 << BIT)) | (sign & SIGN)
 
 
 @triton.jit
@@ -483,9 +511,9 @@ def _approximate_reciprocal(x):
 
 
 @triton.jit
-def _add_down(a, b):
-    """a + b rounded towards minus infinity."""
-    return tl.inline_asm_elementwise("add.rm.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+def _fma_down(a, b, c):
+    """a * b + c rounded towards minus infinity."""
+    return tl.inline_asm_elementwise("fma.rm.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], tl.float32, True, 1)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ unusual transforms) goes its way through PyTorch, as it does on a GPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megatron_fp4.parallel import cross_entropy
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision import emulated
-from megatron_fp4.precision.emulated import GemmOperand, OperandRequest
+from megatron_fp4.precision.emulated import GemmOperand, Maker, OperandRequest
 from megatron_fp4.quantization.cuda import BLOCKS, PackedColumns, Side
 
 
@@ -45,7 +46,7 @@ def _fused_operands(
     *,
     pack_rows: bool = False,
     amax_group: ProcessGroup | None = None,
-) -> tuple[GemmOperand | None, GemmOperand | None]:
+) -> tuple[Maker | None, Maker | None]:
     """As `emulated.fused_operands`."""
     column_side, row_side = _side(columns, "columns"), _side(rows, "rows")
     if column_side is None and row_side is None:
@@ -70,7 +71,8 @@ def _fused_operands(
         else:
             made = torch.empty_like(x, dtype=torch.bfloat16).t()
         along_rows = GemmOperand(made, scale[1] if row_side.format == "nvfp4" else None, True)
-    return along_columns, along_rows
+    makers = [None if made is None else functools.partial(lambda of: of, made) for made in (along_columns, along_rows)]
+    return makers[0], makers[1]
 
 
 def _side(request: OperandRequest | None, along: str) -> Side | None:
