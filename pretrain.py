@@ -33,10 +33,12 @@ from data.loader import MicroBatch, MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 from data.validation import ValidationSet, unigram_entropy
+from megatron_fp4.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.compose import ConfigError, compose_config, help_text, precision_config, to_yaml
 from megatron_fp4.config import Config, PrecisionConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from megatron_fp4.precision import selftest
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics
 from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
@@ -83,6 +85,9 @@ def main(arguments: list[str]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
         return 2
+    except selftest.SelfTestError as error:
+        print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -100,6 +105,8 @@ def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
     target = precision_config(name, config, CONFIGS)
     if config.precision.switch.when != "never":
         validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
+    if not config.run.dry:
+        backend_of(config, target)
     return config, target
 
 
@@ -108,6 +115,11 @@ def execution_of(config: Config) -> Execution:
     return choose_execution(
         config.train, config.model, config.parallel.tensor, device_type_of(config), config.precision.compute_dtype
     )
+
+
+def backend_of(config: Config, target: PrecisionConfig) -> BackendChoice:
+    """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
+    return choose_backend(config, target, device_type_of(config))
 
 
 def world_size() -> int:
@@ -134,6 +146,7 @@ class Run:
     plan: Plan
     switched_plan: Plan
     switch: PrecisionSwitch
+    backend: BackendChoice
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
     bundle: DataBundle
@@ -175,8 +188,9 @@ def sharded_model(
 def build_model_parts(
     config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
 ) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
-    """`sharded_model` on the mesh's device, initialized."""
+    """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
     model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
+    apply_plan(linears, plan, clock, backend_of(config, target).open())
     model.to_empty(device=mesh.device)
     initialize(model, config.model, config.run.seed)
     return model, linears, plan, switched_plan
@@ -189,6 +203,7 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
     np.random.seed(seed)
     torch.manual_seed(seed)
     clock = RunClock(seed=seed)
+    backend = agreed_backend(backend_of(config, target))
     model, linears, plan, switched_plan = build_model_parts(config, target, mesh, clock)
     schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
     at_step = switch_step(config.precision.switch.when, config.train.steps, schedule.decay_start_step)
@@ -239,6 +254,7 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
         plan=plan,
         switched_plan=switched_plan,
         switch=PrecisionSwitch(config.precision.switch, at_step),
+        backend=backend,
         schedule=schedule,
         optimizer=optimizer,
         bundle=bundle,
@@ -300,6 +316,7 @@ def pretrain(config: Config, target: PrecisionConfig) -> int:
         plan=run.plan.as_dict(),
     )
     introduce(run, console, start)
+    test_backend(run, console)
     if mesh.rank == 0:
         (run_dir / "config.yaml").write_text(to_yaml(config))
         (run_dir / "plan.yaml").write_text(yaml.safe_dump(run.plan.as_dict(), sort_keys=False))
@@ -494,7 +511,8 @@ def introduce(run: Run, console: RunConsole, start: int) -> None:
         facts[name] = value
     facts["linears quantized"] = f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})"
     facts["model FLOPs quantized"] = f"{plan.quantized_flops_per_token / flops.total:.1%}"
-    facts["compute dtype, backend"] = f"{config.precision.compute_dtype}, emulated on {run.mesh.device.type}"
+    facts["compute dtype, backend"] = f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}"
+    facts["why this backend"] = run.backend.reason
     when, at_step = config.precision.switch.when, run.switch.at_step
     facts["switch"] = when if at_step is None else f"before step {at_step + 1} ({when}), to {run.switch.config.target}"
     facts["learning rate decays from step"] = run.schedule.decay_start_step + 1
@@ -515,6 +533,16 @@ def introduce(run: Run, console: RunConsole, start: int) -> None:
     console.text(run.bundle.summary())
     if start:
         console.text(f"resumed after step {start} of {config.train.steps}")
+
+
+def test_backend(run: Run, console: RunConsole) -> None:
+    """Compare native kernels with the reference, for this run's linears; raises SelfTestError if they differ."""
+    if run.backend.name == "transformer_engine":
+        plans = [run.plan, run.switched_plan] if run.config.precision.switch.when != "never" else [run.plan]
+        train = run.config.train
+        cases = selftest.cases_of(plans, run.linears, train.micro_batch_size * train.sequence_length)
+        backend = next(iter(run.linears.values())).backend
+        console.text(selftest.require(backend, cases, run.mesh.device))
 
 
 def summarize(run: Run, console: RunConsole, losses: dict[str, float], entropy: dict[str, float]) -> None:

@@ -13,6 +13,7 @@ from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionCon
 BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
 _TRANSFORMER_ENGINE_FORMATS = ("bf16", "nvfp4", "fp8")
+_FP4_GEMM_MULTIPLE = 32  # of cuBLAS: whole 16 bytes of packed codes
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
                 "up to 128, or 0 for none"
             )
     _reuse(precision, gemms, key)
-    _backend(precision, gemms, device_type, key)
+    _backend(precision, config, device_type, key)
     quantized = any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values())
     if quantized:
         _bf16_blocks(precision, config, key)
@@ -120,46 +121,84 @@ def _reuse(precision: PrecisionConfig, gemms: list[_Gemm], key: str) -> None:
                     f"({_described(source)}), whose codes reuse_fprop=true takes; make them equal or set "
                     "reuse_fprop to false"
                 )
-            if precision.backend == "transformer_engine":
-                raise ConfigError(
-                    f"{where}.reuse_fprop=true needs {key}.backend=emulated: tensor cores want scales along "
-                    "the dot product"
-                )
 
 
-def _backend(precision: PrecisionConfig, gemms: list[_Gemm], device_type: str, key: str) -> None:
+def _backend(precision: PrecisionConfig, config: Config, device_type: str, key: str) -> None:
     if precision.backend != "transformer_engine":
         return
-    backend = f"{key}.backend=transformer_engine"
+    if refusal := transformer_engine_refusal(precision, config, key):
+        problem, remedy = refusal
+        raise ConfigError(f"{problem} does not go with {key}.backend=transformer_engine; {remedy}")
     if device_type != "cuda":
-        raise ConfigError(f"{backend} needs a CUDA device and this run is on {device_type}; use {key}.backend=emulated")
-    if precision.compute_dtype != "bfloat16":
         raise ConfigError(
-            f"{key}.compute_dtype={precision.compute_dtype} does not go with {backend}; use bfloat16, or "
-            "backend=emulated"
+            f"{key}.backend=transformer_engine needs a CUDA device and this run is on {device_type}; use "
+            f"{key}.backend=emulated"
         )
+
+
+def transformer_engine_refusal(precision: PrecisionConfig, config: Config, key: str) -> tuple[str, str] | None:
+    """The first thing in a precision config that Transformer Engine cannot do on any chip, and the remedies, or None.
+
+    Which chip can do what is in `precision/transformer_engine.py`.
+    """
+    emulated = "or backend=emulated"
+    if precision.compute_dtype != "bfloat16":
+        return f"{key}.compute_dtype={precision.compute_dtype}", f"use bfloat16, {emulated}"
     if precision.rht_signs == "fresh":
-        raise ConfigError(f"{key}.rht_signs=fresh does not go with {backend}; use fixed, or backend=emulated")
+        return f"{key}.rht_signs=fresh", f"use fixed, {emulated}"
+    gemms = _gemms(precision)
     for gemm in gemms:
-        (first_name, first), (second_name, second) = gemm.operands.items()
         for name, operand in gemm.operands.items():
-            if operand.format not in _TRANSFORMER_ENGINE_FORMATS:
-                raise ConfigError(
-                    f"{key}.{gemm.name}.{name}.format={operand.format} does not go with {backend}; use "
-                    f"{', '.join(_TRANSFORMER_ENGINE_FORMATS)}, or backend=emulated"
-                )
+            if refusal := _operand_refusal(operand, name, gemm, f"{key}.{gemm.name}.{name}"):
+                return refusal
+        (first_name, first), (second_name, second) = gemm.operands.items()
         if first.format != second.format:
-            raise ConfigError(
-                f"{key}.{gemm.name}.{first_name}.format={first.format} and "
-                f"{second_name}.format={second.format} differ, which {backend} cannot multiply; make them "
-                "equal, or use backend=emulated"
-            )
-        allowed = (0, 16) if gemm.name == "wgrad" else (0,)
+            both = f"{key}.{gemm.name}.{first_name}.format={first.format} and {second_name}.format={second.format}"
+            return f"{both} in one GEMM", f"make them equal, {emulated}"
+        allowed = (0, 16) if gemm.name == "wgrad" and first.format in ("bf16", "nvfp4") else (0,)
         if gemm.rht not in allowed:
-            raise ConfigError(
-                f"{key}.{gemm.name}.rht={gemm.rht} does not go with {backend}; use "
-                f"{' or '.join(map(str, allowed))}, or backend=emulated"
-            )
+            return f"{key}.{gemm.name}.rht={gemm.rht}", f"use {' or '.join(map(str, allowed))}, {emulated}"
+    if any(operand.format == "nvfp4" for gemm in gemms for operand in gemm.operands.values()):
+        return _fp4_size_refusal(config, precision)
+    return None
+
+
+def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -> tuple[str, str] | None:
+    emulated = f"or {key.split('.')[0]}.backend=emulated"
+    if operand.format == "bf16":
+        return None
+    if operand.format not in _TRANSFORMER_ENGINE_FORMATS:
+        formats = ", ".join(_TRANSFORMER_ENGINE_FORMATS)
+        return f"{key}.format={operand.format}", f"it has no such GEMM; use {formats}, {emulated}"
+    if operand.reuse_fprop:
+        return f"{key}.reuse_fprop=true", f"tensor cores want scales along the dot product; set it to false, {emulated}"
+    if operand.rounding == "stochastic" and (operand.format != "nvfp4" or name != "gradient"):
+        return f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {emulated}"
+    if name != "weight" and operand.block not in ("1x16", "1x128"):
+        block = "1x16" if operand.format == "nvfp4" else "1x128"
+        return f"{key}.block={operand.block}", f"square blocks are for weights there; use {block}, {emulated}"
+    if operand.four_over_six and (gemm.rht or operand.rounding == "stochastic"):
+        with_it = f"rht={gemm.rht}" if gemm.rht else "rounding=stochastic"
+        return f"{key}.four_over_six=true with {with_it}", f"set one of them to false, 0 or nearest, {emulated}"
+    return None
+
+
+def _fp4_size_refusal(config: Config, precision: PrecisionConfig) -> tuple[str, str] | None:
+    """Output features are padded; what else an FP4 GEMM sums over must be whole 16 bytes of codes."""
+    multiple, tensor = _FP4_GEMM_MULTIPLE, config.parallel.tensor
+    for name, (size, sharded, linear) in _input_dims(config, precision).items():
+        shards = tensor if sharded else 1
+        if size % (shards * multiple):
+            each = f" / parallel.tensor={tensor}" if shards > 1 else ""
+            return f"{name}={size}{each}, the input of {linear},", f"use a multiple of {multiple}, or backend=emulated"
+    tokens = config.train.micro_batch_size * config.train.sequence_length
+    if tokens % multiple:
+        return (
+            f"train.micro_batch_size={config.train.micro_batch_size} x train.sequence_length="
+            f"{config.train.sequence_length}",
+            f"its FP4 GEMM needs a multiple of {multiple} tokens; use a longer sequence, or backend=emulated",
+        )
+    return None
 
 
 def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:

@@ -279,6 +279,16 @@ def test_recipes_that_cannot_be_computed(changes, value, remedy):
             "precision.fprop.weight.format=mxfp4",
             "backend=emulated",
         ),
+        ({"fprop.activation.rounding": "stochastic"}, "fprop.activation.rounding=stochastic", "use nearest"),
+        ({"wgrad.activation.rounding": "stochastic"}, "wgrad.activation.rounding=stochastic", "use nearest"),
+        ({"wgrad.gradient.block": "16x16"}, "precision.wgrad.gradient.block=16x16", "use 1x16"),
+        ({"wgrad.activation.four_over_six": True}, "wgrad.activation.four_over_six=true with rht=16", "set one of"),
+        ({"dgrad.gradient.four_over_six": True}, "four_over_six=true with rounding=stochastic", "set one of"),
+        (
+            {"wgrad.activation.reuse_fprop": True, "wgrad.rht": 0},
+            "wgrad.activation.reuse_fprop=true",
+            "set it to false",
+        ),
     ],
 )
 def test_what_transformer_engine_cannot_do(changes, value, remedy):
@@ -287,6 +297,22 @@ def test_what_transformer_engine_cannot_do(changes, value, remedy):
     assert value in message
     assert remedy in message
     validate(changed(composed(), {"precision.backend": "transformer_engine"}), 1, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({"model.hidden_dim": 272}, "model.hidden_dim=272"),
+        ({"model.ffn_dim": 1040, "parallel.tensor": 1}, "model.ffn_dim=1040"),
+        ({"train.sequence_length": 16, "train.micro_batch_size": 1}, "train.sequence_length=16"),
+    ],
+)
+def test_sizes_that_an_fp4_gemm_cannot_take(changes, value):
+    message = refusal({"precision.backend": "transformer_engine", **changes}, device_type="cuda")
+    assert value in message
+    assert "multiple of 32" in message
+    assert "backend=emulated" in message
+    validate(changed(composed(), changes), 1, "cuda")
 
 
 @pytest.mark.parametrize(

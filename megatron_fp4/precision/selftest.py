@@ -1,0 +1,401 @@
+"""Whether a backend computes what its recipe says: compared with the reference in `megatron_fp4.quantization`.
+
+    python -m megatron_fp4.precision.selftest [--shape TOKENS,INPUTS,OUTPUTS ...]
+
+and, before the first step of a run whose backend is transformer_engine, for the shapes and recipes of its own plan.
+Native kernels were wrong before in ways that a loss curve shows late or never: stochastic rounding that returned zeros
+on one GPU generation, scales blocked along the wrong dimension. For each linear's shape and recipe:
+
+    codes      every operand, rounded to nearest: codes, block scales and tensor maximum, bit for bit
+    rounding   operands that round stochastically: scales bit for bit, every value one of the two neighbours, mean
+               within 0.01 of a spacing for values anywhere between them, spread that of a fair draw, not the same
+               draws twice, the same again for the same key
+    products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
+    poison     NaN and inf in x, W or dy reach the products
+
+The tensors are random, with outlier columns, one block of zeros and rows that are a thousand times smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import EMULATED, transform_signs
+from megatron_fp4.precision.fair_rounding import Draws, rounding_faults
+from megatron_fp4.precision.linear import LinearNumerics, _Call
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
+
+# Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
+# rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
+PRODUCT_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
+ELEMENT_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
+_PRODUCT_ROWS = 256
+_CHUNK_ELEMENTS = 2**24
+_DRAWS = 16
+_DRAW_ELEMENTS = 2**21
+
+Quantized = NVFP4Tensor | MXFP4Tensor | FP8Tensor
+
+
+class SelfTestError(RuntimeError):
+    """A backend computes something else than the reference."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The local shape of a linear on this rank (output features unpadded) and its recipe."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    num_groups: int
+    recipe: Recipe
+
+    def __str__(self) -> str:
+        return f"{self.recipe.name}, {self.tokens} tokens, {self.inputs} -> {self.outputs}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: what was compared, and what differs (empty: nothing)."""
+
+    case: Case
+    what: str
+    fault: str
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.what}: {self.fault or 'as the reference'}"
+
+
+def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearNumerics], tokens: int) -> list[Case]:
+    """The different quantized linears of the plans, as this rank computes them. tokens: of a micro-batch."""
+    cases: dict[Case, None] = {}
+    for plan in plans:
+        for row in plan.rows:
+            numerics, linear = linears[row.linear.name], row.linear
+            if row.recipe.quantized:
+                inputs = linear.in_features // _size(numerics.in_shards)
+                outputs = linear.out_features // _size(numerics.out_shards)
+                cases[Case(tokens, inputs, outputs, numerics.num_groups, row.recipe)] = None
+    return list(cases)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> str:
+    """Test `backend` on this rank's device; returns a line for the log. A collective.
+
+    Raises SelfTestError on all ranks if any rank found a fault, with its own faults where there are some.
+    """
+    findings = [finding for case in cases for finding in check(backend, case, device)]
+    faults = [str(finding) for finding in findings if finding.fault]
+    count = torch.tensor(len(faults), device=device)
+    dist.all_reduce(count)
+    if faults:
+        raise SelfTestError(f"self-test of the backend {backend.name} on {device}:\n  " + "\n  ".join(faults))
+    if count.item():
+        raise SelfTestError(f"self-test of the backend {backend.name}: faults on other ranks, none on this one")
+    return f"self-test of {backend.name}: {len(findings)} comparisons with the reference, no difference"
+
+
+def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Finding]:
+    """All comparisons for one case."""
+    x, w, dy = sample_tensors(case, device)
+    recipe = nearest(case.recipe)
+    numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
+    call = _Call(numerics, w, x)
+    padded = call.pad(dy)
+    tensors = {"activation": x, "weight": call.pad_rows(w), "gradient": padded}
+    made = {}
+    for first, second in PAIRS:
+        tensor = tensors[first.split("_")[1]]
+        makers = call.prepare(first, second, tensor, (0, 0), None)
+        for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
+            assert maker is not None
+            made[name] = maker()
+            operand: Operand = getattr(recipe, name)
+            if operand.quantized:
+                yield Finding(case, f"{name} codes", _codes_fault(made[name], source, operand, call, name))
+    for gemm, (left, right) in GEMMS.items():
+        dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
+        if getattr(recipe, left).quantized or getattr(recipe, right).quantized:
+            product = backend.gemm(made[left], made[right], dtype)
+            yield Finding(case, f"{gemm} product", _product_fault(product, made[left], made[right]))
+    yield from _rounding_findings(backend, case, tensors)
+    yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
+
+
+PAIRS = (
+    ("fprop_activation", "wgrad_activation"),
+    ("fprop_weight", "dgrad_weight"),
+    ("dgrad_gradient", "wgrad_gradient"),
+)
+GEMMS = {
+    "fprop": ("fprop_activation", "fprop_weight"),
+    "dgrad": ("dgrad_gradient", "dgrad_weight"),
+    "wgrad": ("wgrad_gradient", "wgrad_activation"),
+}
+
+
+def nearest(recipe: Recipe) -> Recipe:
+    """The recipe without stochastic rounding."""
+    return replace(recipe, **{name: replace(op, rounding="nearest") for name, op in recipe.operands.items()})  # type: ignore[arg-type]
+
+
+def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """x [tokens, inputs], W [outputs, inputs] and dy [tokens, outputs] in BF16, the same every time."""
+    generator = torch.Generator(device).manual_seed(case.tokens + 3 * case.inputs + 7 * case.outputs)
+
+    def draw(rows: int, columns: int, scale: float) -> Tensor:
+        t = torch.randn(rows, columns, generator=generator, device=device) * scale
+        t[:, ::67] *= 20
+        t[1::31] *= 1e-3
+        t[:16, :16] = 0
+        return t.to(torch.bfloat16)
+
+    w = draw(case.outputs, case.inputs, case.inputs**-0.5)
+    return draw(case.tokens, case.inputs, 1.0), w, draw(case.tokens, case.outputs, 1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------- codes
+
+
+def reference(rows: Tensor, operand: Operand, amax: Tensor) -> Quantized:
+    """`rows` [n, k] by the reference quantizer, to nearest. amax: of the whole tensor."""
+    if operand.format == "nvfp4":
+        return quantize_nvfp4(rows, operand.block, amax=amax, four_over_six=operand.four_over_six)
+    if operand.format == "mxfp4":
+        return quantize_mxfp4(rows, operand.block)
+    return quantize_fp8(rows, operand.block, power_of_two_scales=operand.power_of_two_scales)
+
+
+def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
+    """`x` [n, k] as the operand `name` is quantized: after the transform, if its GEMM has one."""
+    gemm = name.split("_")[0]
+    size: int = getattr(call.recipe, f"{gemm}_rht")
+    if not size:
+        return x
+    return random_hadamard_transform(x, size, transform_signs(size, call.recipe.rht_signs, None, x.device))
+
+
+def _codes_fault(made: object, source: Tensor, operand: Operand, call: _Call, name: str) -> str:
+    """What of an operand differs from the reference. source: [n, k], before the transform."""
+    rows = transformed(source, call, name)
+    amax = rows.abs().amax().to(torch.float32)
+    size = max(128, _CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
+    for start in range(0, rows.shape[0], size):
+        expected = expected_parts(reference(rows[start : start + size], operand, amax), made)
+        actual = actual_parts(made, slice(start, start + size))
+        for part, value in expected.items():
+            if fault := difference(actual[part], value, start):
+                return f"{part} {fault}"
+    return ""
+
+
+def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
+    """An operand in comparable parts: codes and scales of native operands, values of emulated ones."""
+    if isinstance(made, te.NativeOperand):
+        decoded = made.decoded()
+        parts = {"codes": decoded.codes[rows], "scales": decoded.scales[rows]}
+        return parts | ({"amax": decoded.amax} if isinstance(decoded, NVFP4Tensor) else {})
+    values, scale = made.unpacked(), made.scale  # type: ignore[attr-defined]
+    # Products do not see the sign of a zero, and the emulation does not keep it.
+    return {"values": values[rows].to(torch.float32) + 0.0} | ({} if scale is None else {"tensor scale": scale})
+
+
+def expected_parts(quantized: Quantized, made: object) -> dict[str, Tensor]:
+    """The reference in the parts that `actual_parts` has of `made`."""
+    if isinstance(made, te.NativeOperand):
+        parts = {"codes": quantized.codes, "scales": quantized.scales}
+        return parts | ({"amax": quantized.amax} if isinstance(quantized, NVFP4Tensor) else {})
+    if isinstance(quantized, NVFP4Tensor):
+        return {"values": quantized.block_values() + 0.0, "tensor scale": quantized.decode_scale()}
+    return {"values": quantized.dequantize() + 0.0}
+
+
+def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
+    """Where two tensors differ in any bit, in words; empty if nowhere."""
+    if actual.shape != expected.shape:
+        return f"have shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    unequal = _bits(actual) != _bits(expected)
+    if not unequal.any():
+        return ""
+    at = unequal.nonzero()[0].tolist()
+    found, right = actual[tuple(at)].to(torch.float32).item(), expected[tuple(at)].to(torch.float32).item()
+    where = [at[0] + first_row, *at[1:]] if at else "the tensor"
+    return f"differ in {int(unequal.sum())} of {unequal.numel()}, first at {where}: {found:g} instead of {right:g}"
+
+
+def _bits(t: Tensor) -> Tensor:
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return t.contiguous().view(sizes[t.element_size()])
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def _values(made: object) -> Tensor:
+    """FP64 [rows, k]: what an operand stands for, without the tensor scale."""
+    if isinstance(made, te.NativeOperand):
+        decoded = made.decoded()
+        values = decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
+        return values.to(torch.float64)
+    return made.unpacked().to(torch.float64)  # type: ignore[attr-defined]
+
+
+def _scale(made: object) -> Tensor | float:
+    if isinstance(made, te.NativeOperand):
+        decoded = made.decoded()
+        return decoded.decode_scale().to(torch.float64) if isinstance(decoded, NVFP4Tensor) else 1.0
+    scale = made.scale  # type: ignore[attr-defined]
+    return 1.0 if scale is None else scale.to(torch.float64)
+
+
+def _product_fault(product: Tensor, a: object, b: object) -> str:
+    left = _values(a)
+    count = min(_PRODUCT_ROWS, left.shape[0])
+    rows = torch.linspace(0, left.shape[0] - 1, count, device=product.device).long()
+    expected = left[rows] @ _values(b).t() * _scale(a) * _scale(b)
+    del left
+    if product.shape[1] != expected.shape[1]:
+        return f"has {product.shape[1]} columns instead of {expected.shape[1]}"
+    error = product[rows].to(torch.float64) - expected
+    total = (error.norm() / expected.norm()).item()
+    worst = (error.abs().amax() / expected.square().mean().sqrt()).item()
+    # NaN passes no comparison, and so is a fault.
+    if total <= PRODUCT_ERROR[product.dtype] and worst <= ELEMENT_ERROR[product.dtype] + 2**-8 * _peak(expected):
+        return ""
+    return f"relative error {total:.2e}, worst element {worst:.2e} of the root mean square"
+
+
+def _peak(expected: Tensor) -> float:
+    return (expected.abs().amax() / expected.square().mean().sqrt()).item()
+
+
+def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor) -> str:
+    """NaN and inf in each tensor must show in both products that it is in."""
+    recipe = case.recipe
+    for value in (float("nan"), float("inf")):
+        for broken, reached in ((0, (0, 2)), (1, (0, 1)), (2, (1, 2))):
+            given = [t.clone() for t in (x, w, dy)]
+            given[broken][5, 7] = value
+            numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
+            call = _Call(numerics, given[1], given[0])
+            w_fprop, w_dgrad = call.weight_operands()
+            makers = call.prepare("fprop_activation", "wgrad_activation", given[0], (0, 0), None)
+            gradients = call.prepare("dgrad_gradient", "wgrad_gradient", call.pad(given[2]), (0, 0), None)
+            assert makers[0] and makers[1] and gradients[0] and gradients[1]
+            products = (
+                backend.gemm(makers[0](), w_fprop, torch.bfloat16),
+                backend.gemm(gradients[0](), w_dgrad, torch.bfloat16),
+                backend.gemm(gradients[1](), makers[1](), torch.float32),
+            )
+            for index in reached:
+                if products[index].isfinite().all():
+                    return f"{value} in {('x', 'W', 'dy')[broken]} disappears in {('fprop', 'dgrad', 'wgrad')[index]}"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------- stochastic rounding
+
+
+def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Operands that round stochastically, by the statistics of some draws."""
+    for pair in PAIRS:
+        stochastic = [name for name in pair if getattr(case.recipe, name).rounding == "stochastic"]
+        if not stochastic:
+            continue
+        tensor = tensors[pair[0].split("_")[1]]
+        count = max(128, min(tensor.shape[0], _DRAW_ELEMENTS // tensor.shape[1] // 128 * 128))
+        tensor = tensor[: min(count, tensor.shape[0])]
+
+        def draw(step: int, tensor: Tensor = tensor, pair: tuple[str, str] = pair) -> dict[str, object]:
+            clock = RunClock(seed=7, step=step)
+            numerics = LinearNumerics("selftest", case.recipe, clock, backend)
+            call = _Call(numerics, tensors["weight"], tensor)
+            made = call.prepare(*pair, tensor, (0, 0), None)
+            return {name: maker() for name, maker in zip(pair, made, strict=True) if maker is not None}
+
+        numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend)
+        call = _Call(numerics, tensors["weight"], tensor)
+        for name in stochastic:
+            source = transformed(tensor if name == pair[0] else tensor.t(), call, name).contiguous()
+
+            def make(step: int, name: str = name) -> object:
+                return draw(step)[name]
+
+            fault = rounding_faults(source, Draws(make, _DRAWS), case.recipe, name)
+            yield Finding(case, f"{name} rounding", fault)
+
+
+# ----------------------------------------------------------------------------------------------------------- command
+
+_X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
+_F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
+_F8P, _F8P_W = replace(_F8, power_of_two_scales=True), replace(_F8_W, power_of_two_scales=True)
+RECIPES = (
+    Recipe("nvfp4", _X, _W, _DY, _W, _DY, _X, wgrad_rht=16),
+    Recipe("fp8_block", _F8, _F8_W, _F8, _F8_W, _F8, _F8),
+    Recipe("fp8_block, powers of two", _F8P, _F8P_W, _F8P, _F8P_W, _F8P, _F8P),
+)
+SHAPES = [[1024, 512, 2048], [512, 2048, 512], [256, 1024, 1280]]
+
+
+def main(arguments: list[str]) -> int:
+    """Test what this machine can run, and say what it cannot; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_fp4.precision.selftest", description="See the module.")
+    shape = "tokens, input and output features, each a multiple of 128"
+    parser.add_argument("--shape", action="append", metavar="TOKENS,INPUTS,OUTPUTS", help=shape)
+    options = parser.parse_args(arguments)
+    shapes = [[int(size) for size in given.split(",")] for given in options.shape or ()] or SHAPES
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    print(f"device: {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'cpu'}")
+    for name, value in te.environment().items():
+        print(f"set for Transformer Engine: {name}={value}")
+    num_faults = 0
+    for recipe in RECIPES:
+        for backend_name in ("emulated", "transformer_engine"):
+            reason = None if backend_name == "emulated" else _untestable(recipe, device)
+            if reason is not None:
+                print(f"{recipe.name}, {backend_name}: not tested: {reason}")
+                continue
+            backend: Backend = EMULATED if backend_name == "emulated" else te.TransformerEngineBackend()
+            findings = [f for n, k, m in shapes for f in check(backend, Case(n, k, m, 1, recipe), device)]
+            faults = [finding for finding in findings if finding.fault]
+            num_faults += len(faults)
+            print(f"{recipe.name}, {backend_name}: {len(findings)} comparisons, {len(faults)} faults")
+            for finding in faults:
+                print(f"  {finding}")
+    return 1 if num_faults else 0
+
+
+def _untestable(recipe: Recipe, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return "there is no CUDA device"
+    if reason := te.unsupported(recipe, torch.cuda.get_device_capability(device)):
+        return reason
+    if variable := te.fast_math_variable():
+        return f"{variable} is set"
+    return te.not_installed()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,335 @@
+"""The native backend: Transformer Engine's quantizers and cuBLAS block-scaled GEMMs under our autograd function.
+
+A linear of Transformer Engine is three calls, and so is this one: a quantizer makes both operands of a tensor in one
+launch (`rowwise` along its columns, `columnwise` along its rows, after the Hadamard transform where there is one), and
+`general_gemm` multiplies them. Calling them here rather than `te.Linear` gives each GEMM its own precision, a weight
+gradient that leaves the GEMM in FP32, DTensor parameters, and weights quantized once a step.
+
+    our operand                   what Transformer Engine has
+    x, dy  [n, k] along columns   rowwise_data     [n, k],  one scale for 16 (FP8: 128) columns
+    x, dy  transposed, [m, n]     columnwise_data  [m, n],  the same of the (transformed) transpose
+    W                             both, from 16x16 (FP8: 128x128) blocks
+
+Where it can run: NVFP4 on compute capability 10.0 and 10.3, FP8 blocks on 9.0 and 10.x (`unsupported` says why not).
+
+What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
+Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the
+emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run repeats them, but not
+on the mesh. Its kernels convert NaN to the largest code; here NaN or inf in a tensor makes its scale NaN instead,
+which costs one more read of the tensor.
+
+What it chooses not to do: let quantizers write scales in the order that cuBLAS wants (`optimize_for_gemm`). The
+self-test reads the scales that training uses, and reordering them is 1/16 of a byte per element.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.precision.emulated import GemmOperand, OperandRequest, gemm, quantize_operand
+from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.quantization.formats import E4M3_MAX
+from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+from megatron_fp4.quantization.tensor import FP8Tensor, NVFP4Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+NVFP4_CAPABILITIES = ((10, 0), (10, 3))
+# The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too.
+GEMM_MULTIPLES = {"nvfp4": 32, "fp8": 16}
+# They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
+FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
+
+
+def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """Why Transformer Engine cannot train `recipe` on a GPU of this compute capability, or None if it can."""
+    chip = f"this GPU has {capability[0]}.{capability[1]}"
+    formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
+    if "nvfp4" in formats and capability not in NVFP4_CAPABILITIES:
+        if capability[0] >= 11:
+            return (
+                f"native NVFP4 training needs compute capability 10.0 or 10.3 and {chip}, where Transformer Engine "
+                "calls NVFP4 available but its training kernels crash or round everything to zero"
+            )
+        return f"native NVFP4 training needs compute capability 10.0 or 10.3 and {chip}"
+    if "fp8" in formats:
+        if capability != (9, 0) and capability[0] != 10:
+            return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
+        fp32_scales = any(op.format == "fp8" and not op.power_of_two_scales for op in recipe.operands.values())
+        if fp32_scales and capability[0] == 10:
+            return (
+                f"{chip}, whose FP8 GEMM takes no scales but powers of two (power_of_two_scales=true on every operand)"
+            )
+    return None
+
+
+def not_installed() -> str | None:
+    """Why Transformer Engine cannot be used at all here, or None."""
+    for module in ("transformer_engine", "transformer_engine_torch"):
+        if importlib.util.find_spec(module) is None:
+            return f"{module} is not installed (pip install --no-build-isolation transformer-engine[pytorch])"
+    try:
+        _library()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"Transformer Engine is installed, but its import fails: {str(error).splitlines()[0]}"
+    return None
+
+
+def fast_math_variable() -> str | None:
+    """The environment variable that would make the codes others than the reference's, if one is set."""
+    return next((name for name in FAST_MATH_VARIABLES if os.environ.get(name, "0") not in ("", "0")), None)
+
+
+def environment() -> dict[str, str]:
+    """The variables of Transformer Engine that are set, for the log."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith("NVTE_")}
+
+
+@functools.cache
+def _library() -> SimpleNamespace:
+    """What is used of Transformer Engine, imported at the first use."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+    return SimpleNamespace(
+        e4m3=tex.DType.kFloat8E4M3,
+        general_gemm=general_gemm,
+        Float8BlockQuantizer=Float8BlockQuantizer,
+        NVFP4Quantizer=NVFP4Quantizer,
+    )
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A native operand without its tensors.
+
+    along: `columns` for rowwise data, `rows` for columnwise data. storage, settings: the class that Transformer Engine
+    keeps it in, and the arguments of that class that are no tensors.
+    """
+
+    operand: Operand
+    along: str
+    storage: type
+    settings: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class NativeOperand:
+    """One direction of a tensor that Transformer Engine quantized: [rows, k], the dot product along k.
+
+    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k]. scales: as Transformer Engine lays them out, padded. amax: FP32
+    [1] of NVFP4, else None.
+    """
+
+    data: Tensor
+    scales: Tensor
+    amax: Tensor | None
+    kind: _Form
+    quantized: bool = True
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Data, scales, amax."""
+        return self.data, self.scales, self.amax
+
+    def transposed(self) -> NativeOperand:
+        """Scales lie along the dot product: there is no such thing."""
+        raise NotImplementedError("native operands cannot be transposed")
+
+    def storage(self) -> Any:
+        """As the GEMM takes it."""
+        name, other = ("rowwise", "columnwise") if self.kind.along == "columns" else ("columnwise", "rowwise")
+        parts: dict[str, Any] = {f"{name}_data": self.data, f"{name}_scale_inv": self.scales}
+        parts |= {f"{other}_data": None, f"{other}_scale_inv": None}
+        if self.kind.operand.format == "nvfp4":
+            parts |= {f"amax_{name}": self.amax, f"amax_{other}": None}
+        return self.kind.storage(**parts, **dict(self.kind.settings))
+
+    def decoded(self) -> NVFP4Tensor | FP8Tensor:
+        """Codes and scales in our layout."""
+        operand, rows = self.kind.operand, self.data.shape[0]
+        if operand.format == "nvfp4":
+            assert self.amax is not None
+            scales = self.scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
+            scale_max = FOUR_OVER_SIX_SCALE_MAX if operand.four_over_six else E4M3_MAX
+            return NVFP4Tensor(self.data.view(torch.uint8), scales, self.amax[0], operand.block, scale_max)
+        num_blocks = self.data.shape[1] // 128
+        if operand.block[0] == 1:
+            scales = self.scales[:num_blocks, :rows].t()
+        else:
+            scales = self.scales[:, :num_blocks].repeat_interleave(128, dim=0)[:rows]
+        return FP8Tensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a quantizer is made for. rows: whether the operand along the rows is wanted; hadamard, signs: of that."""
+
+    operand: Operand
+    rows: bool
+    hadamard: bool
+    signs: bool
+
+
+class TransformerEngineBackend:
+    """See the top of this file. `not_installed` and `unsupported` say beforehand where it cannot run."""
+
+    name = "transformer_engine"
+    borrows_codes = False
+
+    def __init__(self) -> None:
+        _library()
+        self._quantizers: dict[tuple[_Settings, Any, int], Any] = {}
+        if variables := environment():
+            # Its recipes read these; the quantizers here are told by ours. Kernels and GEMMs may read others.
+            log.warning("set for Transformer Engine: %s", ", ".join(f"{k}={v}" for k, v in variables.items()))
+
+    def column_multiple(self, recipe: Recipe) -> int:
+        """Whole blocks, and whole rows of packed codes along them in dgrad."""
+        formats = {operand.format for operand in recipe.operands.values()}
+        return math.lcm(recipe.column_multiple, *(GEMM_MULTIPLES[form] for form in formats if form in GEMM_MULTIPLES))
+
+    def operands(
+        self,
+        x: Tensor,
+        columns: OperandRequest | None,
+        rows: OperandRequest | None,
+        *,
+        dtype: torch.dtype,
+        keep_rows: bool = False,
+        amax_group: ProcessGroup | None = None,
+    ) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
+        """By one quantizer if both are wanted of one kind, else each by its own (`keep_rows` changes nothing)."""
+        if columns is not None and rows is not None and columns.operand == rows.operand and columns.operand.quantized:
+            along_columns, along_rows = self._quantize(x.to(dtype), columns, rows, amax_group)
+            return lambda: along_columns, lambda: along_rows
+
+        def alone(request: OperandRequest, along: str) -> Any:
+            rounded = x.to(dtype)
+            if not request.operand.quantized:
+                return quantize_operand(rounded if along == "columns" else rounded.t(), request.operand)
+            if along == "columns":
+                return self._quantize(rounded, request, None, amax_group)[0]
+            return self._quantize(rounded, None, request, amax_group)[1]
+
+        return (
+            None if columns is None else functools.partial(alone, columns, "columns"),
+            None if rows is None else functools.partial(alone, rows, "rows"),
+        )
+
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
+        """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
+        if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
+            return gemm(a, b, out_dtype)
+        assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
+        # As general_gemm counts: its A is our b, T where the dot product lies along stored rows.
+        layout = ("T" if b.kind.along == "columns" else "N") + ("N" if a.kind.along == "columns" else "T")
+        left, right = b.storage(), a.storage()
+        out = _library().general_gemm(
+            left, right, out_dtype=out_dtype, layout=layout, grad=layout != "TN", use_split_accumulator=True
+        )
+        return out[0]
+
+    def restored(self, tensors: Sequence[Tensor | None], kind: Any) -> Any:
+        """An operand again from its `tensors()` and its `kind`."""
+        if not isinstance(kind, _Form):
+            return GemmOperand.from_tensors(tensors, kind)
+        data, scales, amax = tensors
+        assert data is not None and scales is not None
+        return NativeOperand(data, scales, amax, kind)
+
+    def _quantize(
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None, group: ProcessGroup | None
+    ) -> tuple[NativeOperand, NativeOperand | None]:
+        """x: [n, m], BF16. Both operands of one kind; the one along the columns is made in any case."""
+        request = columns or rows
+        assert request is not None
+        hadamard = rows is not None and rows.rht > 0
+        settings = _Settings(request.operand, rows is not None, hadamard, request.signs == "fixed")
+        x = x.contiguous()
+        draws = nullcontext() if request.key is None else _seeded(request.key, x.device)
+        with torch.cuda.device(x.device), draws:
+            storage = self._quantizer(settings, group, x.device)(x)
+        parts = storage.get_metadata()
+        # Zero, or NaN if any element is NaN or inf.
+        poison = torch.linalg.vector_norm(x, math.inf).to(torch.float32) * 0
+        plain = tuple((k, None if k == "quantizer" else v) for k, v in parts.items() if k not in _TENSORS)
+
+        def side(name: str, along: str) -> NativeOperand:
+            scales, amax = parts[f"{name}_scale_inv"], parts.get(f"amax_{name}")
+            (scales if amax is None else amax).add_(poison)
+            form = _Form(request.operand, along, type(storage), plain)
+            return NativeOperand(parts[f"{name}_data"], scales, amax, form)
+
+        return side("rowwise", "columns"), None if rows is None else side("columnwise", "rows")
+
+    def _quantizer(self, settings: _Settings, group: ProcessGroup | None, device: torch.device) -> Any:
+        key = (settings, group, torch.device(device).index)
+        if key not in self._quantizers:
+            quantizer = _new_quantizer(settings, group)
+            quantizer.internal = True  # a plain container, not a subclass of Tensor
+            self._quantizers[key] = quantizer
+        return self._quantizers[key]
+
+
+_TENSORS = (
+    *("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"),
+    *("amax_rowwise", "amax_columnwise"),
+)
+
+
+def _new_quantizer(settings: _Settings, group: ProcessGroup | None) -> Any:
+    operand, library = settings.operand, _library()
+    square = operand.block[0] > 1
+    if operand.format == "fp8":
+        return library.Float8BlockQuantizer(
+            library.e4m3,
+            rowwise=True,
+            columnwise=settings.rows,
+            force_pow_2_scales=operand.power_of_two_scales,
+            block_scaling_dim=2 if square else 1,
+        )
+    flags: dict[str, Any] = {}
+    if operand.four_over_six:
+        flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": int(FOUR_OVER_SIX_SCALE_MAX)}
+    return library.NVFP4Quantizer(
+        rowwise=True,
+        columnwise=settings.rows,
+        with_amax_reduction=group is not None,
+        amax_reduction_group=group,
+        with_rht=settings.hadamard,
+        with_post_rht_amax=settings.hadamard,
+        with_2d_quantization=square,
+        stochastic_rounding=operand.rounding == "stochastic",
+        with_random_sign_mask=settings.signs,
+        **flags,
+    )
+
+
+@contextmanager
+def _seeded(key: RoundingKey, device: torch.device) -> Iterator[None]:
+    """Seed CUDA's default generator, which Transformer Engine draws from, by `key` and the shard's place."""
+    generator = torch.cuda.default_generators[device.index or 0]
+    state = generator.get_state()
+    generator.manual_seed(rounding_key(key.key, key.row_offset, key.column_offset).key >> 1)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
