@@ -1,0 +1,175 @@
+"""The study behind docs/numerics.md runs, and what the page says can be run as it stands."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import pretrain
+from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.quantization import quantize_nvfp4
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "numerics.md"
+SECTION_TABLES = {
+    "formats": {"snr-nearest", "snr-stochastic", "zeroed"},
+    "hadamard": {"rht-operands", "rht-wgrad", "rht-size", "rht-fprop"},
+    "weights": {"weights", "chain-rule"},
+    "rounding": {"rounding-mean", "rounding-gain"},
+    "layers": {"layers"},
+    "exactness": {"folding", "accumulation", "order"},
+}
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("study_numerics", ROOT / "scripts" / "study_numerics.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+def commands() -> list[str]:
+    """The page's shell lines with their variables expanded."""
+    found = []
+    for block in fenced("bash"):
+        variables: dict[str, str] = {}
+        for line in filter(str.strip, block.splitlines()):
+            expanded = re.sub(r"\$(\w+)", lambda match: variables[match[1]], line)  # noqa: B023
+            if assignment := re.fullmatch(r'(\w+)="(.*)"', expanded):
+                variables[assignment[1]] = assignment[2]
+            elif not expanded.startswith("#"):
+                found.append(expanded)
+    return found
+
+
+def tables(text: str) -> dict[str, list[str]]:
+    return {
+        name: content.strip().splitlines()
+        for name, content in re.findall(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", text, flags=re.DOTALL)
+    }
+
+
+@pytest.mark.slow
+def test_the_quick_study_fills_a_page_and_draws(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    small = ["model.pattern=M-*-", "model.nvfp4_bf16_blocks.last=1", "model.vocab_size=512"]
+    script = str(ROOT / "scripts" / "study_numerics.py")
+    arguments = ["--quick", "--pictures", str(tmp_path / "pictures"), "--page", str(page)]
+    done = python(script, *arguments, "--set", *small, f"data.cache_dir={tmp_path / 'corpus'}")
+    assert done.returncode == 0, done.stderr
+    written, official = tables(page.read_text()), tables(PAGE.read_text())
+    assert written.keys() == official.keys() == set().union(*SECTION_TABLES.values())
+    for name, lines in written.items():
+        assert len(lines) > 2, name
+        assert lines[0] in done.stdout
+        if name != "rounding-mean":  # whose columns are the numbers of draws
+            assert lines[0] == official[name][0], f"{name}: the page is of another version of the script"
+    drawn = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert drawn == sorted(
+        path.name for path in (ROOT / "docs" / "pictures").iterdir() if f"{path.name})" in PAGE.read_text()
+    )
+
+
+def test_the_pages_pictures_are_small() -> None:
+    pictures = re.findall(r"\]\((pictures/\S+\.png)\)", PAGE.read_text())
+    assert 0 < len(pictures) <= 5
+    assert all((PAGE.parent / name).stat().st_size < 200_000 for name in pictures)
+
+
+def test_the_pages_example_prints_what_the_page_says() -> None:
+    (example,), (output,) = fenced("python"), fenced("text")
+    done = python("-c", example)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == output
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: command.split("transformer_60m ", 1)[-1][-60:])
+def test_the_papers_experiments_are_valid_configurations(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command.startswith("python pretrain.py --check ")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first" / "checkpoints" / "step_00001000").mkdir(parents=True)
+    pretrain.configure(command.split()[3:])
+
+
+def test_the_papers_experiments_are_what_they_say() -> None:
+    def recipe(overrides: str) -> list[str]:
+        (line,) = [command for command in commands() if command.endswith(overrides)]
+        return recipe_from_config(pretrain.configure(line.split()[3:])[0].precision).describe()
+
+    assert recipe("precision.dgrad.weight.reuse_fprop=true") == [
+        "fprop x|W: bf16 | nvfp4 1x16",
+        "dgrad dy|W: bf16 | nvfp4 1x16 as fprop",
+        "wgrad dy|x: bf16 | bf16",
+    ]
+    assert recipe("nearest precision.fprop.weight.rounding=stochastic") == [
+        "fprop x|W: nvfp4 1x16 | nvfp4 1x16 SR",
+        "dgrad dy|W: nvfp4 1x16 | nvfp4 1x16 SR",
+        "wgrad dy|x: nvfp4 1x16 | nvfp4 1x16",
+    ]
+    assert recipe("nearest precision.fprop.weight.rounding=stochastic precision.dgrad.weight.rounding=nearest") == [
+        "fprop x|W: nvfp4 1x16 | nvfp4 1x16 SR",
+        "dgrad dy|W: nvfp4 1x16 | nvfp4 1x16",
+        "wgrad dy|x: nvfp4 1x16 | nvfp4 1x16",
+    ]
+    assert recipe("nearest precision.dgrad.rht=16")[1] == "dgrad dy|W: nvfp4 1x16 | nvfp4 1x16, RHT 16 (fixed signs)"
+
+
+def test_many_tensors_at_once_are_quantized_as_one(study: ModuleType) -> None:
+    many = torch.randn(5, 64, generator=study.generator(9)) * torch.logspace(-6, 6, 5)[:, None]
+    values, scales = study.encode_many(many, "as specified")
+    for row, code, scale in zip(many, values, scales, strict=True):
+        one = quantize_nvfp4(row)
+        assert torch.equal(one.scales.float(), scale)
+        assert torch.equal(one.block_values(), code * scale.repeat_interleave(16))
+
+
+def test_a_transformed_weight_is_turned_back(study: ModuleType) -> None:
+    w = torch.randn(32, 64, generator=study.generator(9))
+    seen = study.weight_seen(w, study.NEAREST, 16)
+    assert study.relative(seen, w) < 0.12
+    assert study.gain(seen, w) == pytest.approx(1, abs=0.02)
+
+
+def test_saturated_values_are_those_beyond_six_scales(study: ModuleType) -> None:
+    x = torch.randn(64, 64, generator=study.generator(9))
+    q = quantize_nvfp4(x)
+    limit = q.scales.float().repeat_interleave(16, dim=1) * 6 * q.decode_scale()
+    assert torch.equal(study.saturated(x), x.abs() > limit * (1 + 2**-20))
+    assert 0.01 < study.saturated(x).double().mean() < 0.06
+
+
+def test_gradients_of_square_blocks_are_those_of_the_forward_pass(study: ModuleType) -> None:
+    assert study.gradient_errors(64, 3, study.SQUARE)[0] == 0
+    assert study.gradient_errors(64, 3, study.NEAREST)[0] > 0.1
+
+
+def test_a_page_without_a_place_for_a_table_is_refused(study: ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: a -->\nold\n<!-- end -->\n")
+    study.fill_page(page, {"a": "| new |"})
+    assert page.read_text() == "<!-- table: a -->\n| new |\n<!-- end -->\n"
+    with pytest.raises(ValueError, match="no place <!-- table: b -->"):
+        study.fill_page(page, {"b": ""})
