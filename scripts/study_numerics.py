@@ -153,6 +153,8 @@ class Capture:
 def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> tuple[Run, int]:
     """A model trained for `size.steps` steps (or loaded), every linear then quantized; and its number of steps."""
     if checkpoint is not None:
+        if not checkpoint.is_dir():
+            raise ValueError(f"--checkpoint {checkpoint} is no folder; name one like runs/a/checkpoints/step_00000300")
         steps = read_manifest(checkpoint).step
         saved = json.loads((checkpoint / "trainer.json").read_text())["config"]
         config = config_from_saved(saved, overrides, CONFIGS)
