@@ -53,7 +53,7 @@ def quantize_mxfp4(
 
 
 def encode_mxfp4(rows: Tensor, block: tuple[int, int], key: RoundingKey | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of checked FP32 rows: grid values [rows, cols], where the code's sign bit is set, UE8M0 codes [rows, cols / 32]."""
+    """Of checked FP32 rows: grid values [rows, cols], where the sign bit is set, UE8M0 codes [rows, cols / 32]."""
     amax = block_amax(rows, block)
     scales = to_ue8m0_up(amax / torch.full_like(amax, E2M1_MAX))
     inverse = ue8m0_values(scales).reciprocal()
