@@ -240,8 +240,8 @@ class TrainConfig:
 class OptimizerConfig:
     """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off.
 
-    implementation: `torch`, `transformer_engine`, `apex`, or `auto` (training/optimizer.py; the log names it). Their
-        checkpoints are interchangeable, their roundings differ.
+    implementation: `torch`, `transformer_engine` or `apex` (training/optimizer.py). Their checkpoints are
+        interchangeable, their roundings differ.
     """
 
     lr: float = 2e-3
@@ -250,7 +250,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    implementation: str = "auto"
+    implementation: str = "torch"
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _choices(config: Config) -> None:
         "data.kind": (config.data.kind, ("builtin", "indexed")),
         "optimizer.implementation": (
             config.optimizer.implementation,
-            ("auto", "torch", "transformer_engine", "apex"),
+            ("torch", "transformer_engine", "apex"),
         ),
     }
     for key, (value, allowed) in choices.items():

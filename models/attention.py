@@ -5,6 +5,8 @@ Shapes: t tokens, b batch, s sequence, g KV heads of this rank, r query heads pe
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -72,23 +74,28 @@ def split_heads(
 
 def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
     """Causal attention [b, s, heads, d] by the kernel that PyTorch chooses; query heads share KV heads in order."""
-    q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
-    if torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled():
-        _make_deterministic(y)
-    return y.transpose(1, 2)
+    return _attend(q_bshd, k_bsgd, v_bsgd, ())
 
 
 def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
-    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can.
+    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can."""
+    return _attend(q_bshd, k_bsgd, v_bsgd, (SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC))
 
-    Its backward pass is not deterministic: where PyTorch was asked for determinism, FlashAttention comes first.
-    """
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-    if torch.are_deterministic_algorithms_enabled():
-        order.reverse()
-    with sdpa_kernel([*order, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
-        return attend(q_bshd, k_bsgd, v_bsgd)
+
+# cuDNN's backward pass is not among them.
+_DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+
+
+def _attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, order: tuple[SDPBackend, ...]) -> Tensor:
+    """order: kernels to try in turn; none: PyTorch's choice. Where it was asked for determinism, that goes first."""
+    deterministic = q_bshd.is_cuda and torch.are_deterministic_algorithms_enabled()
+    order = _DETERMINISTIC if deterministic else order
+    q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
+    with sdpa_kernel(list(order), set_priority=True) if order else contextlib.nullcontext():
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+    if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
+        _make_deterministic(y)
+    return y.transpose(1, 2)
 
 
 def _make_deterministic(y: Tensor) -> None:

@@ -6,10 +6,12 @@ path differs from it by roundings to BF16.
     part                    torch                     fused (CUDA)
     Mamba-2's scan          models/ssd.py, FP32       mamba-ssm, BF16 in and out, FP32 sums and states
     Mamba-2's convolution   models/conv.py, FP32      causal-conv1d, BF16 in and out
-    attention               PyTorch's own choice      cuDNN, else FlashAttention, ... (deterministic: Flash first)
+    attention               PyTorch's own choice      cuDNN, else FlashAttention, ...
     norms, squared ReLU,    eager                     torch.compile of the small pure functions
     RoPE
     softmax of the loss     eager                     Triton, in place
+
+With deterministic algorithms (`run.deterministic`), attention is FlashAttention's on CUDA in both columns.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Execution:
             parts.append(f"scan: {'mamba-ssm' if self.scan else 'torch'}")
             parts.append(f"convolution: {'causal-conv1d' if self.conv else 'torch'}")
         if "*" in pattern:
-            parts.append(f"attention: SDPA, {'cuDNN or Flash' if self.compiled else 'its own choice'}")
+            parts.append(f"attention: SDPA, {_attention(self.compiled)}")
         parts.append(f"norms and activations: {'torch.compile' if self.compiled else 'torch'}")
         parts.append(f"loss: {'Triton' if self.compiled else 'torch'}")
         return ", ".join(parts)
@@ -122,6 +124,12 @@ def _conv_unavailable(model: ModelConfig, tensor_parallel: int) -> str | None:
     if channels % 8:
         return f"needs a multiple of 8 channels a rank in the convolution, and this model has {channels}"
     return None
+
+
+def _attention(compiled: bool) -> str:
+    if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
+        return "Flash (deterministic)"
+    return "cuDNN, else Flash" if compiled else "its own choice"
 
 
 def _installed(module: str) -> bool:

@@ -112,7 +112,8 @@ class Mamba2(nn.Module):
         x, b_bsgn, c_bsgn = xbc.split([inner, state, state], -1)
         x_bshp = x.reshape(*x.shape[:2], -1, self.head_dim)
         y_bshp = self._scan(x_bshp, dt.flatten(2), -a_log_h.exp(), b_bsgn, c_bsgn, d_h, dt_bias_h, self.chunk_size)
-        return self.norm.function(y_bshp, z, norm_weight_d)
+        # A copy of z is kept for the backward pass, not all of `projected` with z in it.
+        return self.norm.function(y_bshp, z.contiguous(), norm_weight_d)
 
 
 def plain_scan(

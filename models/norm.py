@@ -73,7 +73,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y_bshp: Tensor, z_bsgc: Tensor) -> Tensor:
         """[batch, sequence, heads, p] and [batch, sequence, groups, c], heads * p = groups * c = dim / tp, both of this
-        rank -> [tokens, dim / tp] in the dtype of `z_bsgc`, which may be a view; `y_bshp` may be FP32."""
+        rank -> [tokens, dim / tp] in the dtype of `z_bsgc`; `y_bshp` may be FP32."""
         return self.function(y_bshp, z_bsgc, self.local_weight())
 
 

@@ -181,6 +181,7 @@ def linear_rows(
     dy = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
     weight = nn.Parameter(torch.randn(out_features, in_features, device=device, dtype=torch.bfloat16) * 0.02)
     rows: list[dict[str, Any]] = []
+    calls: list[Callable[[], None]] = []
     for name, recipe in recipes.items():
         numerics = LinearNumerics(name="linear", recipe=recipe, clock=RunClock(seed=0))
         for kept in (False, True) if recipe.quantized else (True,):
@@ -190,12 +191,15 @@ def linear_rows(
                 numerics.clock.weights_version += not kept
                 quantized_linear(x, weight, numerics).backward(dy)
 
-            eager = median_milliseconds(iteration, device, options.iterations, 5)
-            milliseconds = median_milliseconds(iteration, device, 10, 0, busy=True) if x.is_cuda else eager
-            rows.append({"shape": shape, "recipe": name, "weights_kept": kept, "milliseconds": milliseconds})
-            rows[-1]["eager_milliseconds"] = eager
-            rows[-1]["ratio"] = milliseconds / rows[0]["milliseconds"]
-            rows[-1]["tflops"] = 6 * tokens * in_features * out_features / milliseconds / 1e9
+            calls.append(iteration)
+            rows.append({"shape": shape, "recipe": name, "weights_kept": kept})
+            rows[-1]["eager_milliseconds"] = median_milliseconds(iteration, device, options.iterations, 5)
+    # In turns, so that a change of clocks meets all of them.
+    rounds = [[median_milliseconds(call, device, 8, 1, busy=True) for call in calls] for _ in range(options.iterations)]
+    for row, times in zip(rows, zip(*rounds, strict=True), strict=True):
+        row["milliseconds"] = statistics.median(times)
+        row["ratio"] = row["milliseconds"] / rows[0]["milliseconds"]
+        row["tflops"] = 6 * tokens * in_features * out_features / row["milliseconds"] / 1e9
     return rows
 
 
@@ -281,7 +285,7 @@ def median_milliseconds(
     if device.type == "cuda":
         if busy:
             work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-            for _ in range(60):
+            for _ in range(25):
                 torch.mm(work, work)
         else:
             torch.cuda.synchronize(device)

@@ -1,4 +1,7 @@
-"""The multi-tensor kernels of Transformer Engine and apex against torch's AdamW, on sharded parameters."""
+"""The multi-tensor kernels of Transformer Engine and apex against torch's AdamW, on sharded parameters.
+
+In a process of its own: Transformer Engine cannot be loaded once attention has loaded PyTorch's cuDNN.
+"""
 
 from collections.abc import Iterator
 
@@ -79,7 +82,3 @@ def test_a_run_moves_between_implementations_and_resumes_bitwise_with_its_own(fi
     for a, b in zip(weights(whole), weights(resumed), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
         assert first != then or torch.equal(a, b)
-
-
-def test_auto_names_its_choice() -> None:
-    assert build_optimizer(sharded(), OptimizerConfig()).name

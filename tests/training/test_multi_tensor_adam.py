@@ -71,7 +71,3 @@ def test_parameters_without_a_gradient_keep_their_step():
 def test_a_choice_that_cannot_run_is_refused(implementation):
     with pytest.raises(ConfigError, match=f"optimizer.implementation={implementation} cannot run"):
         build_optimizer(nn.Linear(2, 2), OptimizerConfig(implementation=implementation))
-
-
-def test_torch_can_be_asked_for():
-    assert build_optimizer(nn.Linear(2, 2), OptimizerConfig(implementation="torch")).name.startswith("torch.optim")
