@@ -4,12 +4,13 @@ A block-scaled tensor core computes  sum_k (code_a * scale_a) (code_b * scale_b)
 scales on afterwards. Every product E2M1 x E4M3 (or E2M1 x power of two) has at most six significant bits, so it is
 exact in BF16: an ordinary GEMM of those values with FP32 accumulation, followed by the same multiplication, computes
 the same thing up to the order of accumulation. The tensor scale must *not* be folded into the values before they are
-cast to BF16; that would round nearly all of them. FP8 values under FP32 scales need FP32 operands.
+cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two scales are exact in BF16 as well; under
+FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
-Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the fused kernels of
-`quantization/cuda.py` and cuBLAS; for operands that those do not make (four-over-six, unusual transforms, FP8, FP32
-activations), and on other GPUs, PyTorch on that device, slower by tens of times. The codes are the same bits
-everywhere; a warning says once why a device does without the kernels.
+Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
+`quantization/cuda.py` and `quantization/fp8_cuda.py` and cuBLAS; for operands that those do not make (four-over-six,
+unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower by tens of
+times. The codes are the same bits everywhere; a warning says once why a device does without the kernels.
 
 What it chooses not to do: imitate a tensor core's accumulation order.
 """
@@ -30,6 +31,7 @@ from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.cuda import Measured, PackedColumns, Side, kernels_unavailable
 from megatron_fp4.quantization.formats import E2M1_MAX, ue8m0_values
 from megatron_fp4.quantization.fp8 import encode_fp8
+from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
@@ -48,44 +50,52 @@ class GemmOperand:
     """One side of a GEMM, the dot product along the last dimension.
 
     values: [rows, k]. For a quantized operand `code * block scale` without the tensor scale (BF16 for the 4-bit
-    formats, FP32 for FP8), otherwise the tensor itself. `PackedColumns` [k, rows]: 4-bit codes of such values, which
-    `unpacked` decodes.
+    formats, FP32 for FP8), otherwise the tensor itself. `PackedColumns` [k, rows]: 4-bit codes of such values, and
+    `BlockScaled` [rows, k]: FP8 codes with their scales; `unpacked` decodes both.
     scale: FP32 0-dim factor from `values` to real values, or None for 1.
     quantized: whether `values` came out of a quantizer; two unquantized sides are an ordinary GEMM.
     """
 
-    values: Tensor | PackedColumns
+    values: Tensor | PackedColumns | BlockScaled
     scale: Tensor | None = None
     quantized: bool = False
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
-        assert isinstance(self.values, Tensor)
+        assert not isinstance(self.values, PackedColumns)
         return GemmOperand(self.values.t(), self.scale, self.quantized)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What an autograd function has to save: three tensors, some of them None."""
-        if isinstance(self.values, PackedColumns):
-            return self.values.codes, self.values.scales, self.scale
-        return self.values, None, self.scale
+        if isinstance(self.values, Tensor):
+            return self.values, None, self.scale
+        return self.values.codes, self.values.scales, self.scale
 
     @property
-    def kind(self) -> tuple[str | None, bool]:
-        """What is left of an operand without its tensors: the format of packed codes (else None), and `quantized`."""
-        return self.values.format if isinstance(self.values, PackedColumns) else None, self.quantized
+    def kind(self) -> tuple[str | int | None, bool]:
+        """What is left of an operand without its tensors: the format of packed codes, the block rows of FP8 codes, or
+        None for plain values; and `quantized`.
+        """
+        values = self.values
+        packing = values.format if isinstance(values, PackedColumns) else None
+        return values.block_rows if isinstance(values, BlockScaled) else packing, self.quantized
 
     @staticmethod
-    def from_tensors(tensors: Sequence[Tensor | None], kind: tuple[str | None, bool]) -> GemmOperand:
+    def from_tensors(tensors: Sequence[Tensor | None], kind: tuple[str | int | None, bool]) -> GemmOperand:
         """The operand again from its `tensors()` and its `kind`."""
-        values, packed_scales, scale = tensors
+        (values, scales, scale), (packing, quantized) = tensors, kind
         assert values is not None
-        if kind[0] is None or packed_scales is None:
-            return GemmOperand(values, scale, kind[1])
-        return GemmOperand(PackedColumns(values, packed_scales, kind[0]), scale, kind[1])
+        if packing is None or scales is None:
+            return GemmOperand(values, scale, quantized)
+        if isinstance(packing, int):
+            return GemmOperand(BlockScaled(values, scales, packing), scale, quantized)
+        return GemmOperand(PackedColumns(values, scales, packing), scale, quantized)
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
-        return self.values.values().t() if isinstance(self.values, PackedColumns) else self.values
+        if isinstance(self.values, PackedColumns):
+            return self.values.values().t()
+        return self.values.values() if isinstance(self.values, BlockScaled) else self.values
 
 
 @dataclass(frozen=True)
@@ -181,8 +191,13 @@ def fused_operands(
     Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
     second. What the fused kernels do not make, on this device or at all, comes back as None: `quantize_operand` does.
 
-    x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as 4-bit codes until its GEMM.
+    x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as codes until its GEMM.
     """
+    fp8 = (_fp8_maker(x, columns, False, False), _fp8_maker(x, rows, True, pack_rows))
+    if fp8 != (None, None):
+        columns, rows = (None if fp8[0] else columns), (None if fp8[1] else rows)
+        others = fused_operands(x, columns, rows, pack_rows=pack_rows, amax_group=amax_group)
+        return fp8[0] or others[0], fp8[1] or others[1]
     sides = (_fused_side(x, columns, "columns"), _fused_side(x, rows, "rows"))
     if sides[0] is not None and sides[1] is not None and sides[0].format != sides[1].format:
         return (
@@ -201,6 +216,24 @@ def fused_operands(
         return GemmOperand(values, measured.rows_scale, True)
 
     return along_columns if sides[0] is not None else None, along_rows if sides[1] is not None else None
+
+
+def _fp8_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:
+    """What makes an FP8 operand by the kernels, or None if PyTorch has to do it or it is none."""
+    if request is None or request.operand.format != "fp8" or request.rht or request.key is not None:
+        return None
+    if not x.is_cuda or not _kernels_available(x.device):
+        return None
+    operand = request.operand
+
+    def make() -> GemmOperand:
+        power_of_two = operand.power_of_two_scales
+        values = quantize_fp8_fused(
+            x, operand.block[0], along_rows=along_rows, power_of_two_scales=power_of_two, keep=keep
+        )
+        return GemmOperand(values, None, True)
+
+    return make
 
 
 def _fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
@@ -265,6 +298,8 @@ def quantize_operand(
 
 def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
     """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, the tensor scales applied in FP32 before `out_dtype`."""
+    if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
+        return matmul_fp8(a.values, b.values, out_dtype)
     left, right = a.unpacked(), b.unpacked().t()
     if not a.quantized and not b.quantized and out_dtype == left.dtype:
         return left @ right

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from megatron_fp4.quantization.cuda import BLOCKS, Measured, PackedColumns, Side
 from megatron_fp4.quantization.formats import unpack_codes
+from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
@@ -158,3 +160,54 @@ def test_the_branchless_reciprocal_is_correctly_rounded():
             x = torch.cat((x, torch.full((2, 16), largest))).bfloat16()
             values, _, _, _ = reference(x, Side("nvfp4"))
             assert same(Measured(x.cuda(), Side("nvfp4"), None).along_columns(), values), largest
+
+
+FP8_CASES = {
+    "normal": normal(256, 256),
+    "zeros": torch.zeros(256, 256),
+    "subnormals": normal(256, 256) * 1e-39,
+    "one huge element": with_values(normal(256, 256) * 1e-3, 1e30),
+    "of all magnitudes": normal(256, 256) * torch.exp2(torch.randint(-60, 60, (256, 256)).float()),
+    "inf and nan": with_values(normal(256, 256), INF, 1.0, NAN),
+}
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("block_rows", [1, 128])
+@pytest.mark.parametrize("along_rows", [False, True])
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_fp8_codes_and_scales_are_those_of_the_reference(case, along_rows, block_rows, power_of_two):
+    x = FP8_CASES[case].bfloat16()
+    seen = x.t() if along_rows else x
+    expected = quantize_fp8(seen, (block_rows, 128), power_of_two_scales=power_of_two)
+    scales = expected.scales[:: block_rows if block_rows > 1 else 1]
+    options = {"along_rows": along_rows, "power_of_two_scales": power_of_two}
+    made = quantize_fp8_fused(x.cuda(), block_rows, keep=False, **options)
+    if power_of_two:
+        assert isinstance(made, Tensor)
+        assert same(made, expected.dequantize(torch.bfloat16))
+        return
+    kept = quantize_fp8_fused(x.cuda(), block_rows, keep=True, **options)
+    for actual in (made, kept):
+        assert isinstance(actual, BlockScaled)
+        assert same(actual.scales, scales)
+        assert same(actual.codes.float(), expected.codes.float()) or not x.isfinite().all()
+        assert same(actual.values(), expected.dequantize())
+
+
+def test_fp8_rows_need_not_divide_by_128():
+    x = normal(80, 256).bfloat16()
+    made = quantize_fp8_fused(x.cuda(), 1, along_rows=False, power_of_two_scales=False, keep=False)
+    assert isinstance(made, BlockScaled)
+    assert same(made.values(), quantize_fp8(x, (1, 128)).dequantize())
+
+
+@pytest.mark.parametrize("m, n, k", [(128, 128, 128), (80, 336, 512), (1040, 16, 1280)])
+def test_fp8_products(m, n, k):
+    a, b = normal(m, k).bfloat16().cuda(), normal(k, n).bfloat16().cuda()
+    left = quantize_fp8_fused(a, 1, along_rows=False, power_of_two_scales=False, keep=False)
+    right = quantize_fp8_fused(b, 1, along_rows=True, power_of_two_scales=False, keep=True)
+    assert isinstance(left, BlockScaled) and isinstance(right, BlockScaled)
+    exact = left.values().double() @ right.values().double().t()
+    product = matmul_fp8(left, right, torch.float32).double()
+    assert (product - exact).norm() / exact.norm() < 1e-6

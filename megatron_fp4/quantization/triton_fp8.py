@@ -1,0 +1,121 @@
+"""FP8 in blocks as Triton kernels: the quantizer of `fp8.py` bit for bit, and a GEMM under FP32 block scales.
+
+A product of E4M3 codes under powers of two is exact in BF16 and needs no kernel of its own. Under FP32 scales it is
+not: there the codes (exact in BF16) go through the tensor cores block by block along the dot product, and each block's
+FP32 sum is multiplied by the scales of its two operands, which is what FP8 tensor cores do too:
+
+    out[m, n] = sum over blocks j of  scale_a[m, j] * scale_b[n, j] * (sum over k in j of code_a[m, k] code_b[n, k])
+"""
+
+# ruff: noqa: D103 (kernels are documented by their arguments)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def quantize_fp8_kernel(
+    x_ptr,  # [rows, columns], BF16, or FP32 that counts as rounded to BF16
+    out_ptr,  # codes as bytes, codes as BF16, or values as BF16, in the layout of x
+    scales_ptr,  # out: FP32 decode scales, [rows / block rows, columns / block columns]
+    num_rows,
+    num_columns,
+    BLOCK_ROWS: tl.constexpr,  # 1x128: along the columns, 128x1: along the rows, 128x128
+    BLOCK_COLUMNS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    OUT: tl.constexpr,  # "bytes", "codes" or "values"
+):
+    rows = tl.program_id(1) * 128 + tl.arange(0, 128)
+    columns = tl.program_id(0) * 128 + tl.arange(0, 128)
+    mask = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    offsets = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    x = tl.load(x_ptr + offsets, mask, 0.0).to(tl.bfloat16).to(tl.float32)
+    amax = tl.abs(x)
+    if BLOCK_COLUMNS == 128:
+        amax = tl.reduce(amax, 1, _nan_max, keep_dims=True)
+    if BLOCK_ROWS == 128:
+        amax = tl.reduce(amax, 0, _nan_max, keep_dims=True)
+    encode = tl.minimum(tl.div_rn(448.0, amax), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+    if POWER_OF_TWO:
+        encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    encode = tl.where(amax == 0.0, 1.0, encode)
+    decode = tl.where(amax < float("inf"), tl.div_rn(1.0, encode), float("nan"))
+
+    # To E4M3: an FP32 sum with 1.5 * 2^23 spacings rounds to the spacing, at least that below 2^-6.
+    scaled = x * encode
+    magnitude = tl.minimum(tl.abs(scaled), 448.0)
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
+    magnitude = tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, magnitude))
+    negative = scaled.to(tl.int32, bitcast=True) & -2147483648
+    if OUT == "bytes":
+        byte = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
+        tl.store(out_ptr + offsets, (byte | ((negative >> 24) & 0x80)).to(tl.uint8), mask)
+    else:
+        code = (magnitude.to(tl.int32, bitcast=True) | negative).to(tl.float32, bitcast=True)
+        tl.store(out_ptr + offsets, (code if OUT == "codes" else code * decode).to(tl.bfloat16), mask)
+
+    if BLOCK_ROWS == 1:
+        places = rows[:, None] * (num_columns // 128) + tl.program_id(0)
+        tl.store(scales_ptr + places, decode, (rows < num_rows)[:, None])
+    elif BLOCK_COLUMNS == 1:
+        places = tl.program_id(1) * num_columns + columns[None, :]
+        tl.store(scales_ptr + places, decode, (columns < num_columns)[None, :])
+    else:
+        place = tl.program_id(1) * (num_columns // 128) + tl.program_id(0)
+        tl.store(scales_ptr + place + tl.zeros([1, 1], tl.int32), decode)
+
+
+@triton.jit
+def matmul_fp8_kernel(
+    a_ptr,  # BF16 codes [m, k]
+    b_ptr,  # BF16 codes [n, k]
+    scales_a_ptr,  # FP32 [m / rows of a's block, k / 128]
+    scales_b_ptr,
+    out_ptr,  # [m, n], BF16 or FP32
+    m,
+    n,
+    k,
+    stride_am,
+    stride_ak,
+    stride_bn,
+    stride_bk,
+    stride_scales_am,
+    stride_scales_ak,
+    stride_scales_bn,
+    stride_scales_bk,
+    A_ROWS: tl.constexpr,  # of a block: 1 or 128
+    B_ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Programs in columns of 8 blocks of rows: neighbours share what they read.
+    blocks_m, blocks_n = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
+    band = tl.program_id(0) // (8 * blocks_n)
+    height = tl.minimum(blocks_m - band * 8, 8)
+    within = tl.program_id(0) % (8 * blocks_n)
+    rows = (band * 8 + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (within // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Beyond the edge the last row is read again, and not stored.
+    safe_rows, safe_columns = tl.minimum(rows, m - 1), tl.minimum(columns, n - 1)
+    inner = tl.arange(0, 128)
+    a_ptrs = a_ptr + safe_rows.to(tl.int64)[:, None] * stride_am + inner[None, :] * stride_ak
+    b_ptrs = b_ptr + safe_columns.to(tl.int64)[None, :] * stride_bn + inner[:, None] * stride_bk
+    scales_a_ptrs = scales_a_ptr + (safe_rows // A_ROWS) * stride_scales_am
+    scales_b_ptrs = scales_b_ptr + (safe_columns // B_ROWS) * stride_scales_bn
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for block in range(0, k // 128):
+        product = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs))
+        scale_a = tl.load(scales_a_ptrs + block * stride_scales_ak)
+        scale_b = tl.load(scales_b_ptrs + block * stride_scales_bk)
+        total += product * (scale_a[:, None] * scale_b[None, :])
+        a_ptrs += 128 * stride_ak
+        b_ptrs += 128 * stride_bk
+    mask = (rows < m)[:, None] & (columns < n)[None, :]
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _nan_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
