@@ -358,8 +358,8 @@ def train(
                 run.model, micro_batches, mesh, run.clock, run.linears, step=step, reshard=config.parallel.reshard
             )
             switch.record(noise.ratio)
-            writer.record(step, "gradient_noise", noise.as_record(), noise.scalars())
-            console.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {switch.threshold}")
+            writer.record(step + 1, "gradient_noise", noise.as_record(), noise.scalars())
+            console.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {switch.config.threshold:.3f}")
         if switch.due(step):
             apply_plan(run.linears, run.switched_plan, run.clock)
             writer.event(step, "switch", scope=switch.config.scope, target=switch.config.target)
@@ -380,7 +380,7 @@ def train(
             )
         guard.observe(result, step, lambda: diagnose_nonfinite(run.model, micro_batches, mesh, run.clock))  # noqa: B023
         if (record := diagnostics.collect()) is not None:
-            writer.record(step, "diagnostics", record, diagnostics_scalars(record))
+            writer.record(step + 1, "diagnostics", record, diagnostics_scalars(record))
 
         done, seconds = step + 1, time.perf_counter() - began
         metrics = StepMetrics(
