@@ -96,21 +96,26 @@ def matmul_fp8_kernel(
     within = tl.program_id(0) % (8 * blocks_n)
     rows = (band * 8 + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = (within // height) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Beyond the edge the last row is read again, and not stored.
-    safe_rows, safe_columns = tl.minimum(rows, m - 1), tl.minimum(columns, n - 1)
-    inner = tl.arange(0, 128)
+    # Beyond the edge the first rows are read again, and not stored. (A modulus keeps the 8 elements of a load together
+    # where rows lie side by side; features are multiples of 16.)
+    safe_rows = tl.max_contiguous(tl.multiple_of(rows % m, 8), 8)
+    safe_columns = tl.max_contiguous(tl.multiple_of(columns % n, 8), 8)
+    inner = tl.arange(0, 64)
     a_ptrs = a_ptr + safe_rows.to(tl.int64)[:, None] * stride_am + inner[None, :] * stride_ak
     b_ptrs = b_ptr + safe_columns.to(tl.int64)[None, :] * stride_bn + inner[:, None] * stride_bk
-    scales_a_ptrs = scales_a_ptr + (safe_rows // A_ROWS) * stride_scales_am
-    scales_b_ptrs = scales_b_ptr + (safe_columns // B_ROWS) * stride_scales_bn
+    scales_a_ptr += (safe_rows // A_ROWS) * stride_scales_am
+    scales_b_ptr += (safe_columns // B_ROWS) * stride_scales_bn
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for block in range(0, k // 128):
-        product = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs))
-        scale_a = tl.load(scales_a_ptrs + block * stride_scales_ak)
-        scale_b = tl.load(scales_b_ptrs + block * stride_scales_bk)
-        total += product * (scale_a[:, None] * scale_b[None, :])
-        a_ptrs += 128 * stride_ak
-        b_ptrs += 128 * stride_bk
+    product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for half in range(0, k // 64):
+        product = tl.dot(tl.load(a_ptrs), tl.load(b_ptrs), product)
+        a_ptrs += 64 * stride_ak
+        b_ptrs += 64 * stride_bk
+        if half % 2 == 1:
+            scale_a = tl.load(scales_a_ptr + (half // 2) * stride_scales_ak)
+            scale_b = tl.load(scales_b_ptr + (half // 2) * stride_scales_bk)
+            total += product * (scale_a[:, None] * scale_b[None, :])
+            product = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     mask = (rows < m)[:, None] & (columns < n)[None, :]
     out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask)
