@@ -13,7 +13,9 @@ on one GPU generation, scales blocked along the wrong dimension. For each linear
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
     poison     NaN and inf in x, W or dy reach the products
 
-The tensors are random, with outlier columns, one block of zeros and rows that are a thousand times smaller.
+The tensors are random, with outlier columns, one block of zeros and rows that are a hundred times smaller. Their values
+are multiples of one power of two, so that a Hadamard transform is exact in FP32 in any order of summation: on other
+values two correct transforms may differ in the last bit of BF16, and then in a code.
 """
 
 from __future__ import annotations
@@ -164,15 +166,15 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
     """x [tokens, inputs], W [outputs, inputs] and dy [tokens, outputs] in BF16, the same every time."""
     generator = torch.Generator(device).manual_seed(case.tokens + 3 * case.inputs + 7 * case.outputs)
 
-    def draw(rows: int, columns: int, scale: float) -> Tensor:
-        t = torch.randn(rows, columns, generator=generator, device=device) * scale
+    def draw(rows: int, columns: int, exponent: int) -> Tensor:
+        t = torch.randn(rows, columns, generator=generator, device=device)
         t[:, ::67] *= 20
-        t[1::31] *= 1e-3
+        t[1::31] *= 1e-2
         t[:16, :16] = 0
-        return t.to(torch.bfloat16)
+        # Below 2^7.5 in units of 2^-11, and BF16 rounds to coarser ones: sums of 16 have at most 23 bits.
+        return ((t * 2.0**11).round() * 2.0 ** (exponent - 11)).to(torch.bfloat16)
 
-    w = draw(case.outputs, case.inputs, case.inputs**-0.5)
-    return draw(case.tokens, case.inputs, 1.0), w, draw(case.tokens, case.outputs, 1e-4)
+    return draw(case.tokens, case.inputs, 0), draw(case.outputs, case.inputs, -5), draw(case.tokens, case.outputs, -13)
 
 
 # ------------------------------------------------------------------------------------------------------------- codes

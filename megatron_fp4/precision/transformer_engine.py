@@ -81,9 +81,8 @@ def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
 
 def not_installed() -> str | None:
     """Why Transformer Engine cannot be used at all here, or None."""
-    for module in ("transformer_engine", "transformer_engine_torch"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed (pip install --no-build-isolation transformer-engine[pytorch])"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed (pip install --no-build-isolation transformer-engine[pytorch])"
     try:
         _library()
     except (ImportError, OSError, RuntimeError) as error:
@@ -102,10 +101,18 @@ def environment() -> dict[str, str]:
 
 
 @functools.cache
+def _log_environment() -> None:
+    # Recipes of Transformer Engine read some of these, and are not used here; kernels and GEMMs read others.
+    for name, value in environment().items():
+        log.info("set for Transformer Engine: %s=%s", name, value)
+
+
+@functools.cache
 def _library() -> SimpleNamespace:
     """What is used of Transformer Engine, imported at the first use."""
-    import transformer_engine_torch as tex
-    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    # Only the import of the package makes that of its compiled half possible.
+    from transformer_engine.pytorch.cpp_extensions import general_gemm  # isort: skip
+    import transformer_engine_torch as tex  # isort: skip
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
@@ -196,10 +203,8 @@ class TransformerEngineBackend:
 
     def __init__(self) -> None:
         _library()
+        _log_environment()
         self._quantizers: dict[tuple[_Settings, Any, int], Any] = {}
-        if variables := environment():
-            # Its recipes read these; the quantizers here are told by ours. Kernels and GEMMs may read others.
-            log.warning("set for Transformer Engine: %s", ", ".join(f"{k}={v}" for k, v in variables.items()))
 
     def column_multiple(self, recipe: Recipe) -> int:
         """Whole blocks, and whole rows of packed codes along them in dgrad."""

@@ -1,0 +1,283 @@
+"""Compare the linears of a real model with Transformer Engine's own, on one GPU of compute capability 9.0 or 10.x.
+
+    python scripts/compare_transformer_engine.py [--steps 3] [overrides of pretrain.py, such as model=hybrid_60m]
+
+Trains the model for a few steps in emulated NVFP4 and keeps x, W and dy of every linear's last call. Then, per linear:
+
+    FP8 blocks       the backend transformer_engine against `te.Linear` under `Float8BlockScaling`, with power-of-two
+                     scales and (9.0 only) FP32 scales: y, dx and dW (rounded to BF16) bit for bit
+    NVFP4            the backend emulated against `te.Linear` under `CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory)`,
+                     which is Transformer Engine's own reference (it rounds to nearest, so dy does here too): codes,
+                     block scales and maxima of all operands bit for bit, products to the order of accumulation
+
+The two Hadamard transforms add up 16 products in different orders, and where the sum is no FP32 number they may round
+to BF16 differently. Such elements are counted; they must be one BF16 number apart and fewer than one in 10^4. Codes of
+the transformed tensors are compared on the *same* transform, Transformer Engine's.
+
+Exit code 0 if everything agrees, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
+from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.selftest import RECIPES, actual_parts, difference, expected_parts, nearest
+from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.training.step import train_step
+from pretrain import build, configure, device_type_of, set_determinism
+
+NVFP4, FP8_FP32_SCALES, FP8 = nearest(RECIPES[0]), RECIPES[1], RECIPES[2]
+# Largest relative error of products that differ in the order of accumulation: BF16 results are rounded to 2^-9.
+ACCUMULATION = {"y": 2e-3, "dx": 2e-3, "dW": 3e-3}
+
+
+@dataclass
+class Comparison:
+    """One linear against one peer. differences: what should be equal and is not; errors: of products, relative;
+    transformed, moved: elements that were transformed, and those of them that rounded to a neighbour."""
+
+    differences: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    transformed: int = 0
+    moved: int = 0
+
+    @property
+    def agrees(self) -> bool:
+        """Nothing differs that should not."""
+        accurate = all(error <= ACCUMULATION[name] for name, error in self.errors.items())
+        return not self.differences and accurate and self.moved <= 1e-4 * self.transformed
+
+
+def ours(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, backend: Backend) -> dict[str, Tensor]:
+    """y, dx and dW (FP32) of our linear on BF16 x [tokens, in], W [out, in], dy [tokens, out]."""
+    x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    y = quantized_linear(x, w, LinearNumerics("compared", recipe, RunClock(seed=0), backend))
+    y.backward(dy)
+    assert x.grad is not None and w.grad is not None
+    return {"y": y.detach(), "dx": x.grad, "dW": w.grad}
+
+
+def theirs(x: Tensor, w: Tensor, dy: Tensor, recipe: Any) -> dict[str, Tensor]:
+    """The same of `te.Linear` under one of its recipes; dW is BF16."""
+    import transformer_engine.pytorch as te
+
+    linear = te.Linear(w.shape[1], w.shape[0], bias=False, params_dtype=torch.bfloat16, device=x.device)
+    with torch.no_grad():
+        linear.weight.copy_(w)
+    x = x.detach().clone().requires_grad_()
+    with te.autocast(enabled=True, recipe=recipe):
+        y = linear(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return {"y": y.detach(), "dx": x.grad, "dW": linear.weight.grad}
+
+
+def compare_fp8(x: Tensor, w: Tensor, dy: Tensor, *, power_of_two: bool = True) -> Comparison:
+    """The backend transformer_engine against `Float8BlockScaling`; sizes must be multiples of 128."""
+    found = Comparison()
+    mine = ours(x, w, dy, FP8 if power_of_two else FP8_FP32_SCALES, TransformerEngineBackend())
+    peer = theirs(x, w, dy, _block_scaling(power_of_two))
+    for name in mine:
+        if fault := difference(mine[name].to(torch.bfloat16), peer[name].to(torch.bfloat16)):
+            found.differences[name] = fault
+    return found
+
+
+def _block_scaling(power_of_two: bool) -> Any:
+    from transformer_engine.common.recipe import Float8BlockScaling, QParams
+
+    class Fp32Scales(Float8BlockScaling):
+        fp8_quant_fwd_inp = QParams(power_2_scale=False, amax_epsilon=0.0)
+        fp8_quant_fwd_weight = QParams(power_2_scale=False, amax_epsilon=0.0)
+        fp8_quant_bwd_grad = QParams(power_2_scale=False, amax_epsilon=0.0)
+
+    return Float8BlockScaling() if power_of_two else Fp32Scales()
+
+
+@contextmanager
+def recorded_references() -> Iterator[list[dict[str, Tensor]]]:
+    """What Transformer Engine's reference quantizer returns inside: of the input, the weight and the gradient."""
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+
+    seen: list[dict[str, Tensor]] = []
+    quantize, transform = NVFP4QuantizerRef.quantize, NVFP4QuantizerRef._apply_rht
+    names = ("data", "scale", "global_amax_row", "data_t", "scale_t", "global_amax_col")
+    last: list[Tensor] = []
+
+    def quantizing(self: Any, tensor: Tensor, **kwargs: Any) -> Any:
+        last.clear()
+        made = quantize(self, tensor, **kwargs)
+        seen.append({name: getattr(made, name) for name in names})
+        seen[-1]["transformed"] = last[0] if last else tensor.t().contiguous()
+        return made
+
+    def transforming(self: Any, x: Tensor) -> Tensor:
+        last.append(transform(self, x))
+        return last[-1]
+
+    with mock.patch.multiple(NVFP4QuantizerRef, quantize=quantizing, _apply_rht=transforming):
+        yield seen
+
+
+def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
+    """The emulated backend against Transformer Engine's NVFP4 reference; sizes must be multiples of 32."""
+    from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+
+    found = Comparison()
+    mine = ours(x, w, dy, NVFP4, EMULATED)
+    with recorded_references() as seen:
+        peer = theirs(x, w, dy, CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory))
+    assert len(seen) == 3, f"the reference quantized {len(seen)} tensors, not x, W and dy"
+    call = _Call(LinearNumerics("compared", NVFP4, RunClock(seed=0)), w, x)
+    operands = {
+        "x": (x, "fprop_activation", "wgrad_activation", True),
+        "W": (w, "fprop_weight", "dgrad_weight", False),
+        "dy": (dy, "dgrad_gradient", "wgrad_gradient", True),
+    }
+    for (name, (tensor, columns, rows, transform)), reference in zip(operands.items(), seen, strict=True):
+        turned = tensor.t().contiguous()
+        if transform:
+            turned = random_hadamard_transform(turned, 16)
+            steps = (_ordinal(turned) - _ordinal(reference["transformed"])).abs()
+            found.transformed += steps.numel()
+            found.moved += int((steps == 1).sum())
+            if steps.amax() > 1:
+                found.differences[f"{name} transformed"] = f"differs by {int(steps.amax())} units in the last place"
+        makers = call.prepare(columns, rows, tensor, (0, 0), None)
+        for source, same, suffix, amax, maker, operand in (
+            (tensor, tensor, "", "global_amax_row", makers[0], columns),
+            (turned, reference["transformed"], "_t", "global_amax_col", makers[1], rows),
+        ):
+            quantized = quantize_nvfp4(same, getattr(NVFP4, operand).block)
+            parts = {
+                "codes": (quantized.codes, reference[f"data{suffix}"]),
+                "scales": (quantized.scales, reference[f"scale{suffix}"]),
+                "amax": (quantized.amax.view(1), reference[amax].view(1)),
+            }
+            if maker is not None:  # dgrad's weight has fprop's codes
+                made = maker()
+                quantized = quantize_nvfp4(source, getattr(NVFP4, operand).block)
+                actual = actual_parts(made, slice(None))
+                for part, expected in expected_parts(quantized, made).items():
+                    parts[f"emulated {part}"] = (actual[part], expected)
+            for part, (actual_part, expected_part) in parts.items():
+                if fault := difference(actual_part, expected_part.view(actual_part.dtype)):
+                    found.differences[f"{name} {operand} {part}"] = fault
+    for name, product in peer.items():
+        expected = product.to(torch.float64)
+        rounded = mine[name].to(torch.bfloat16).to(torch.float64)
+        found.errors[name] = ((rounded - expected).norm() / expected.norm()).item()
+    return found
+
+
+def _ordinal(t: Tensor) -> Tensor:
+    """Consecutive integers for consecutive BF16 numbers."""
+    bits = t.contiguous().view(torch.int16).to(torch.int32)
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+# ------------------------------------------------------------------------------------------------------- a real step
+
+
+class Capture:
+    """Hangs where a probe hangs, and keeps x, W and dy of each linear's last call, padded to whole tiles of 128."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def forward(self, call: _Call, x: Tensor, _y: Tensor) -> Any:
+        """Keep x and W; the answer is told about the backward pass."""
+        kept_x, weight = x.detach().clone(), _padded(call.weight, 0)
+
+        def backward(dy: Tensor, _dx: Tensor | None, _dw: Tensor | None) -> None:
+            self.tensors[call.numerics.name] = (kept_x, weight, _padded(dy.detach(), 1))
+
+        return SimpleNamespace(backward=backward)
+
+
+def _padded(t: Tensor, dim: int) -> Tensor:
+    extra = -t.shape[dim] % 128
+    return torch.nn.functional.pad(t, (0, 0, 0, extra) if dim == 0 else (0, extra)).clone()
+
+
+def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """x, W and dy of every linear in the last micro-batch of step `num_steps` of a run."""
+    fixed = ["precision=nvfp4", "precision.backend=emulated", "precision.switch.when=never", "data.num_workers=0"]
+    config, target = configure([*fixed, f"train.steps={num_steps}", *overrides])
+    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
+    set_determinism(config.run.deterministic)
+    mesh = build_mesh(config.parallel, device)
+    run, capture = build(config, target, mesh), Capture()
+    for step, batch in enumerate(run.loader.steps(0, num_steps)):
+        for numerics in run.linears.values():
+            numerics.probe = capture if step == num_steps - 1 else None  # type: ignore[assignment]
+        lr = run.schedule.lr(step, None, 0)
+        settings: dict[str, Any] = {"step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
+        settings |= {"reshard": config.parallel.reshard, "stop_requested": False}
+        result = train_step(run.model, run.optimizer.optimizer, batch, mesh, run.clock, **settings)
+        print(f"step {step + 1}/{num_steps} loss {result.loss:.4f} gradient norm {result.grad_norm:.3f}")
+    dist.destroy_process_group()
+    return capture.tensors
+
+
+def main(arguments: list[str]) -> int:
+    """See the top of the file; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Compare linears of a real model with Transformer Engine's.")
+    parser.add_argument("--steps", type=int, default=3, help="steps to train before x, W and dy are taken")
+    parser.add_argument("--output", type=Path, help="JSON file for the results")
+    options, overrides = parser.parse_known_args(arguments)
+    # Before anything loads cuDNN: where several versions are installed, Transformer Engine picks its own.
+    if reason := not_installed():
+        parser.error(reason)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    results: dict[str, dict[str, Comparison]] = {}
+    for name, tensors in captured(overrides, options.steps).items():
+        results[name] = {"FP8 2^k": compare_fp8(*tensors), "NVFP4": compare_nvfp4(*tensors)}
+        if hopper:
+            results[name]["FP8 FP32 scales"] = compare_fp8(*tensors, power_of_two=False)
+        for peer, found in results[name].items():
+            errors = ", ".join(f"{k} {v:.1e}" for k, v in found.errors.items())
+            errors += f", {found.moved} of {found.transformed} transformed elements moved" if found.transformed else ""
+            shape = f"{tensors[0].shape[0]} x {tensors[0].shape[1]} -> {tensors[1].shape[0]}"
+            print(f"{name} ({shape}), {peer}: {'agrees' if found.agrees else 'DIFFERS'} {errors}")
+            for what, fault in found.differences.items():
+                print(f"    {what}: {fault}")
+    agreeing = [found.agrees for peers in results.values() for found in peers.values()]
+    linears = [found for peers in results.values() for found in peers.values() if found.transformed]
+    moved, transformed = sum(found.moved for found in linears), sum(found.transformed for found in linears)
+    print(f"{moved} of {transformed} transformed elements rounded to a neighbouring BF16 number")
+    print(f"{sum(agreeing)} of {len(agreeing)} comparisons agree, over {len(results)} linears")
+    if options.output:
+        record = {
+            k: {p: [c.agrees, c.differences, c.errors, c.moved] for p, c in v.items()} for k, v in results.items()
+        }
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(agreeing) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""The native backend on a GPU: FP8 blocks bit for bit as `te.Linear`; the emulated one as TE's NVFP4 reference."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import pretrain
+from megatron_fp4.precision import selftest
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, unsupported
+from scripts.compare_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
+
+CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(CAPABILITY < (9, 0), reason="needs compute capability 9.0 or more"),
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+]
+SHAPES = [(256, 128, 384), (1024, 512, 2048), (8192, 2048, 1024)]
+
+
+def tensors(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    case = selftest.Case(tokens, inputs, outputs, 1, BF16)
+    return selftest.sample_tensors(case, torch.device("cuda", 0))
+
+
+@pytest.fixture(scope="module")
+def backend() -> TransformerEngineBackend:
+    return TransformerEngineBackend()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "FP32 scales"])
+def test_fp8_blocks_are_te_linear_bit_for_bit(shape, power_of_two):
+    if unsupported(FP8 if power_of_two else FP8_FP32_SCALES, CAPABILITY):
+        pytest.skip("not on this chip")
+    assert compare_fp8(*tensors(*shape), power_of_two=power_of_two).differences == {}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_emulation_is_te_nvfp4_reference(shape):
+    found = compare_nvfp4(*tensors(*shape))
+    assert found.differences == {}
+    assert found.agrees, found.errors
+
+
+@pytest.mark.parametrize("recipe", [FP8, FP8_FP32_SCALES, NVFP4, selftest.RECIPES[0]], ids=lambda recipe: recipe.name)
+def test_native_kernels_are_the_reference(backend, recipe):
+    if reason := unsupported(recipe, CAPABILITY):
+        pytest.skip(reason)
+    for shape in SHAPES[:2]:
+        case = selftest.Case(*shape, 1, recipe)
+        faults = [str(f) for f in selftest.check(backend, case, torch.device("cuda", 0)) if f.fault]
+        assert faults == []
+
+
+def test_the_weight_gradient_is_fp32_and_the_weight_is_quantized_once_a_step(backend, monkeypatch):
+    x, w, dy = tensors(256, 256, 256)
+    made = []
+    original = TransformerEngineBackend._quantize
+
+    def counting(self, tensor, *rest):
+        made.append(tuple(tensor.shape))
+        return original(self, tensor, *rest)
+
+    monkeypatch.setattr(TransformerEngineBackend, "_quantize", counting)
+    clock = RunClock(seed=0)
+    numerics = LinearNumerics("a", FP8, clock, backend)
+    w = w.float().requires_grad_()
+    gradients = []
+    for _ in range(2):
+        w.grad = None
+        quantized_linear(x, w, numerics).backward(dy)
+        assert w.grad.dtype == torch.float32
+        assert (w.grad.bfloat16().float() != w.grad).any()
+        gradients.append(w.grad)
+    assert len(made) == 2 * 2 + 1
+    assert torch.equal(*gradients)
+    clock.weights_version += 1
+    quantized_linear(x, w, numerics)
+    assert len(made) == 2 * 2 + 1 + 2
+
+
+def test_padded_groups_and_single_gemms(backend):
+    x, w, dy = tensors(256, 256, 3 * 80)
+    numerics = {b.name: LinearNumerics("a", FP8, RunClock(seed=0), b, num_groups=3) for b in (EMULATED, backend)}
+    forward_only = replace(BF16, fprop_activation=FP8.fprop_activation, fprop_weight=FP8.fprop_weight)
+    for recipe in (FP8, forward_only):
+        results = {}
+        for name, of in numerics.items():
+            of.recipe, of.weight_cache = recipe, None
+            mine_x, mine_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+            y = quantized_linear(mine_x, mine_w, of)
+            y.backward(dy)
+            results[name] = (y.detach(), mine_x.grad, mine_w.grad)
+        for native, emulated in zip(results["transformer_engine"], results["emulated"], strict=True):
+            assert native.shape == emulated.shape
+            assert ((native.double() - emulated.double()).norm() / emulated.double().norm()) < 4e-3
+
+
+def test_recomputation_gives_the_same_gradients(backend):
+    x, w, dy = tensors(256, 256, 256)
+    expected = ours(x, w, dy, FP8, backend)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    numerics = LinearNumerics("a", FP8, RunClock(seed=0), backend)
+    checkpoint(quantized_linear, x, w, numerics, use_reentrant=False).backward(dy)
+    assert torch.equal(x.grad, expected["dx"])
+    assert torch.equal(w.grad, expected["dW"])
+
+
+def run(tmp_path, *overrides: str) -> int:
+    small = ["train.steps=3", "train.kernels=torch", "validation.interval=0", "data.num_workers=0"]
+    return pretrain.main([f"run.dir={tmp_path}", *small, *overrides])
+
+
+def test_pretrain_tests_the_backend_and_trains(tmp_path, capsys):
+    names = ("fprop.activation", "fprop.weight", "dgrad.gradient", "wgrad.gradient", "wgrad.activation")
+    scales = [f"precision.{name}.power_of_two_scales=true" for name in names]
+    assert run(tmp_path, "precision=fp8_block", "precision.backend=transformer_engine", *scales) == 0
+    printed = capsys.readouterr().out
+    assert "transformer_engine on cuda" in printed
+    assert "self-test of transformer_engine" in printed and "no difference" in printed
+
+
+@pytest.mark.skipif(CAPABILITY in ((10, 0), (10, 3)), reason="NVFP4 is native here")
+def test_pretrain_says_why_nvfp4_is_not_native(tmp_path, capsys):
+    assert run(tmp_path, "precision.backend=transformer_engine") == 2
+    assert "needs compute capability 10.0 or 10.3" in capsys.readouterr().err
