@@ -309,7 +309,7 @@ def pretrain(config: Config, target: PrecisionConfig) -> int:
     writer.run(
         start,
         steps=steps,
-        decay_start=run.schedule.decay_start_step,
+        decay_start=run.schedule.decay_start_step + 1,
         unigram_entropy=entropy,
         world_size=mesh.world_size,
         optimizer=run.optimizer.name,
@@ -359,10 +359,11 @@ def train(
             )
             switch.record(noise.ratio)
             writer.record(step + 1, "gradient_noise", noise.as_record(), noise.scalars())
-            console.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {switch.config.threshold:.3f}")
+            threshold = switch.config.threshold
+            console.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {threshold:.3f}")
         if switch.due(step):
             apply_plan(run.linears, run.switched_plan, run.clock)
-            writer.event(step, "switch", scope=switch.config.scope, target=switch.config.target)
+            writer.event(step + 1, "switch", scope=switch.config.scope, target=switch.config.target)
             console.event(step, f"precision switches to {switch.config.target} ({switch.config.scope})")
 
         with diagnostics.measuring(step), window.step(step):

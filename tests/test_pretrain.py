@@ -120,7 +120,7 @@ def test_default_run_shows_and_writes_everything(straight: Any) -> None:
     assert [r["step"] for r in records(folder, "validation")] == [3, 6, 8]
     assert set(records(folder, "validation")[0]["losses"]) == {"code", "prose"}
     (switch,) = [r for r in records(folder, "event") if r["event"] == "switch"]
-    assert switch["step"] == 6 and switch["target"] == "bf16"  # the last quarter of 8 steps decays
+    assert switch["step"] == 7 and switch["target"] == "bf16"  # the first step of the last quarter, which decays
     plans = [r["plan"] for r in records(folder, "step")]
     assert plans[:6] == ["nvfp4"] * 6 and "bf16" in plans[6]
     summary = json.loads((folder / "summary.json").read_text())
@@ -171,7 +171,7 @@ def test_switch_by_gradient_noise(small: list[str], tmp_path: Path) -> None:
     assert [record["step"] for record in measured] == [1, 3]
     assert all(1 < record["ratio"] < 100 for record in measured)
     (event,) = [record for record in records(tmp_path, "event") if record["event"] == "switch"]
-    assert event["step"] == 2
+    assert event["step"] == 3
     assert [record["plan"] for record in records(tmp_path, "step")][1:3] == ["nvfp4", "after the switch to bf16"]
     assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1]  # after the switch nothing is FP4
 

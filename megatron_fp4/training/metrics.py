@@ -8,7 +8,8 @@
     validation  `losses`, one per source (nats per token), and `loss`, their mean
     diagnostics, gradient_noise
                 measurements of what quantization does, see training/diagnostics.py and training/gradient_noise.py
-    event       `event` (switch, checkpoint, resume, skip, signal, ...) and its details
+    event       `event` (switch, checkpoint, skip, stop) and its details; a switch belongs to the first step that it
+                changes
 
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates belongs to
 step N. JSON has no NaN or infinity: a number that is not finite is written as `null`, and `skipped` or an event says
