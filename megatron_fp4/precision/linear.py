@@ -214,7 +214,8 @@ class _Call:
         assert make_fprop is not None
         fprop = make_fprop()
         dgrad = fprop.transposed() if make_dgrad is None else make_dgrad()
-        if fprop.quantized and self._weight_codes_last():
+        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use.
+        if fprop.quantized and dgrad.quantized and self._weight_codes_last():
             numerics.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
 
@@ -223,8 +224,7 @@ class _Call:
         recipe, operand = self.recipe, self.recipe.fprop_weight
         plain = operand.rounding == "nearest" and not recipe.fprop_rht and not recipe.dgrad_rht
         square = operand.block[0] == operand.block[1] or not operand.quantized
-        # Four-over-six compares sums of errors, whose order differs between a block and its transpose.
-        return operand == recipe.dgrad_weight and plain and square and not operand.four_over_six
+        return operand == recipe.dgrad_weight and plain and square
 
     def _weight_codes_last(self) -> bool:
         """Whether the weight's codes are the same for every micro-batch of a step."""

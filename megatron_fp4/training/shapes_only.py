@@ -85,6 +85,7 @@ def _side(request: OperandRequest | None, along: str) -> Side | None:
 def _values(operand: GemmOperand) -> Tensor:
     if isinstance(operand.values, PackedColumns):
         return operand.values.codes.new_empty(operand.values.shape, dtype=torch.bfloat16).t()
+    assert isinstance(operand.values, Tensor), "FP8 goes its way through PyTorch on fake tensors"
     return operand.values
 
 
