@@ -11,62 +11,45 @@ Started again with the same run.dir it resumes from the newest checkpoint, or sa
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
-import random
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 import yaml
 
-from data.bundle import DataBundle, open_data
-from data.loader import MicroBatch, MicroBatchLoader
-from data.phases import Phase, PhaseSchedule
-from data.samples import SampleSource
+from assembly import (
+    CONFIGS,
+    Run,
+    build,
+    configuration_errors,
+    configure,
+    device_type_of,
+    set_determinism,
+    sharded_model,
+    world_size,
+)
+from data.loader import MicroBatch
 from data.validation import ValidationSet, unigram_entropy
-from megatron_fp4.backend_choice import BackendChoice, agreed_backend, choose_backend
-from megatron_fp4.compose import ConfigError, compose_config, help_text, precision_config, to_yaml
+from megatron_fp4.compose import ConfigError, help_text, to_yaml
 from megatron_fp4.config import Config, PrecisionConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision import selftest
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
-from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
-from megatron_fp4.precision.recipe import recipe_from_config
-from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
-from megatron_fp4.training import console as show
-from megatron_fp4.training.checkpoint import Checkpointer
+from megatron_fp4.precision.plan import apply_plan
 from megatron_fp4.training.console import RunConsole
 from megatron_fp4.training.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.gradient_noise import gradient_noise
-from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.training.nonfinite import NonFiniteGuard, diagnose_nonfinite
-from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
-from megatron_fp4.training.plot import plot_loss
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
-from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
-from megatron_fp4.validate import validate
-from megatron_fp4.validate_precision import validate_precision
-from models.execution import Execution, choose_execution
-from models.flops import forward_flops_per_token, parameter_count, training_flops_per_token
-from models.hybrid import HybridModel, build_model
-from models.initialization import initialize
-
-CONFIGS = Path(__file__).resolve().parent / "configs"
+from models.flops import training_flops_per_token
+from report import introduce, summarize
 
 
 def main(arguments: list[str]) -> int:
@@ -91,180 +74,6 @@ def main(arguments: list[str]) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
-    """The configuration, and that of the precision to switch to, both checked. Raises ConfigError."""
-    config = compose_config(overrides, CONFIGS)
-    # A dry run plans for machines that are not here.
-    device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
-    validate(config, world_size(), device_type)
-    if not config.run.dry:
-        execution_of(config)
-    name = config.precision.switch.target
-    target = precision_config(name, config, CONFIGS)
-    if config.precision.switch.when != "never":
-        validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
-    if not config.run.dry:
-        backend_of(config, target)
-    return config, target
-
-
-def execution_of(config: Config) -> Execution:
-    """Kernels and recomputation on the device that the run will use. Raises ConfigError."""
-    return choose_execution(
-        config.train, config.model, config.parallel.tensor, device_type_of(config), config.precision.compute_dtype
-    )
-
-
-def backend_of(config: Config, target: PrecisionConfig) -> BackendChoice:
-    """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
-    return choose_backend(config, target, device_type_of(config))
-
-
-def world_size() -> int:
-    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def device_type_of(config: Config) -> str:
-    """`cuda` or `cpu`."""
-    if config.run.device != "auto":
-        return config.run.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@dataclass
-class Run:
-    """The parts of a run, built and wired."""
-
-    config: Config
-    mesh: ParallelMesh
-    clock: RunClock
-    model: HybridModel
-    linears: dict[str, LinearNumerics]
-    plan: Plan
-    switched_plan: Plan
-    switch: PrecisionSwitch
-    backend: BackendChoice
-    schedule: WSDSchedule
-    optimizer: BuiltOptimizer
-    bundle: DataBundle
-    phases: PhaseSchedule
-    loader: MicroBatchLoader
-    validation: list[ValidationSet]
-    checkpointer: Checkpointer
-
-
-def sharded_model(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
-    """The sharded model on the meta device, the numerics of its linears, its plans before and after the switch."""
-    compute_dtype = getattr(torch, config.precision.compute_dtype)
-    with torch.device("meta"):
-        model = build_model(config.model, mesh, compute_dtype, execution)
-    modules = dict(model.linears())
-    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
-
-    def plan_of(precision: PrecisionConfig) -> Plan:
-        return build_plan(shapes, recipe_from_config(precision), precision.bf16_blocks, config.model.num_blocks)
-
-    with configuration_errors():
-        plan = plan_of(config.precision)
-        switched_plan = plan.switched(plan_of(target), config.precision.switch.scope)
-    apply_data_parallel(
-        model,
-        mesh,
-        units=list(model.blocks),
-        fp32_units=model.fp32_units(),
-        compute_dtype=compute_dtype,
-        reshard=config.parallel.reshard,
-    )
-    linears = {name: module.numerics for name, module in modules.items()}
-    apply_plan(linears, plan, clock)
-    return model, linears, plan, switched_plan
-
-
-def build_model_parts(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
-    """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
-    model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
-    apply_plan(linears, plan, clock, backend_of(config, target).open())
-    model.to_empty(device=mesh.device)
-    initialize(model, config.model, config.run.seed)
-    return model, linears, plan, switched_plan
-
-
-def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
-    """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
-    seed = config.run.seed
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    clock = RunClock(seed=seed)
-    backend = agreed_backend(backend_of(config, target))
-    model, linears, plan, switched_plan = build_model_parts(config, target, mesh, clock)
-    schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
-    at_step = switch_step(config.precision.switch.when, config.train.steps, schedule.decay_start_step)
-
-    train, data = config.train, config.data
-    with configuration_errors():
-        bundle = open_data(
-            data.kind,
-            config.model.vocab_size,
-            data.cache_dir,
-            sources=data.sources,
-            validation=data.validation,
-            tokenizer=data.tokenizer,
-            eod_token=data.eod_token,
-        )
-        phases = PhaseSchedule(
-            [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
-            train.steps,
-            train.global_batch_size,
-        )
-        sources = {
-            name: SampleSource(name, dataset, train.sequence_length, seed, config.model.vocab_size)
-            for name, dataset in bundle.train.items()
-        }
-        loader = MicroBatchLoader(
-            phases,
-            sources,
-            train.micro_batch_size,
-            mesh.dp_rank,
-            mesh.dp_size,
-            data.num_workers,
-            pin_memory=mesh.device.type == "cuda",
-            prefetch=data.prefetch,
-        )
-        validation = [
-            ValidationSet(name, dataset, train.sequence_length, config.validation.num_samples, config.model.vocab_size)
-            for name, dataset in bundle.validation.items()
-        ]
-        # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
-        identity = run_identity(config, {"tokenizer": bundle.fingerprint()["tokenizer"]})
-        optimizer = build_optimizer(model, config.optimizer)
-    return Run(
-        config=config,
-        mesh=mesh,
-        clock=clock,
-        model=model,
-        linears=linears,
-        plan=plan,
-        switched_plan=switched_plan,
-        switch=PrecisionSwitch(config.precision.switch, at_step),
-        backend=backend,
-        schedule=schedule,
-        optimizer=optimizer,
-        bundle=bundle,
-        phases=phases,
-        loader=loader,
-        validation=validation,
-        checkpointer=Checkpointer(
-            Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
-        ),
-    )
 
 
 def print_needs(config: Config, target: PrecisionConfig) -> int:
@@ -487,55 +296,6 @@ def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None]:
     return start, resumed.trainer["wandb_run_id"]
 
 
-def introduce(run: Run, console: RunConsole, start: int) -> None:
-    """Print what is about to run: model, plan, batch arithmetic, phases, data, backend, optimizer."""
-    config, plan = run.config, run.plan
-    counts, flops = parameter_count(config.model), forward_flops_per_token(config.model, config.train.sequence_length)
-    pattern = config.model.pattern
-    kinds = {"M": "Mamba-2 blocks", "-": "FFN blocks", "*": "attention blocks"}
-    parts = [show.ModelPart("embedding", 1, counts.embedding)]
-    for letter, name in kinds.items():
-        if pattern.count(letter):
-            own = [b for i, b in enumerate(run.model.blocks) if pattern[i] == letter]
-            parameters = sum(p.numel() for block in own for p in block.parameters())
-            parts.append(show.ModelPart(name, len(own), parameters))
-    parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    console.table(show.model_table(config.model.name, pattern, parts, 3 * flops.total))
-    rows = [
-        show.PlanRow(row.linear.name, (row.linear.out_features, row.linear.in_features), row.recipe.name, row.reason)
-        for row in plan.rows
-    ]
-    console.table(show.plan_table(rows, config.precision.name))
-    facts: dict[str, object] = {}
-    for gemm in recipe_from_config(config.precision).describe():
-        name, _, value = gemm.partition(": ")
-        facts[name] = value
-    facts["linears quantized"] = f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})"
-    facts["model FLOPs quantized"] = f"{plan.quantized_flops_per_token / flops.total:.1%}"
-    facts["compute dtype, backend"] = f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}"
-    facts["why this backend"] = run.backend.reason
-    when, at_step = config.precision.switch.when, run.switch.at_step
-    facts["switch"] = when if at_step is None else f"before step {at_step + 1} ({when}), to {run.switch.config.target}"
-    facts["learning rate decays from step"] = run.schedule.decay_start_step + 1
-    facts["kernels"] = run.model.execution.describe(pattern)
-    facts["activation checkpointing"] = run.model.execution.recompute
-    facts["optimizer"] = run.optimizer.name
-    console.table(show.facts_table("Numerics", facts))
-    console.table(show.batch_table(config.train, config.parallel, run.mesh.world_size))
-    size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
-    console.table(
-        show.phases_table(
-            [
-                show.PhaseRow(span.name, span.start // size + 1, span.end // size, tokens[span.name], phase.blend)
-                for span, phase in zip(run.phases.spans, config.data.phases, strict=True)
-            ]
-        )
-    )
-    console.text(run.bundle.summary())
-    if start:
-        console.text(f"resumed after step {start} of {config.train.steps}")
-
-
 def test_backend(run: Run, console: RunConsole) -> None:
     """Compare native kernels with the reference, for this run's linears; raises SelfTestError if they differ."""
     if run.backend.name == "transformer_engine":
@@ -544,46 +304,6 @@ def test_backend(run: Run, console: RunConsole) -> None:
         cases = selftest.cases_of(plans, run.linears, train.micro_batch_size * train.sequence_length)
         backend = next(iter(run.linears.values())).backend
         console.text(selftest.require(backend, cases, run.mesh.device))
-
-
-def summarize(run: Run, console: RunConsole, losses: dict[str, float], entropy: dict[str, float]) -> None:
-    """Print the final table and write summary.json and loss.png."""
-    config, run_dir = run.config, Path(run.config.run.dir)
-    facts: dict[str, Any] = {
-        "steps": config.train.steps,
-        "tokens": config.train.steps * config.train.global_batch_size * config.train.sequence_length,
-        "precision switched before step": None if run.switch.switched_at is None else run.switch.switched_at + 1,
-    }
-    for name, loss in losses.items():
-        facts[f"validation loss, {name} (nats)"] = round(loss, 4)
-        facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
-        facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
-    plot = plot_loss(run_dir)
-    (run_dir / "summary.json").write_text(json.dumps({"finished": True, **facts}, indent=1) + "\n")
-    names = ("metrics.jsonl", plot.name, "config.yaml", "plan.yaml", "summary.json", "checkpoints")
-    facts["files"] = f"{run_dir}: {', '.join(names)}"
-    console.table(show.facts_table("Finished", facts))
-
-
-@contextlib.contextmanager
-def configuration_errors() -> Iterator[None]:
-    """What opening data, plans and checkpoints refuses is the user's to mend: a ConfigError, not a traceback."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def set_determinism(deterministic: bool) -> None:
-    """Deterministic kernels where torch has them (it warns where not)."""
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # mamba-ssm then keeps its tuned kernels, chosen once per machine, instead of the smallest ones.
-        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 if __name__ == "__main__":

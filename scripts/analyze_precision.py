@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # pretrain.py is no package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
+from assembly import CONFIGS, Run, build, set_determinism
 from megatron_fp4.config import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.probe import LinearMeasurement, Probe
@@ -44,7 +45,6 @@ from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.saved_config import config_from_saved
 from megatron_fp4.training.checkpoint_files import DamagedCheckpointError, Manifest, check_file, read_manifest
 from megatron_fp4.validate import validate
-from pretrain import CONFIGS, Run, build, set_determinism
 
 
 def main(arguments: list[str]) -> int:

@@ -38,8 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # pretrain.py is no package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
+from assembly import CONFIGS, build_model_parts, execution_of
 from megatron_fp4.compose import ConfigError, compose_config, precision_config
 from megatron_fp4.config import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
@@ -48,7 +49,6 @@ from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.training.optimizer import build_optimizer
 from models.flops import parameter_count, training_flops_per_token
-from pretrain import CONFIGS, build_model_parts, execution_of
 
 LINEARS: tuple[tuple[int, int, int], ...] = ((8192, 4096, 21504), (8192, 2048, 6144))  # tokens, in, out
 SMALL_LINEARS: tuple[tuple[int, int, int], ...] = ((64, 64, 128),)

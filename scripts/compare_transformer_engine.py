@@ -36,6 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from assembly import build, configure, device_type_of, set_determinism
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
@@ -47,7 +48,6 @@ from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, 
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.training.step import train_step
-from pretrain import build, configure, device_type_of, set_determinism
 
 NVFP4, FP8_FP32_SCALES, FP8 = nearest(RECIPES[0]), RECIPES[1], RECIPES[2]
 # Largest relative error of products that differ in the order of accumulation: BF16 results are rounded to 2^-9.

@@ -24,7 +24,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # pretrain.py is no package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
 from megatron_fp4.config import Config
 from megatron_fp4.training import console as show

@@ -37,8 +37,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # pretrain.py is no package
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
+from assembly import CONFIGS, Run, build, configure, set_determinism
 from megatron_fp4.config import Bf16BlocksConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
@@ -59,7 +60,6 @@ from megatron_fp4.quantization.tensor import block_amax
 from megatron_fp4.saved_config import config_from_saved
 from megatron_fp4.training.checkpoint_files import DamagedCheckpointError, read_manifest
 from megatron_fp4.training.step import train_step
-from pretrain import CONFIGS, Run, build, configure, set_determinism
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.linear import _Call

@@ -27,7 +27,7 @@ def room_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[0] in ("data", "models"):
         return parts[0]
-    if parts[0] in ("pretrain", "scripts", "tests"):
+    if parts[0] in ("pretrain", "assembly", "report", "scripts", "tests"):
         return parts[0]
     if parts[0] != "megatron_fp4" or parts[1:2] == ["config"]:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import pretrain
+import assembly
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
@@ -17,9 +17,9 @@ GRADIENT_ERROR = {"bf16": 0.0, "fp8_block": 0.15, "nvfp4": 0.6, "mxfp4": 0.7, "n
 
 def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
     """Loss and flattened gradient of the tiny model's first micro-batch under a recipe."""
-    config = compose_config([f"precision={name}", "train.sequence_length=128"], pretrain.CONFIGS)
-    target = precision_config("bf16", config, pretrain.CONFIGS)
-    model = pretrain.build_model_parts(config, target, mesh, RunClock(seed=3))[0]
+    config = compose_config([f"precision={name}", "train.sequence_length=128"], assembly.CONFIGS)
+    target = precision_config("bf16", config, assembly.CONFIGS)
+    model = assembly.build_model_parts(config, target, mesh, RunClock(seed=3))[0]
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=generator)
     loss = model(tokens, targets)
@@ -46,4 +46,4 @@ def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torc
 
 
 def test_configs_are_all_covered() -> None:
-    assert sorted(path.stem for path in (pretrain.CONFIGS / "precision").glob("*.yaml")) == sorted(RECIPES)
+    assert sorted(path.stem for path in (assembly.CONFIGS / "precision").glob("*.yaml")) == sorted(RECIPES)

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 
-import pretrain
+import assembly
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.quantization import quantize_nvfp4
 
@@ -111,13 +111,13 @@ def test_the_papers_experiments_are_valid_configurations(
     assert command.startswith("python pretrain.py --check ")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first" / "checkpoints" / "step_00001000").mkdir(parents=True)
-    pretrain.configure(command.split()[3:])
+    assembly.configure(command.split()[3:])
 
 
 def test_the_papers_experiments_are_what_they_say() -> None:
     def recipe(overrides: str) -> list[str]:
         (line,) = [command for command in commands() if command.endswith(overrides)]
-        return recipe_from_config(pretrain.configure(line.split()[3:])[0].precision).describe()
+        return recipe_from_config(assembly.configure(line.split()[3:])[0].precision).describe()
 
     assert recipe("precision.dgrad.weight.reuse_fprop=true") == [
         "fprop x|W: bf16 | nvfp4 1x16",

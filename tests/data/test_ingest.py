@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import assembly
 import pretrain
 from data.bundle import open_data
 from data.indexed_dataset import IndexedDataset
@@ -257,7 +258,7 @@ def test_from_text_to_a_run(
     assert printed.err == "" and "documents" in printed.out
     words = shlex.split(printed.out.split("pretrain.py")[1].replace("\\\n", " "))
     assert pretrain.main(["--check", *words, "train.sequence_length=64"]) == 0
-    config = compose_config(words, pretrain.CONFIGS)
+    config = compose_config(words, assembly.CONFIGS)
     bundle = open_data(
         config.data.kind,
         config.model.vocab_size,

@@ -34,7 +34,7 @@ def run(world_size: int, sequences: int = 64, **changes: object) -> object:
     program = (
         "import pickle, sys\n"
         "config, world_size = pickle.load(sys.stdin.buffer)\n"
-        "from pretrain import sharded_model\n"
+        "from assembly import sharded_model\n"
         "from megatron_fp4.training.dry_run import dry_run\n"
         "from scripts.plan_run import fused_shapes, planned_execution\n"
         "with fused_shapes():\n"

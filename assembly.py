@@ -1,0 +1,235 @@
+"""Build the parts of a run from its configuration: model, plan, schedule, optimizer, data, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from data.bundle import DataBundle, open_data
+from data.loader import MicroBatchLoader
+from data.phases import Phase, PhaseSchedule
+from data.samples import SampleSource
+from data.validation import ValidationSet
+from megatron_fp4.backend_choice import BackendChoice, agreed_backend, choose_backend
+from megatron_fp4.compose import ConfigError, compose_config, precision_config
+from megatron_fp4.config import Config, PrecisionConfig
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
+from megatron_fp4.training.checkpoint import Checkpointer
+from megatron_fp4.training.identity import run_identity
+from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
+from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.validate import validate
+from megatron_fp4.validate_precision import validate_precision
+from models.execution import Execution, choose_execution
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+
+CONFIGS = Path(__file__).resolve().parent / "configs"
+
+
+def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
+    """The configuration, and that of the precision to switch to, both checked. Raises ConfigError."""
+    config = compose_config(overrides, CONFIGS)
+    # A dry run plans for machines that are not here.
+    device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
+    validate(config, world_size(), device_type)
+    if not config.run.dry:
+        execution_of(config)
+    name = config.precision.switch.target
+    target = precision_config(name, config, CONFIGS)
+    if config.precision.switch.when != "never":
+        validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
+    if not config.run.dry:
+        backend_of(config, target)
+    return config, target
+
+
+def execution_of(config: Config) -> Execution:
+    """Kernels and recomputation on the device that the run will use. Raises ConfigError."""
+    return choose_execution(
+        config.train, config.model, config.parallel.tensor, device_type_of(config), config.precision.compute_dtype
+    )
+
+
+def backend_of(config: Config, target: PrecisionConfig) -> BackendChoice:
+    """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
+    return choose_backend(config, target, device_type_of(config))
+
+
+def world_size() -> int:
+    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def device_type_of(config: Config) -> str:
+    """`cuda` or `cpu`."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass
+class Run:
+    """The parts of a run, built and wired."""
+
+    config: Config
+    mesh: ParallelMesh
+    clock: RunClock
+    model: HybridModel
+    linears: dict[str, LinearNumerics]
+    plan: Plan
+    switched_plan: Plan
+    switch: PrecisionSwitch
+    backend: BackendChoice
+    schedule: WSDSchedule
+    optimizer: BuiltOptimizer
+    bundle: DataBundle
+    phases: PhaseSchedule
+    loader: MicroBatchLoader
+    validation: list[ValidationSet]
+    checkpointer: Checkpointer
+
+
+def sharded_model(
+    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
+) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
+    """The sharded model on the meta device, the numerics of its linears, its plans before and after the switch."""
+    compute_dtype = getattr(torch, config.precision.compute_dtype)
+    with torch.device("meta"):
+        model = build_model(config.model, mesh, compute_dtype, execution)
+    modules = dict(model.linears())
+    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
+
+    def plan_of(precision: PrecisionConfig) -> Plan:
+        return build_plan(shapes, recipe_from_config(precision), precision.bf16_blocks, config.model.num_blocks)
+
+    with configuration_errors():
+        plan = plan_of(config.precision)
+        switched_plan = plan.switched(plan_of(target), config.precision.switch.scope)
+    apply_data_parallel(
+        model,
+        mesh,
+        units=list(model.blocks),
+        fp32_units=model.fp32_units(),
+        compute_dtype=compute_dtype,
+        reshard=config.parallel.reshard,
+    )
+    linears = {name: module.numerics for name, module in modules.items()}
+    apply_plan(linears, plan, clock)
+    return model, linears, plan, switched_plan
+
+
+def build_model_parts(
+    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
+) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
+    """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
+    model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
+    apply_plan(linears, plan, clock, backend_of(config, target).open())
+    model.to_empty(device=mesh.device)
+    initialize(model, config.model, config.run.seed)
+    return model, linears, plan, switched_plan
+
+
+def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
+    """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
+    seed = config.run.seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    clock = RunClock(seed=seed)
+    backend = agreed_backend(backend_of(config, target))
+    model, linears, plan, switched_plan = build_model_parts(config, target, mesh, clock)
+    schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
+    at_step = switch_step(config.precision.switch.when, config.train.steps, schedule.decay_start_step)
+
+    train, data = config.train, config.data
+    with configuration_errors():
+        bundle = open_data(
+            data.kind,
+            config.model.vocab_size,
+            data.cache_dir,
+            sources=data.sources,
+            validation=data.validation,
+            tokenizer=data.tokenizer,
+            eod_token=data.eod_token,
+        )
+        phases = PhaseSchedule(
+            [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
+            train.steps,
+            train.global_batch_size,
+        )
+        sources = {
+            name: SampleSource(name, dataset, train.sequence_length, seed, config.model.vocab_size)
+            for name, dataset in bundle.train.items()
+        }
+        loader = MicroBatchLoader(
+            phases,
+            sources,
+            train.micro_batch_size,
+            mesh.dp_rank,
+            mesh.dp_size,
+            data.num_workers,
+            pin_memory=mesh.device.type == "cuda",
+            prefetch=data.prefetch,
+        )
+        validation = [
+            ValidationSet(name, dataset, train.sequence_length, config.validation.num_samples, config.model.vocab_size)
+            for name, dataset in bundle.validation.items()
+        ]
+        # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
+        identity = run_identity(config, {"tokenizer": bundle.fingerprint()["tokenizer"]})
+        optimizer = build_optimizer(model, config.optimizer)
+    return Run(
+        config=config,
+        mesh=mesh,
+        clock=clock,
+        model=model,
+        linears=linears,
+        plan=plan,
+        switched_plan=switched_plan,
+        switch=PrecisionSwitch(config.precision.switch, at_step),
+        backend=backend,
+        schedule=schedule,
+        optimizer=optimizer,
+        bundle=bundle,
+        phases=phases,
+        loader=loader,
+        validation=validation,
+        checkpointer=Checkpointer(
+            Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
+        ),
+    )
+
+
+@contextlib.contextmanager
+def configuration_errors() -> Iterator[None]:
+    """What opening data, plans and checkpoints refuses is the user's to mend: a ConfigError, not a traceback."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Deterministic kernels where torch has them (it warns where not)."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # mamba-ssm then keeps its tuned kernels, chosen once per machine, instead of the smallest ones.
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
