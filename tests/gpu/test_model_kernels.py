@@ -1,6 +1,7 @@
 """The fused path against the PyTorch path, part by part and as a whole, on a GPU."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +25,12 @@ from models.mlp import _squared_relu, squared_relu
 from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
 from models.rope import rope_tables
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(bool(MISSING), reason=f"needs the extra `cuda`: {', '.join(MISSING)}"),
+]
 
 CONFIG = ModelConfig(
     pattern="M-*-M-",
