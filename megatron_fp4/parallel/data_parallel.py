@@ -3,6 +3,9 @@
 What each setting is for: `param_dtype` is what the forward pass sees, `reduce_dtype` FP32 what gradients are added
 up in over ranks and micro-batches, `cast_forward_inputs` is off because token ids and FP32 losses must stay what
 they are. Modules that keep their parameters in FP32 (Mamba-2's A, D and dt bias) form groups of their own.
+
+Gradients are summed, not averaged: every micro-batch's loss is divided by the number of micro-batches of the global
+batch before its backward pass, so that this pass is the same whichever rank computes it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ def apply_data_parallel(
     compute_dtype: torch.dtype,
     reshard: bool,
 ) -> None:
-    """Shard `model` over the data-parallel axis, in place.
+    """Shard `model` over the data-parallel axis, in place. Gradients of ranks add up.
 
     units: modules gathered as a whole, in order of execution (the blocks). What belongs to none of them (embedding,
     final norm, head) is gathered with the model itself.
@@ -37,4 +40,9 @@ def apply_data_parallel(
     for module in units:
         fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    assert isinstance(model, FSDPModule)
+    if mesh.dp_size > 1:  # alone nothing is reduced, and a factor would cost a pass over the gradients
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
+                module.set_force_sum_reduction_for_comms(True)

@@ -157,6 +157,7 @@ def _accumulate(
     reshard: bool,
 ) -> None:
     """Leave the mean gradient over the global batch in `.grad`, exactly as `train_step` does."""
+    num_micro_batches = len(micro_batches) * mesh.dp_size
     for parameter in parameters:
         parameter.grad = None
     for position, micro_batch in enumerate(micro_batches, start=1):
@@ -166,7 +167,7 @@ def _accumulate(
             micro_batch.tokens.to(mesh.device, non_blocking=True),
             micro_batch.targets.to(mesh.device, non_blocking=True),
         )
-        (loss / len(micro_batches)).backward()
+        (loss / num_micro_batches).backward()
     sum_replicated_gradients(parameters, mesh)
 
 

@@ -1,6 +1,6 @@
 """Gradients between the last backward and the optimizer: summed over the tensor axis, measured, clipped.
 
-A gradient is a DTensor placed like its parameter, already averaged over data-parallel ranks by FSDP.
+A gradient is a DTensor placed like its parameter, already summed over data-parallel ranks by FSDP.
 """
 
 from __future__ import annotations

@@ -88,11 +88,14 @@ class NonFiniteReport:
         return "; ".join(lines) or "everything was finite"
 
 
-def find_nonfinite(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> NonFiniteReport:
+def find_nonfinite(
+    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock, num_micro_batches: int = 1
+) -> NonFiniteReport:
     """Run forward and backward of one micro-batch again and report where numbers stop being finite.
 
     All ranks must call it together (FSDP gathers and reduces), each with a micro-batch of its own. The clock's
-    step must still be that of the failed step, so that stochastic rounding repeats itself. Gradients are dropped.
+    step must still be that of the failed step, so that stochastic rounding repeats itself. num_micro_batches: of the
+    step's global batch, by which the loss is divided as in the step. Gradients are dropped.
     """
     report = NonFiniteReport(weights=[n for n, p in model.named_parameters() if not _is_finite(p)])
 
@@ -115,7 +118,8 @@ def find_nonfinite(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh
     ]
     clock.micro_batch = micro_batch.index
     try:
-        model(micro_batch.tokens.to(mesh.device), micro_batch.targets.to(mesh.device)).backward()
+        loss = model(micro_batch.tokens.to(mesh.device), micro_batch.targets.to(mesh.device))
+        (loss / num_micro_batches).backward()
     finally:
         for handle in handles:
             handle.remove()
@@ -135,7 +139,7 @@ def diagnose_nonfinite(
     """
     mine = []
     for micro_batch in micro_batches:
-        report = find_nonfinite(model, micro_batch, mesh, clock)
+        report = find_nonfinite(model, micro_batch, mesh, clock, len(micro_batches) * mesh.dp_size)
         mine.append((f"rank {mesh.rank}, micro-batch {micro_batch.index}", report))
     of_ranks: list[list[tuple[str, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine)

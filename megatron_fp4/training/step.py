@@ -69,10 +69,13 @@ def train_step(
     model(tokens, targets) returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's, equally
     many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
     parameters between micro-batches. stop_requested: whether this rank was asked to stop.
+    FSDP must add gradients up over ranks (`apply_data_parallel` sees to that).
     """
     parameters = optimizer_parameters(optimizer)
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
+    # Of the global batch: the backward pass of a micro-batch must not depend on how many ranks share the work.
+    num_micro_batches = len(micro_batches) * mesh.dp_size
     clock.step = step
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for position, micro_batch in enumerate(micro_batches, start=1):
@@ -82,7 +85,7 @@ def train_step(
             micro_batch.tokens.to(mesh.device, non_blocking=True),
             micro_batch.targets.to(mesh.device, non_blocking=True),
         )
-        (loss / len(micro_batches)).backward()
+        (loss / num_micro_batches).backward()
         loss_sum += loss.detach()
 
     sum_replicated_gradients(parameters, mesh)
@@ -90,7 +93,7 @@ def train_step(
     speaks = mesh.tp_rank == 0
     totals = torch.stack(
         [
-            loss_sum / (len(micro_batches) * mesh.dp_size) if speaks else torch.zeros_like(loss_sum),
+            loss_sum / num_micro_batches if speaks else torch.zeros_like(loss_sum),
             squared_norm_share(parameters, mesh),
             torch.full_like(loss_sum, float(stop_requested)),
         ]

@@ -42,7 +42,7 @@ MODEL = ModelConfig(
     mamba_chunk_size=8,
     init_std=0.1,
 )
-LENGTH, ROWS, NUM_MICRO_BATCHES = 32, 2, 4
+LENGTH, ROWS = 32, 2
 
 _NEAREST, _STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
 _WEIGHT = Operand("nvfp4", (16, 16))
@@ -54,13 +54,14 @@ Codes = dict[tuple[int, str, str], tuple[Tensor, Tensor | None, Tensor, Tensor |
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh to run on; `reshard` is varied along with it."""
+    """A mesh to run on; `reshard` is varied along with it. num_micro_batches: of a step, on all ranks together."""
 
     world: int
     tensor: int = 1
     replicate: int = 1
     sequence: bool | None = None
     reshard: bool = False
+    num_micro_batches: int = 4
 
     def mesh(self) -> ParallelMesh:
         parallel = ParallelConfig(tensor=self.tensor, replicate=self.replicate, sequence=self.sequence)
@@ -102,10 +103,10 @@ class Result:
     codes: Codes = field(default_factory=dict)
 
 
-def micro_batches(step: int, mesh: ParallelMesh) -> list[MicroBatch]:
+def micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_batches) -> list[MicroBatch]:
     """This rank's share of a step's micro-batches, dealt round robin."""
     shares = []
-    for index in range(mesh.dp_rank, NUM_MICRO_BATCHES, mesh.dp_size):
+    for index in range(mesh.dp_rank, number, mesh.dp_size):
         generator = torch.Generator().manual_seed(1000 * step + index)
         text = torch.randint(MODEL.vocab_size, (ROWS, LENGTH + 1), generator=generator)
         shares.append(MicroBatch(index, text[:, :-1], text[:, 1:]))
@@ -147,7 +148,7 @@ def train(rank: int, layout: Layout, precision: str, steps: int = 5) -> Result:
     for step in range(steps):
         with recorded(model, clock, result.codes) if step == 0 else nullcontext():
             done = train_step(
-                model, optimizer, micro_batches(step, mesh), mesh, clock,
+                model, optimizer, micro_batches(step, mesh, layout.num_micro_batches), mesh, clock,
                 step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
             )  # fmt: skip
         result.losses.append(done.loss)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.distributed.hybrid import (
     LAYOUTS,
-    NUM_MICRO_BATCHES,
     ONE,
     Layout,
     Result,
     relative_error,
+    train,
     train_all,
 )
 from tests.training.harness import launch
@@ -88,24 +90,36 @@ class TestInNvfp4:
             assert torch.equal(torch.cat([part[2] for part in parts], sharded), values), (linear, gemm)
             assert all(torch.equal(part[3], scale) for part in parts), (linear, gemm)
             checked += 1
-        assert checked == NUM_MICRO_BATCHES * 6 * 2
+        assert checked == ONE.num_micro_batches * 6 * 2
 
 
 @pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.tensor == 1])
 def test_every_code_of_the_first_step_under_data_parallelism(layout, one, many):
     """(Sums over tensor-parallel ranks round differently: test_linear_codes.py gives linears equal inputs.)"""
-    codes = {key: value for rank in many[layout, "nvfp4"] for key, value in rank.codes.items()}
-    assert codes.keys() == one["nvfp4"].codes.keys()
-    assert len(codes) == NUM_MICRO_BATCHES * 6 * 3
-    # Each rank divides its loss by its own number of micro-batches, and FSDP by the number of ranks at the end:
-    # until then gradients are larger by a power of two here, in their tensor scale alone.
-    data_parallel = LAYOUTS[layout].world
-    for key, (a, a_scale, b, b_scale) in codes.items():
-        a_one, a_scale_one, b_one, b_scale_one = one["nvfp4"].codes[key]
-        assert torch.equal(a, a_one), key
-        assert torch.equal(b, b_one), key
-        assert torch.equal(a_scale, a_scale_one * (1 if key[2] == "fprop" else data_parallel)), key
-        assert torch.equal(b_scale, b_scale_one), key
+    assert_codes_equal(many[layout, "nvfp4"], one["nvfp4"], ONE.num_micro_batches)
+
+
+@pytest.mark.parametrize("replicate", [1, 3])
+def test_every_code_of_the_first_step_on_three_ranks(replicate):
+    """Three and six are no powers of two: a division in another place would round, and move codes."""
+    layout = Layout(3, replicate=replicate, num_micro_batches=6)
+    one = launch(train, 1, replace(ONE, num_micro_batches=6), "nvfp4", 1)[0]
+    three = launch(train, 3, layout, "nvfp4", 1)
+    assert_codes_equal(three, one, 6)
+    for rank in three:
+        assert rank.losses == pytest.approx(one.losses, rel=1e-6)
+        assert rank.norms == pytest.approx(one.norms, rel=1e-5)
+        for name, gradient in rank.gradients.items():
+            assert relative_error(gradient, one.gradients[name]) < 1e-5, name
+
+
+def assert_codes_equal(ranks: list[Result], one: Result, num_micro_batches: int) -> None:
+    """Both operands and both tensor scales of all GEMMs of a step, bit for bit."""
+    codes = {key: value for rank in ranks for key, value in rank.codes.items()}
+    assert codes.keys() == one.codes.keys()
+    assert len(codes) == num_micro_batches * 6 * 3
+    for key, found in codes.items():
+        assert all(torch.equal(a, b) for a, b in zip(found, one.codes[key], strict=True)), key
 
 
 def test_the_comparisons_compare_something(one):

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore, HashStore
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 from megatron_fp4.config import OptimizerConfig, ParallelConfig
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import local_parameter as local
 from megatron_fp4.training.optimizer import build_optimizer
@@ -181,10 +181,7 @@ def toy(mesh: ParallelMesh, seed: int = 0, dtype: torch.dtype = torch.float32, o
     model = ToyModel()
     if on_tp:
         replicate_over_tp(model, mesh)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    apply_data_parallel(model, mesh, units=list(model.blocks), fp32_units=[], compute_dtype=dtype, reshard=False)
     torch.manual_seed(seed + 100 + mesh.rank)
     return model, build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
 

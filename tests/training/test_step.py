@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import optimizer_state
@@ -165,8 +165,7 @@ class Fp32Wgrad(nn.Module):
 def _sixty_four(rank: int) -> tuple[Tensor, Tensor]:
     mesh = toy_mesh()
     model: Any = Fp32Wgrad(mesh)
-    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
+    apply_data_parallel(model, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     generator = torch.Generator().manual_seed(0)
     # Small integers: every FP32 sum below is exact, whatever its order, and few BF16 sums are.
