@@ -30,6 +30,7 @@ from megatron_fp4.config import Config
 from megatron_fp4.training import console as show
 from megatron_fp4.training.console import RunConsole
 from megatron_fp4.training.dry_run import Build, DryRun, dry_run
+from megatron_fp4.training.shapes_only import MULTIPROCESSORS
 from models import attention, conv, execution, mamba2
 from models.execution import Execution, choose_execution
 from models.flops import forward_flops_per_token, parameter_count
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 def plan_run(config: Config, world_size: int, build: Build) -> None:
     """Print what the run of `config` on `world_size` ranks needs. build: see `dry_run`."""
-    with fused_shapes():
+    with fused_shapes(config.run.deterministic):
         dry = dry_run(config, world_size, build)
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {planned_execution(config).describe(config.model.pattern)}")
@@ -72,6 +73,7 @@ def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:
         f"gathered parameters ({config.precision.compute_dtype})": memory.gathered,
         "quantized weights": memory.quantized_weights,
         "activations of a micro-batch": memory.activations,
+        "workspaces of cuBLAS": memory.workspaces,
         "peak, temporaries included": memory.peak,
     }
     total = parameter_count(config.model).total
@@ -117,15 +119,21 @@ def time_facts(config: Config, world_size: int) -> dict[str, object]:
 
 
 @contextmanager
-def fused_shapes() -> Iterator[None]:
-    """Replace what `models/execution.py` calls fused by functions that keep the same for the backward pass: all of
-    these kernels keep their inputs (the scan its output as well) and compute the rest again."""
+def fused_shapes(deterministic: bool = True) -> Iterator[None]:
+    """Replace what `models/execution.py` calls fused, and attention, by functions that keep the same for the backward
+    pass and have the same temporaries: none but where said below. Nearly all of these kernels keep their inputs and
+    compute the rest again. deterministic: `run.deterministic`, which costs attention's backward pass memory.
+    """
+
+    def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, order: object) -> Tensor:
+        return _Attention.apply(q_bshd, k_bsgd, v_bsgd, deterministic)  # type: ignore[return-value]
+
     with ExitStack() as stack:
         for module, name, replacement in (
-            (execution, "_compiled", _keeping_inputs),
+            (execution, "_compiled", _as_one_kernel),
             (conv, "fused_conv_silu", _fused_conv),
             (mamba2, "fused_scan", _fused_scan),
-            (attention, "attend_fused", attention.attend),
+            (attention, "_attend", attend),
         ):
             stack.enter_context(mock.patch.object(module, name, replacement))
         yield
@@ -142,45 +150,114 @@ def planned_execution(config: Config) -> Execution:
     return replace(plain, scan=fused, conv=fused, compiled=fused)
 
 
-class _KeepingInputs(torch.autograd.Function):
+class _OneKernel(torch.autograd.Function):
+    """A function as one kernel each way, without temporaries; it keeps its inputs, or with `keeps` off nothing."""
+
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        # On the meta device, which the ledger does not count: a fused kernel has no temporaries.
-        made = function(*(a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments))
-        ctx.save_for_backward(*(a for a in arguments if isinstance(a, Tensor)))
-        ctx.is_tensor = [isinstance(a, Tensor) for a in arguments]
+    def forward(ctx: Any, function: Callable[..., Any], keeps: bool, *arguments: Any) -> Any:
+        # On the meta device, which the ledger does not count.
+        meta = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
+        made = function(*meta)
         device = next(a.device for a in arguments if isinstance(a, Tensor))
-        outputs = [
-            torch.empty(t.shape, dtype=t.dtype, device=device) for t in (made if isinstance(made, tuple) else [made])
-        ]
+        ctx.save_for_backward(*(a for a in arguments if keeps and isinstance(a, Tensor)))
+        ctx.inputs, ctx.device = meta, device
+        outputs = [_empty(t, device) for t in (made if isinstance(made, tuple) else [made])]
         return tuple(outputs) if isinstance(made, tuple) else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        inputs = [next(saved) if is_tensor else None for is_tensor in ctx.is_tensor]
-        needed = ctx.needs_input_grad[1:]
-        return None, *(
-            torch.empty_like(t) if t is not None and need else None for t, need in zip(inputs, needed, strict=True)
-        )
+        assert all(tensor is not None for tensor in ctx.saved_tensors)  # where they are computed again, now
+        wanted = zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(_empty(t, ctx.device) if needed else None for t, needed in wanted)
 
 
-def _keeping_inputs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one kernel each way that keeps its inputs."""
-    if function is attention.split_heads:
-        return function  # moves numbers about: the backward pass needs none of them
-    return lambda *arguments: _KeepingInputs.apply(function, *arguments)
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def _as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Splitting heads moves numbers about and turns them: the backward pass needs none of them.
+    return lambda *arguments: _OneKernel.apply(function, function is not attention.split_heads, *arguments)
 
 
 def _fused_conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
-    return _KeepingInputs.apply(lambda x, *_: x, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
+    return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
 
 
-def _fused_scan(x_bshp: Tensor, dt_bsh: Tensor, *others: Any) -> Tensor:
-    # Besides its inputs and its output the scan keeps the running sums of dt A, FP32, one for each step and head.
-    sums = torch.empty_like(dt_bsh, dtype=torch.float32)
-    y: Tensor = _KeepingInputs.apply(lambda x, *_: x, x_bshp, dt_bsh, *others, sums)  # type: ignore[assignment]
-    return y
+def _fused_scan(
+    x_bshp: Tensor,
+    dt_bsh: Tensor,
+    a_h: Tensor,
+    b_bsgn: Tensor,
+    c_bsgn: Tensor,
+    d_h: Tensor,
+    dt_bias_h: Tensor,
+    size: int,
+) -> Tensor:
+    inputs = (x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, d_h, dt_bias_h)
+    return _Scan.apply(size, *inputs)  # type: ignore[return-value]
+
+
+class _Scan(torch.autograd.Function):
+    """mamba-ssm's scan. It keeps its inputs, its output and the running sums of dt A (FP32), and makes the states at
+    chunk boundaries and C B^T of every chunk (FP32) in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk_size: int, *inputs: Tensor) -> Tensor:
+        x, dt, _, b, *_ = inputs
+        chunks = x.shape[0] * -(-x.shape[1] // chunk_size)
+        ctx.states, ctx.products = chunks * x.shape[2] * x.shape[3] * b.shape[3], chunks * b.shape[2] * chunk_size**2
+        sums, steps = (torch.empty_like(dt, dtype=torch.float32) for _ in range(2))
+        states = x.new_empty(ctx.states, dtype=torch.float32)
+        states = x.new_empty(ctx.states)  # passed on from chunk to chunk, in the dtype of x
+        products = x.new_empty(ctx.products, dtype=torch.float32)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        del steps, states, products
+        ctx.save_for_backward(y, sums, *inputs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        y, sums, *inputs = ctx.saved_tensors
+        again = [torch.empty_like(sums) for _ in range(2)]
+        products = sums.new_empty(ctx.products)
+        # The states, the same passed on, and their gradient; then the latter two in the dtype of x as well.
+        passed, gradient = sums.new_empty(ctx.states), sums.new_empty(ctx.states)
+        rounded = [y.new_empty(ctx.states) for _ in range(2)]
+        del passed, gradient
+        gradients = [
+            _empty(t, t.device) if needed else None for t, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
+        ]
+        del again, products, rounded
+        return None, *gradients
+
+
+class _Attention(torch.autograd.Function):
+    """FlashAttention: keeps q, k, v, its output and the logarithm of every row's sum (FP32).
+
+    Its backward pass adds up dq in FP32, deterministically in as many parts as keep all multiprocessors busy, and makes
+    dk and dv for every query head. (cuDNN's workspace is taken to be the same as without determinism.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> Tensor:
+        y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, y, sums)
+        ctx.parts = -(-MULTIPROCESSORS // (q.shape[0] * q.shape[2])) if deterministic else 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, sums = ctx.saved_tensors
+        batch, length, heads, dim = q.shape
+        padded = -(-length // 128) * 128
+        gradients = [_empty(t, t.device) for t in (q, k, v)]
+        rows = sums.new_empty(batch, heads, padded)
+        dq = sums.new_empty(ctx.parts, batch, padded, heads, -(-dim // 32) * 32)
+        expanded = [_empty(q, q.device) for _ in range(2 if k.shape[2] < heads else 0)]
+        del rows, dq, expanded
+        return *gradients, None
 
 
 if __name__ == "__main__":

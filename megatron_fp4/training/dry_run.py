@@ -30,6 +30,9 @@ from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameter
 from megatron_fp4.training.shapes_only import shapes_only
 from megatron_fp4.training.step import train_step
 
+# 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
+_WORKSPACES = 2 * 32 * 2**20
+
 Build = Callable[[ParallelMesh, RunClock], tuple[nn.Module, Mapping[str, LinearNumerics]]]
 
 
@@ -41,7 +44,7 @@ class RankMemory:
     update). gathered: whole parameters in the compute dtype after a forward pass. quantized_weights: kept from
     micro-batch to micro-batch. activations: what one micro-batch's forward pass leaves for its backward pass.
     unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
-    micro-batch a step).
+    micro-batch a step). workspaces: of cuBLAS, which PyTorch allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
@@ -53,6 +56,7 @@ class RankMemory:
     quantized_weights: int
     activations: int
     unreduced_gradients: int
+    workspaces: int
     peak: int
 
 
@@ -201,7 +205,8 @@ class _Watch:
             quantized_weights=last.quantized,
             activations=last.activations,
             unreduced_gradients=unreduced if accumulates else 0,
-            peak=peak,
+            workspaces=_WORKSPACES,
+            peak=peak + _WORKSPACES,
         )
 
 

@@ -4,7 +4,7 @@ A `Ledger` is a dispatch mode: it sees every operation, keeps a list of the stor
 and adds up the messages of `torch.distributed`. Under `FakeTensorMode` nothing is computed or allocated, so this works
 for models of any size on any machine; the sizes and lifetimes are those of the program itself. Memory is counted as
 PyTorch's CUDA allocator counts it (`torch.cuda.max_memory_allocated`): in units of 512 bytes, without the allocator's
-own reserve, the CUDA context and the buffers of NCCL and cuBLAS.
+own reserve, the CUDA context, the buffers of NCCL and the workspaces of cuBLAS (the dry run adds these).
 """
 
 from __future__ import annotations

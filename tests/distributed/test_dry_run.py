@@ -27,10 +27,14 @@ MODEL = ModelConfig(
     mamba_num_groups=4,
     mamba_state_dim=16,
 )
+# Everything is a multiple of 128.
+LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_heads=24)
 
 
-def run(world_size: int, sequences: int = 64, **changes: object) -> object:
-    """The dry run of `MODEL` in NVFP4, in a process of its own: it needs the process group to itself."""
+def run(
+    world_size: int, sequences: int = 64, precision: str = "nvfp4", model: ModelConfig = MODEL, **changes: object
+) -> object:
+    """The dry run of `model`, in a process of its own: it needs the process group to itself."""
     program = (
         "import pickle, sys\n"
         "config, world_size = pickle.load(sys.stdin.buffer)\n"
@@ -43,9 +47,9 @@ def run(world_size: int, sequences: int = 64, **changes: object) -> object:
         "    result = dry_run(config, world_size, build)\n"
         "sys.stdout.buffer.write(pickle.dumps(result))\n"
     )
-    base: Config = compose_config([], ROOT / "configs")
+    base: Config = compose_config([f"precision={precision}"], ROOT / "configs")
     train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, sequence_length=128)
-    config = replace(base, model=MODEL, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
+    config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
     config = replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
@@ -123,6 +127,30 @@ def test_one_micro_batch_a_step(dp4):
     assert dry.micro_batches == 1
     assert dry.memory.unreduced_gradients == 0
     assert dry.memory.activations == pytest.approx(dp4.memory.activations, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run(2, precision="bf16", model=LARGER)
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight_bytes", "activation_bytes"),
+    [
+        ("nvfp4", 2, 1 / 2 + 1 / 16),
+        ("mxfp4", 4, 1 / 2 + 1 / 32),
+        ("fp8_block", 2 + 4 / 128**2, 1 + 4 / 128),
+    ],
+)
+def test_every_format(precision, weight_bytes, activation_bytes, plain):
+    """Codes of weights, once or twice, and the inputs of linears that wait for wgrad, as a GPU keeps them."""
+    dry = run(2, precision=precision, model=LARGER)
+    weights = 256 * (24 + 8) * 16 + 384 * 256 + 2 * 256 * 512
+    assert dry.memory.quantized_weights == pytest.approx(weight_bytes * weights, rel=0.02)
+    inputs = 128 * (256 + 384 + 256 + 512)
+    # BF16 keeps x itself, which for the second linear costs nothing: attention keeps its output in any case.
+    more = activation_bytes * inputs - 2 * 128 * (256 + 256 + 512)
+    assert dry.memory.activations - plain.memory.activations == pytest.approx(more, abs=20_000)
 
 
 def test_the_command_prints_memory_messages_and_time():
