@@ -52,14 +52,19 @@ def main(arguments: list[str]) -> int:
 
 def plan_run(config: Config, world_size: int, build: Build) -> None:
     """Print what the run of `config` on `world_size` ranks needs. build: see `dry_run`."""
-    with fused_shapes(config.run.deterministic):
-        dry = dry_run(config, world_size, build)
+    dry = planned(config, world_size, build)
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {planned_execution(config).describe(config.model.pattern)}")
     console.table(show.batch_table(config.train, config.parallel, world_size))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, dry)))
     console.table(messages_table(dry))
     console.table(show.facts_table("Work and time", time_facts(config, world_size)))
+
+
+def planned(config: Config, world_size: int, build: Build) -> DryRun:
+    """A dry run of `config`, all of its kernels as on a GPU."""
+    with fused_shapes(config.run.deterministic):
+        return dry_run(config, world_size, build)
 
 
 def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:

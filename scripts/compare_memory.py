@@ -1,0 +1,232 @@
+"""Peak memory of real training steps on GPUs beside what a dry run says of the same configuration.
+
+    python scripts/compare_memory.py model=transformer_1_2b train.micro_batch_size=4 train.global_batch_size=8
+    python scripts/compare_memory.py --output memory.json --case "model=hybrid_60m" --case "model=tiny precision=bf16"
+    torchrun --nproc-per-node 4 scripts/compare_memory.py --case "parallel.tensor=2 ..."     a rank on each GPU
+
+A case is a list of overrides, as for pretrain.py; without `--case` the rest of the line is the only one. Each is
+
+    planned     by the dry run of scripts/plan_run.py for as many ranks, in a process that sees no GPU
+    measured    by building model and optimizer as pretrain.py does and taking two training steps on random tokens, in a
+                process of its own on every rank: `torch.cuda.max_memory_allocated` of the first rank in the second step
+
+Prints a table of GiB, planned over measured, and notes where the two did not run the same kernels. `--output` writes
+that and the parts of the dry run as JSON. `--plan-only` measures nothing and needs no GPU (WORLD_SIZE names the ranks).
+Exit code: 0; 1 if a case failed (its error is on stderr, the others go on); 2 if a configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
+
+from assembly import (
+    backend_of,
+    build_model_parts,
+    configure,
+    device_type_of,
+    set_determinism,
+    sharded_model,
+    world_size,
+)
+from megatron_fp4.compose import ConfigError
+from megatron_fp4.config import Config
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.step import train_step
+from models.execution import Execution
+from scripts.plan_run import planned, planned_execution
+
+_GIB = 2**30
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code, see the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", help="the only case, as for pretrain.py")
+    parser.add_argument("--case", action="append", metavar="OVERRIDES", help="a case, in quotes; may be repeated")
+    parser.add_argument("--output", type=Path, help="where to write the JSON")
+    parser.add_argument("--plan-only", action="store_true", help="the dry runs alone")
+    parser.add_argument("--part", choices=("plan", "measure"), help=argparse.SUPPRESS)  # what a child process does
+    options = parser.parse_intermixed_args(arguments)
+    if options.part:
+        return part(options.part, options.overrides, options.output)
+    if options.case and options.overrides:
+        parser.error(f"{options.overrides[0]}: put it into the quotes of a --case")
+    cases = [shlex.split(case) for case in options.case or [shlex.join(options.overrides)]]
+    if not options.plan_only and not torch.cuda.is_available():
+        print("compare_memory.py: needs an NVIDIA GPU to measure; or use --plan-only", file=sys.stderr)
+        return 2
+
+    first = int(os.environ.get("RANK", 0)) == 0
+    rows: list[dict[str, Any]] = []
+    for index, case in enumerate(cases):
+        row: dict[str, Any] = {"overrides": case, "ranks": world_size()}
+        if first:
+            row["planned"] = child("plan", case, {"CUDA_VISIBLE_DEVICES": ""})
+        if not options.plan_only:
+            row["measured"] = child("measure", case, _own_rendezvous(index))
+        rows.append(row)
+    codes = [row[part]["exit_code"] for row in rows for part in ("planned", "measured") if part in row]
+    if first:
+        print(table(rows))
+        if options.output:
+            options.output.write_text(json.dumps(rows, indent=1) + "\n")
+    return 2 if 2 in codes else int(any(codes))
+
+
+def child(what: str, case: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """What `part(what, case)` finds in a process of its own, with its `exit_code`."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "result.json")
+        command = [sys.executable, __file__, "--part", what, "--output", str(output), *case]
+        done = subprocess.run(command, env={**os.environ, **environment}, check=False)
+        found: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {}
+    return {"exit_code": done.returncode, **found}
+
+
+def _own_rendezvous(index: int) -> dict[str, str]:
+    """Under torchrun: where the ranks of case `index` meet. torchrun's own store keeps what earlier cases wrote."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return {}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    key = f"compare_memory/{index}"
+    if os.environ["RANK"] == "0":
+        with socket.socket() as free:
+            free.bind(("", 0))
+            store.set(key, str(free.getsockname()[1]))
+    return {"MASTER_PORT": store.get(key).decode(), "TORCHELASTIC_USE_AGENT_STORE": str(False)}
+
+
+def part(what: str, overrides: list[str], output: Path) -> int:
+    """Plan or measure one case in this process and write what was found to `output`; returns the exit code."""
+    try:
+        found = plan(overrides) if what == "plan" else measure(overrides)
+    except ConfigError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"compare_memory.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    output.write_text(json.dumps(found))
+    return 0
+
+
+def plan(overrides: list[str]) -> dict[str, Any]:
+    """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
+    config, target = configure([*overrides, "run.dry=true"])
+    execution = planned_execution(config)
+    dry = planned(config, world_size(), lambda mesh, clock: sharded_model(config, target, mesh, clock, execution)[:2])
+    return {"memory": asdict(dry.memory), "kernels": kernels(execution, config)}
+
+
+def measure(overrides: list[str]) -> dict[str, Any]:
+    """Take two steps on this rank; bytes at the peak of each, and what the allocator reserved."""
+    config, target = configure(overrides)
+    if device_type_of(config) != "cuda":
+        raise ConfigError(f"run.device={config.run.device}: only the memory of a GPU is counted; leave it at auto")
+    device = init_distributed("cuda", config.parallel.timeout_seconds)
+    set_determinism(config.run.deterministic)
+    mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
+    model, *_ = build_model_parts(config, target, mesh, clock)
+    optimizer = build_optimizer(model, config.optimizer).optimizer
+    peaks = []
+    for step in range(2):
+        torch.cuda.reset_peak_memory_stats(device)
+        train_step(
+            model,
+            optimizer,
+            random_micro_batches(config, mesh, step),
+            mesh,
+            clock,
+            step=step,
+            lr=config.optimizer.lr,
+            clip_norm=config.optimizer.clip_norm,
+            reshard=config.parallel.reshard,
+        )
+        torch.cuda.synchronize(device)
+        peaks.append(torch.cuda.max_memory_allocated(device))
+    return {
+        "first_step": peaks[0],
+        "peak": peaks[1],
+        "reserved": torch.cuda.max_memory_reserved(device),
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "backend": backend_of(config, target).name,
+        "kernels": kernels(model.execution, config),
+    }
+
+
+def kernels(execution: Execution, config: Config) -> dict[str, Any]:
+    """The parts of `execution` that the model has."""
+    parts = asdict(execution)
+    return parts if "M" in config.model.pattern else {k: v for k, v in parts.items() if k not in ("scan", "conv")}
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    index: int
+    tokens: Tensor
+    targets: Tensor
+
+
+def random_micro_batches(config: Config, mesh: ParallelMesh, step: int) -> list[_MicroBatch]:
+    """This rank's share of a step, in pinned memory as the loader's."""
+    train = config.train
+    batches = []
+    for index in range(mesh.dp_rank, train.global_batch_size // train.micro_batch_size, mesh.dp_size):
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        shape = (train.micro_batch_size, train.sequence_length + 1)
+        text = torch.randint(config.model.vocab_size, shape, generator=generator)
+        batches.append(_MicroBatch(index, *(t.contiguous().pin_memory() for t in (text[:, :-1], text[:, 1:]))))
+    return batches
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as text; adds `ratio` and `notes` to each."""
+    lines = [f"{'planned':>9}{'measured':>10}{'ratio':>8}{'reserved':>10}  ranks  case (GiB)"]
+    for row in rows:
+        plan, measured = row.get("planned", {}), row.get("measured", {})
+        row["ratio"] = plan["memory"]["peak"] / measured["peak"] if "memory" in plan and "peak" in measured else None
+        row["notes"] = [
+            f"{who} ended with exit code {result['exit_code']}"
+            for who, result in (("the dry run", plan), ("the measurement", measured))
+            if result.get("exit_code")
+        ]
+        if row["ratio"] is not None:
+            differ = [k for k, value in plan["kernels"].items() if measured["kernels"][k] != value]
+            row["notes"] += [f"planned with {k}={plan['kernels'][k]}, ran {measured['kernels'][k]}" for k in differ]
+            if measured["backend"] != "emulated":
+                row["notes"].append(f"planned for the emulated backend, ran {measured['backend']}")
+
+        def gib(size: int | None) -> str:
+            return "-" if size is None else f"{size / _GIB:.2f}"
+
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        lines.append(
+            f"{gib(plan.get('memory', {}).get('peak')):>9}{gib(measured.get('peak')):>10}{ratio:>8}"
+            f"{gib(measured.get('reserved')):>10}{row['ranks']:>7}  {shlex.join(row['overrides'])}"
+        )
+        lines += [f"{'':>46}{note}" for note in row["notes"]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
