@@ -36,7 +36,7 @@ _KERNELS = "megatron_fp4.quantization.triton_kernels"
 _MEASURE_GROUPS = {"nvfp4": 32, "mxfp4": 16}
 _COLUMNS_GROUPS = {"nvfp4": 32, "mxfp4": 16}
 _ROWS_GROUPS = {"nvfp4": 16, "mxfp4": 8}
-_MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 12, 4
+_MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
 
 
 @functools.cache
@@ -152,7 +152,9 @@ class Measured:
         elif not stochastic:
             return
         if stochastic:
-            self._hashes = torch.empty(2 * sum(self.x.shape), dtype=torch.int32, device=self.x.device)
+            # Operand 0: rows, pairs of columns; operand 1: pairs of rows, columns.
+            rows, columns = self.x.shape
+            self._hashes = torch.empty(3 * (rows + columns) // 2, dtype=torch.int32, device=self.x.device)
         groups = _MEASURE_GROUPS[self.form]
         column_programs = -(-self.size[1] // groups)
         row_programs = max(1, _MEASURE_PROGRAMS * _processors(self.x.device) // column_programs)
@@ -263,5 +265,5 @@ def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
     """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`)."""
     if key is None:
         return 0, 0
-    starts = (key.row_offset * _GOLDEN + key.key, key.column_offset * _GOLDEN + (key.key >> 32))
+    starts = (key.row_offset * _GOLDEN + key.key, key.column_offset // 2 * _GOLDEN + (key.key >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]

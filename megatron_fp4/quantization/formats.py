@@ -60,7 +60,7 @@ def round_e2m1_stochastic(scaled: Tensor, uniform: Tensor) -> Tensor:
     """E2M1 value next below or above FP32 |scaled| <= 6 in magnitude, above with probability proportional to the
     distance from below.
 
-    `uniform` has the shape of `scaled`, in [0, 1) with at most 22 bits: a value on the grid then stays where it is, and
+    `uniform` has the shape of `scaled`, in [0, 1) with at most 20 bits: a value on the grid then stays where it is, and
     all arithmetic but one addition is exact (the spacing is a power of two), so that CPU and GPU decide alike.
     """
     half_binade = _binade(scaled).mul_(0.5)

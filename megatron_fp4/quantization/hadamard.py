@@ -6,8 +6,9 @@ H is the Sylvester matrix (entries +-1, symmetric), s a vector of signs. H/sqrt(
 both operands of a GEMM along the dot product leaves the product unchanged and spreads outliers over the tile.
 
 The sum over a tile is done by butterflies in FP32, in one fixed order, so that CPU, GPU and every shape give the same
-bits. For BF16 input each output is rounded once, as in Transformer Engine, whose kernel multiplies in BF16 with FP32
-accumulation. (For 16 BF16 values of like size the FP32 sum is exact and the order does not matter at all.)
+bits. Where 1/sqrt(size) is a power of two it comes first, together with the signs: that is exact, and sums cannot
+overflow. For BF16 input each output is rounded once, as in Transformer Engine, whose kernel multiplies in BF16 with
+FP32 accumulation. (For 16 BF16 values of like size the FP32 sum is exact and the order does not matter at all.)
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def random_hadamard_transform(x: Tensor, size: int = 16, signs: Tensor | None = 
     elif signs.shape != (size,):
         raise ValueError(f"random_hadamard_transform: signs has shape {tuple(signs.shape)}, expected ({size},)")
     working = torch.float64 if x.dtype == torch.float64 else torch.float32
-    tiles = x.to(working).unflatten(-1, (-1, size)) * signs.to(working)
+    factor = 1.0 / math.sqrt(size)
+    exact = math.frexp(factor)[0] == 0.5
+    tiles = x.to(working).unflatten(-1, (-1, size)) * (signs.to(working) * (factor if exact else 1.0))
     stride = 1
     while stride < size:
         low, high = tiles.unflatten(-1, (size // (2 * stride), 2, stride)).unbind(-2)
@@ -75,7 +78,7 @@ def random_hadamard_transform(x: Tensor, size: int = 16, signs: Tensor | None = 
             torch.sub(low, high, out=sums[..., 1, :])
         tiles = sums.flatten(-3)
         stride *= 2
-    return (tiles * (1.0 / math.sqrt(size))).flatten(-2).to(x.dtype)
+    return (tiles if exact else tiles * factor).flatten(-2).to(x.dtype)
 
 
 def _check_size(size: int) -> None:

@@ -22,7 +22,7 @@ from megatron_fp4.quantization.formats import (
     ue8m0_values,
 )
 from megatron_fp4.quantization.nvfp4 import check_rounding
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, random_uniform
+from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, rounding_draws
 from megatron_fp4.quantization.tensor import MXFP4Tensor, as_rows, block_amax
 
 MXFP4_BLOCKS = ((1, 32), (32, 32))
@@ -59,6 +59,6 @@ def encode_mxfp4(rows: Tensor, block: tuple[int, int], key: RoundingKey | None) 
     inverse = ue8m0_values(scales).reciprocal()
     scaled = (rows.unflatten(-1, (-1, 32)) * inverse[..., None]).flatten(-2).clamp_(-E2M1_MAX, E2M1_MAX)
     if key is None:
-        return round_e2m1_nearest(scaled), scaled < 0, scales
-    uniform = random_uniform(key, rows.shape[0], rows.shape[1], rows.device)
-    return round_e2m1_stochastic(scaled, uniform), scaled < 0, scales
+        return round_e2m1_nearest(scaled), rows < 0, scales
+    uniform = rounding_draws(key, rows.shape[0], rows.shape[1], rows.device)
+    return round_e2m1_stochastic(scaled, uniform), rows < 0, scales

@@ -32,7 +32,7 @@ from megatron_fp4.quantization.formats import (
     round_e2m1_stochastic,
     to_e4m3,
 )
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, random_uniform
+from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, rounding_draws
 from megatron_fp4.quantization.tensor import NVFP4Tensor, as_rows, block_amax
 
 NVFP4_BLOCKS = ((1, 16), (16, 16))
@@ -111,12 +111,12 @@ def encode_nvfp4(
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
     vector_amax = block_amax(rows, block)
-    uniform = None if key is None else random_uniform(key, rows.shape[0], rows.shape[1], rows.device)
+    uniform = None if key is None else rounding_draws(key, rows.shape[0], rows.shape[1], rows.device)
     if not four_over_six:
         sixth = tensor_scale * torch.full_like(tensor_scale, E2M1_MAX).reciprocal()
         scales = to_e4m3((vector_amax * sixth).clamp(max=FP32_MAX))
         scaled = _encode(rows, scales, tensor_scale)
-        return EncodedNVFP4(_round(scaled, uniform), scaled < 0, scales, amax, scale_max)
+        return EncodedNVFP4(_round(scaled, uniform), rows < 0, scales, amax, scale_max)
 
     base = vector_amax / torch.full_like(vector_amax, E2M1_MAX) * tensor_scale
     scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
@@ -126,7 +126,7 @@ def encode_nvfp4(
     take_4 = error_4 < error_6
     scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
     scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
-    return EncodedNVFP4(_round(scaled, uniform), scaled < 0, scales, amax, scale_max)
+    return EncodedNVFP4(_round(scaled, uniform), rows < 0, scales, amax, scale_max)
 
 
 def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:

@@ -6,10 +6,14 @@ cannot do that; a counter-based one can. A draw here depends on
     a 64-bit key:  run seed, step, global micro-batch index, name of the linear, name of the operand;
     a position:    row and column of the element in the *global* tensor.
 
-The key is split in two 32-bit halves. Row and column are hashed separately (a few thousand hashes), and each element
-mixes the exclusive-or of its two hashes once more (`lowbias32`, Chris Wellons' two-multiplication finalizer, whose
-bias is near the statistical minimum). Positions never overflow, whatever the tensor's size, and a rank that holds a
-shard needs only the shard's offset.
+The key is split in two 32-bit halves. Row and column are hashed separately (a few thousand hashes), and their
+exclusive-or is mixed once more (`lowbias32`, Chris Wellons' two-multiplication finalizer, whose bias is near the
+statistical minimum). Positions never overflow, whatever the tensor's size, and a rank that holds a shard needs only the
+shard's offset.
+
+For rounding, two elements share the 32 bits of one such mix: columns 2j and 2j + 1 take the low and the high half at
+column j. A draw is an odd multiple of 2^-16, 15 random bits and a half of the last: so no value on the grid is moved,
+and the probability of rounding up, a whole multiple of 2^-15, is itself rounded to nearest.
 
 All arithmetic is modulo 2^32. PyTorch's int32 wraps in multiplication; its right shift is arithmetic, hence the masks.
 """
@@ -59,9 +63,25 @@ def random_bits(key: RoundingKey, num_rows: int, num_columns: int, device: torch
 
 
 def random_uniform(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
-    """FP32 draws in [0, 1) with 22 bits each (the highest), [num_rows, num_columns]."""
+    """FP32 draws in [0, 1) with 22 bits each (the highest of `random_bits`), [num_rows, num_columns]."""
     bits = random_bits(key, num_rows, num_columns, device)
     return (bits >> 10).bitwise_and_(0x3FFFFF).to(torch.float32).mul_(2.0**-22)
+
+
+def rounding_draws(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
+    """FP32 draws for stochastic rounding, odd multiples of 2^-16 in (0, 1), [num_rows, num_columns].
+
+    num_columns and the key's column offset are even (ValueError): columns come in pairs.
+    """
+    if num_columns % 2 or key.column_offset % 2:
+        raise ValueError(
+            f"rounding_draws: {num_columns} columns from column {key.column_offset} on; both must be even, because two "
+            "columns share one hash"
+        )
+    pairs = RoundingKey(key.key, key.row_offset, key.column_offset // 2)
+    bits = random_bits(pairs, num_rows, num_columns // 2, device)
+    halves = torch.stack((bits & 0xFFFF, (bits >> 16) & 0xFFFF), dim=-1).flatten(-2)
+    return halves.bitwise_or_(1).to(torch.float32).mul_(2.0**-16)
 
 
 def _hash_positions(seed: int, offset: int, count: int, device: torch.device | str) -> Tensor:

@@ -13,6 +13,10 @@ import triton.language as tl
 GOLDEN = tl.constexpr(0x9E3779B9)
 MIX_A = tl.constexpr(0x7FEB352D)
 MIX_B = tl.constexpr(0x846CA68B)
+# Pairs of BF16: twice 6, 1 and 2^-126.
+SIXES = tl.constexpr(0x40C040C0)
+ONES = tl.constexpr(0x3F803F80)
+SMALLEST_PAIR = tl.constexpr(0x00800080)
 
 
 # Tiles and pairs.
@@ -29,7 +33,7 @@ def load_tile(x_ptr, tile, offsets, mask, width, BLOCK: tl.constexpr, FP32: tl.c
     x_ptr += as_long(tile) * BLOCK * width
     rows = ()
     for r in tl.static_range(BLOCK):
-        both = tl.load(x_ptr + r * width + offsets, mask, 0)
+        both = tl.load(x_ptr + r * as_long(width) + offsets, mask, 0)
         if FP32:
             low = both.to(tl.int32).to(tl.float32, bitcast=True)
             high = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -46,25 +50,36 @@ def hadamard_tile(pairs, BLOCK: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.co
     for r in tl.static_range(BLOCK):
         even += (even_of(pairs[r]),)
         odd += (odd_of(pairs[r]),)
-    even = butterflies(even, BLOCK, SIGNS)
-    odd = butterflies(odd, BLOCK, SIGNS)
+    even = butterflies(even, BLOCK, SIGNS, FACTOR)
+    odd = butterflies(odd, BLOCK, SIGNS, FACTOR)
     result = ()
     for r in tl.static_range(BLOCK):
-        result += (round_pair(even[r] * FACTOR, odd[r] * FACTOR),)
+        result += (round_pair(even[r], odd[r]),)
     return result
 
 
 @triton.jit
-def butterflies(values, SIZE: tl.constexpr, SIGNS: tl.constexpr):
-    """Bit i of SIGNS: the sign of element i is minus."""
-    signed = ()
-    for i in tl.static_range(SIZE):
+def butterflies(values, SIZE: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.constexpr):
+    """The transform in FP32. Bit i of SIGNS: the sign of element i is minus. FACTOR: 1 / sqrt(SIZE).
+
+    A factor that is a power of two goes into the first level with the signs, in FMAs with exact products.
+    """
+    EXACT: tl.constexpr = SIZE == 16
+    FIRST: tl.constexpr = FACTOR if EXACT else 1.0
+    summed = ()
+    for i in tl.static_range(0, SIZE, 2):
+        low = values[i]
         if (SIGNS >> i) & 1:
-            signed += (-values[i],)
+            low = low * -FIRST
+        elif EXACT:
+            low = low * FIRST
+        high = values[i + 1]
+        if (SIGNS >> (i + 1)) & 1:
+            summed += (tl.fma(high, -FIRST, low), tl.fma(high, FIRST, low))
         else:
-            signed += (values[i],)
-    values = signed
-    for level in tl.static_range(5):
+            summed += (tl.fma(high, FIRST, low), tl.fma(high, -FIRST, low))
+    values = summed
+    for level in tl.static_range(1, 5):
         if (1 << level) < SIZE:
             summed = ()
             for i in tl.static_range(SIZE):
@@ -73,6 +88,11 @@ def butterflies(values, SIZE: tl.constexpr, SIGNS: tl.constexpr):
                 else:
                     summed += (values[i] + values[i + (1 << level)],)
             values = summed
+    if not EXACT:
+        scaled = ()
+        for i in tl.static_range(SIZE):
+            scaled += (values[i] * FACTOR,)
+        values = scaled
     return values
 
 
@@ -150,16 +170,25 @@ def grid_nearest(magnitude):
 
 
 @triton.jit
-def grid_stochastic(magnitude, mixed):
-    """`round_e2m1_stochastic` of magnitudes, the draws from the combined hashes of row and column."""
+def grid_stochastic(magnitude, draw):
+    """`round_e2m1_stochastic` of magnitudes; draw: u * 2^-125, from `draws`."""
+    binade = binade_of(magnitude)
+    # The spacing is half a binade: times u, it is the draw times 2^124 binades.
+    raised = tl.fma(draw, binade * 2.1267647932558654e37, magnitude)
+    return tl.fma(binade, -4194304.0, fma_down(binade, 4194304.0, raised))
+
+
+@triton.jit
+def draws(mixed):
+    """Two of `rounding_draws` from the combined hashes of a row and a pair of columns, times 2^-125.
+
+    u is an odd 16-bit number times 2^-16. Shifted up by 8 bits and read as FP32 it is this number times 2^-141, also
+    where the highest bit makes it a normal number.
+    """
     x = mixed.to(tl.uint32, bitcast=True) * MIX_A
     x = (x ^ (x >> 15)) * MIX_B
-    # The highest 22 bits of x ^ (x >> 16), k = 2^22 u, read as the subnormal number k * 2^-148. The spacing is half a
-    # binade: times u, it is this number times 2^125 binades.
-    draw = (((x >> 9) ^ (x >> 25)) & 0x7FFFFE).to(tl.float32, bitcast=True)
-    binade = binade_of(magnitude)
-    raised = tl.fma(draw, binade * 4.2535295865117308e37, magnitude)
-    return tl.fma(binade, -4194304.0, fma_down(binade, 4194304.0, raised))
+    x = ((x ^ (x >> 16)) | 0x00010001).to(tl.int32, bitcast=True)
+    return low_half(x), high_half(x)
 
 
 @triton.jit
@@ -178,15 +207,12 @@ def position_hash(start, position):
 
 
 @triton.jit
-def insert_code(word, grid, scaled, BIT: tl.constexpr):
-    """Put the E2M1 code of a magnitude on the grid (6 at most counts) with the sign of `scaled` at a bit of a word."""
-    # Times 2^-126, exponents and subnormals of FP32 are those of E2M1: the code is then the bits from 22 on.
-    code = (tl.minimum(grid, 6.0) * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
-    code = code >> (22 - BIT) if BIT <= 22 else code << (BIT - 22)
-    sign = (scaled + 0.0).to(tl.int32, bitcast=True)  # a zero that comes in as -0 has no sign
-    sign = sign >> (28 - BIT)
-    SIGN: tl.constexpr = 8 << BIT if BIT < 28 else -2147483648
-    return word | (code & (7 << BIT)) | (sign & SIGN)
+def pair_of_codes(grid_even, grid_odd, sign_pair):
+    """E2M1 codes of two magnitudes on the grid (6 at most counts) with the signs of a pair: bits 6-9 and 22-25."""
+    # Times 2^-126, exponents and subnormals of BF16 are those of E2M1.
+    codes = fma_pair(min_pair(pack(grid_even, grid_odd), SIXES), SMALLEST_PAIR, 0)
+    # A zero that comes in as -0 has no sign: -0 + 0 is +0.
+    return codes | ((fma_pair(sign_pair, ONES, 0) >> 6) & 0x02000200)
 
 
 @triton.jit
@@ -194,6 +220,12 @@ def code_value(code):
     """FP32 value of the E2M1 code in the lowest four bits."""
     magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
     return (magnitude.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def word_of_codes(first, second, third, fourth):
+    """The codes of four rows, from `pair_of_codes`, in one word: nibbles of a half are rows, halves the columns."""
+    return (first >> 6) | (second >> 2) | (third << 2) | (fourth << 6)
 
 
 @triton.jit
@@ -236,6 +268,12 @@ def reciprocal(x):
 
 
 @triton.jit
+def magnitude(x):
+    """|x| as an operand's modifier, which costs nothing; `tl.abs` of an extracted half becomes a mask of its own."""
+    return tl.inline_asm_elementwise("abs.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
 def approximate_reciprocal(x):
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
@@ -256,6 +294,24 @@ def pack(even, odd):
 def round_pair(even, odd):
     """A pair from two FP32 numbers, rounded to nearest even."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], tl.int32, True, 1)
+
+
+@triton.jit
+def fma_pair(a, b, c):
+    """a * b + c of each of two BF16, with subnormals."""
+    return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
+
+
+@triton.jit
+def low_half(x):
+    """Bits 0-15 as bits 8-23."""
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4104;", "=f,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def high_half(x):
+    """Bits 16-31 as bits 8-23."""
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4324;", "=f,r", [x], tl.float32, True, 1)
 
 
 @triton.jit

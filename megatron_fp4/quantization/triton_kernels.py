@@ -20,8 +20,9 @@ The unit of all data is a *pair*: the BF16 values of an even and the following o
 are wide and half of the logic handles two elements an instruction. A program works on `[GROUPS, PAIRS]` pairs at a
 time, PAIRS being half a block.
 
-Packed along rows (`PACKED`): int32 words [rows / BLOCK, BLOCK / 4, columns / 2]; nibble 2 r + (0 even, 1 odd
-column) of a word is the code of row r of four. Scale bytes, even column first, are [rows / BLOCK, columns].
+Packed along rows (`PACKED`): int32 words [rows / BLOCK, BLOCK / 4, columns / 2]; nibble r of a word's low half is the
+code of row r of four in the even column, of its high half in the odd one. Scale bytes, even column first, are
+[rows / BLOCK, columns].
 
 What keeps bits equal to the reference:
 - IEEE division and reciprocal, no flushing of subnormals, no contraction into FMA (`enable_fp_fusion=False` at every
@@ -48,21 +49,24 @@ from megatron_fp4.quantization.triton_arithmetic import (
     block_scale,
     butterflies,
     code_value,
+    draws,
     even_of,
     grid_nearest,
     grid_stochastic,
     hadamard_tile,
-    insert_code,
     load_tile,
+    magnitude,
     nan_max,
     odd_of,
     pack,
+    pair_of_codes,
     position_hash,
     round_pair,
     scale_byte,
     scale_from_byte,
     signed_values,
     tensor_scale,
+    word_of_codes,
 )
 
 
@@ -72,7 +76,7 @@ from megatron_fp4.quantization.triton_arithmetic import (
 def measure_kernel(
     x_ptr,  # [rows, columns] as pairs
     amax_ptr,  # int32 [2], zero: bits of the largest magnitude of x and of the transformed x
-    hash_ptr,  # int32 [2 * (rows + columns)]: for each operand, of its positions: rows, even columns, odd columns
+    hash_ptr,  # int32: of operand 0: rows, pairs of columns; of operand 1: pairs of rows, even columns, odd columns
     num_rows,
     num_groups,  # columns / BLOCK
     start_row_0,  # of operand 0 (along columns): first argument of the row hash, ...
@@ -107,33 +111,32 @@ def measure_kernel(
                 odd += (odd_of(pairs[r]),)
                 plain = nan_max(plain, nan_max(tl.abs(even[r]), tl.abs(odd[r])))
             if HADAMARD:
-                even = butterflies(even, BLOCK, SIGNS)
-                odd = butterflies(odd, BLOCK, SIGNS)
+                even = butterflies(even, BLOCK, SIGNS, FACTOR)
+                odd = butterflies(odd, BLOCK, SIGNS, FACTOR)
                 for r in tl.static_range(BLOCK):
                     transformed = nan_max(transformed, nan_max(tl.abs(even[r]), tl.abs(odd[r])))
-        if HASH_0 or HASH_1:
+        if HASH_0:
             if tl.program_id(0) == 0:
                 rows = tile * BLOCK + tl.arange(0, BLOCK)
-                if HASH_0:
-                    tl.store(hash_ptr + rows, position_hash(start_row_0, rows))
-                if HASH_1:
-                    tl.store(hash_ptr + num_rows + 2 * width + rows, position_hash(start_row_1, rows))
-    if HASH_0 or HASH_1:
+                tl.store(hash_ptr + rows, position_hash(start_row_0, rows))
+        if HASH_1:
+            if tl.program_id(0) == 0:
+                pairs_of_rows = tile * PAIRS + tl.arange(0, PAIRS)
+                tl.store(hash_ptr + num_rows + width + pairs_of_rows, position_hash(start_row_1, pairs_of_rows))
+    if HASH_0:
         if tl.program_id(1) == 0:
-            columns_ptr = hash_ptr + num_rows + offsets
-            if HASH_0:
-                tl.store(columns_ptr, position_hash(start_column_0, 2 * offsets), mask)
-                tl.store(columns_ptr + width, position_hash(start_column_0, 2 * offsets + 1), mask)
-            if HASH_1:
-                columns_ptr += num_rows + 2 * width
-                tl.store(columns_ptr, position_hash(start_column_1, 2 * offsets), mask)
-                tl.store(columns_ptr + width, position_hash(start_column_1, 2 * offsets + 1), mask)
+            tl.store(hash_ptr + num_rows + offsets, position_hash(start_column_0, offsets), mask)
+    if HASH_1:
+        if tl.program_id(1) == 0:
+            columns_ptr = hash_ptr + num_rows + width + num_rows // 2 + offsets
+            tl.store(columns_ptr, position_hash(start_column_1, 2 * offsets), mask)
+            tl.store(columns_ptr + width, position_hash(start_column_1, 2 * offsets + 1), mask)
     if AMAX:
         # Bits of non-negative floats compare as integers do, and NaN above infinity.
         tl.atomic_max(amax_ptr, tl.max(tl.max(plain.to(tl.int32, bitcast=True), 1), 0))
         if HADAMARD:
             # Rounding is monotone: the largest rounded magnitude is the rounded largest magnitude.
-            transformed = even_of(round_pair(transformed * FACTOR, transformed))
+            transformed = even_of(round_pair(transformed, transformed))
             tl.atomic_max(amax_ptr + 1, tl.max(tl.max(transformed.to(tl.int32, bitcast=True), 1), 0))
 
 
@@ -163,8 +166,7 @@ def quantize_columns_kernel(
     width = num_groups * PAIRS
     sixth, inverse = tensor_scale(amax_ptr, decode_ptr, BLOCK)
     if STOCHASTIC:
-        hash_even = tl.load(hash_ptr + num_rows + offsets, mask, 0)
-        hash_odd = tl.load(hash_ptr + num_rows + width + offsets, mask, 0)
+        hash_columns = tl.load(hash_ptr + num_rows + offsets, mask, 0)
     for step in range(0, tl.minimum(tiles, last)):
         tile = last - 1 - step
         pairs = load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
@@ -172,10 +174,10 @@ def quantize_columns_kernel(
         largest = tl.zeros([GROUPS], tl.float32)
         if BLOCK_ROWS > 1:
             for r in tl.static_range(BLOCK):
-                of_row = nan_max(tl.abs(even_of(pairs[r])), tl.abs(odd_of(pairs[r])))
+                of_row = nan_max(magnitude(even_of(pairs[r])), tl.abs(odd_of(pairs[r])))
                 largest = nan_max(largest, tl.reduce(of_row, 1, nan_max))
         for r in tl.static_range(BLOCK):
-            even = tl.abs(even_of(pairs[r]))
+            even = magnitude(even_of(pairs[r]))
             odd = tl.abs(odd_of(pairs[r]))
             if BLOCK_ROWS == 1:
                 largest = tl.reduce(nan_max(even, odd), 1, nan_max)
@@ -184,13 +186,15 @@ def quantize_columns_kernel(
             scale = scale[:, None]
             encode = encode[:, None]
             if STOCHASTIC:
-                row_hash = tl.load(hash_ptr + tile * BLOCK + r)
-                even = grid_stochastic(even * encode, row_hash ^ hash_even)
-                odd = grid_stochastic(odd * encode, row_hash ^ hash_odd)
+                draw_even, draw_odd = draws(tl.load(hash_ptr + tile * BLOCK + r) ^ hash_columns)
+                even = grid_stochastic(even * encode, draw_even)
+                odd = grid_stochastic(odd * encode, draw_odd)
             else:
                 even = grid_nearest(even * encode)
                 odd = grid_nearest(odd * encode)
-            tl.store(out_ptr + r * width + offsets, signed_values(even * scale, odd * scale, limit, pairs[r]), mask)
+            tl.store(
+                out_ptr + r * as_long(width) + offsets, signed_values(even * scale, odd * scale, limit, pairs[r]), mask
+            )
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles"])
@@ -222,9 +226,9 @@ def quantize_rows_kernel(
     width = num_groups * PAIRS
     sixth, inverse = tensor_scale(amax_ptr + (1 if HADAMARD else 0), decode_ptr, BLOCK)
     if STOCHASTIC:
-        hash_ptr += num_rows + 2 * width
-        hash_even = tl.load(hash_ptr + num_rows + offsets, mask, 0)
-        hash_odd = tl.load(hash_ptr + num_rows + width + offsets, mask, 0)
+        hash_ptr += num_rows + width
+        hash_even = tl.load(hash_ptr + num_rows // 2 + offsets, mask, 0)
+        hash_odd = tl.load(hash_ptr + num_rows // 2 + width + offsets, mask, 0)
     for step in range(0, tl.minimum(tiles, last)):
         tile = last - 1 - step
         pairs = load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
@@ -233,7 +237,7 @@ def quantize_rows_kernel(
         largest_even = tl.zeros([GROUPS, PAIRS], tl.float32)
         largest_odd = tl.zeros([GROUPS, PAIRS], tl.float32)
         for r in tl.static_range(BLOCK):
-            largest_even = nan_max(largest_even, tl.abs(even_of(pairs[r])))
+            largest_even = nan_max(largest_even, magnitude(even_of(pairs[r])))
             largest_odd = nan_max(largest_odd, tl.abs(odd_of(pairs[r])))
         scale_even, encode_even = block_scale(largest_even, sixth, inverse, BLOCK)
         scale_odd, encode_odd = block_scale(largest_odd, sixth, inverse, BLOCK)
@@ -244,26 +248,34 @@ def quantize_rows_kernel(
         else:
             out_ptr = values_ptr + as_long(tile) * BLOCK * width
         limit = pack(6.0 * scale_even, 6.0 * scale_odd)
-        word = tl.zeros([GROUPS, PAIRS], tl.int32)
+        drawn = ()
+        if STOCHASTIC:
+            for r in tl.static_range(0, BLOCK, 2):
+                row_hash = tl.load(hash_ptr + tile * PAIRS + r // 2)
+                drawn_even = draws(row_hash ^ hash_even)
+                drawn_odd = draws(row_hash ^ hash_odd)
+                drawn += ((drawn_even[0], drawn_odd[0]), (drawn_even[1], drawn_odd[1]))
+        codes = ()
         for r in tl.static_range(BLOCK):
-            even = even_of(pairs[r]) * encode_even
-            odd = odd_of(pairs[r]) * encode_odd
+            even = magnitude(even_of(pairs[r])) * encode_even
+            odd = tl.abs(odd_of(pairs[r])) * encode_odd
             if STOCHASTIC:
-                row_hash = tl.load(hash_ptr + tile * BLOCK + r)
-                grid_even = grid_stochastic(tl.abs(even), row_hash ^ hash_even)
-                grid_odd = grid_stochastic(tl.abs(odd), row_hash ^ hash_odd)
+                even = grid_stochastic(even, drawn[r][0])
+                odd = grid_stochastic(odd, drawn[r][1])
             else:
-                grid_even = grid_nearest(tl.abs(even))
-                grid_odd = grid_nearest(tl.abs(odd))
+                even = grid_nearest(even)
+                odd = grid_nearest(odd)
             if PACKED:
-                word = insert_code(word, grid_even, even, 8 * (r % 4))
-                word = insert_code(word, grid_odd, odd, 8 * (r % 4) + 4)
-                if r % 4 == 3:
-                    tl.store(out_ptr + (r // 4) * width + offsets, word, mask)
-                    word = tl.zeros([GROUPS, PAIRS], tl.int32)
+                codes += (pair_of_codes(even, odd, pairs[r]),)
             else:
-                values = signed_values(grid_even * scale_even, grid_odd * scale_odd, limit, pairs[r])
-                tl.store(out_ptr + r * width + offsets, values, mask)
+                values = signed_values(even * scale_even, odd * scale_odd, limit, pairs[r])
+                tl.store(out_ptr + r * as_long(width) + offsets, values, mask)
+        if PACKED:
+            for quarter in tl.static_range(BLOCK // 4):
+                word = word_of_codes(
+                    codes[4 * quarter], codes[4 * quarter + 1], codes[4 * quarter + 2], codes[4 * quarter + 3]
+                )
+                tl.store(out_ptr + quarter * as_long(width) + offsets, word, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups"])
@@ -288,11 +300,11 @@ def unpack_kernel(
     scale_even = scale_from_byte(both & 0xFF, BLOCK)
     scale_odd = scale_from_byte((both >> 8) & 0xFF, BLOCK)
     for quarter in tl.static_range(BLOCK // 4):
-        word = tl.load(codes_ptr + quarter * width + offsets, mask, 0)
+        word = tl.load(codes_ptr + quarter * as_long(width) + offsets, mask, 0)
         for r in tl.static_range(4):
-            even = code_value(word >> (8 * r)) * scale_even
-            odd = code_value(word >> (8 * r + 4)) * scale_odd
-            tl.store(values_ptr + (quarter * 4 + r) * width + offsets, pack(even, odd), mask)
+            even = code_value(word >> (4 * r)) * scale_even
+            odd = code_value(word >> (4 * r + 16)) * scale_odd
+            tl.store(values_ptr + (quarter * 4 + r) * as_long(width) + offsets, pack(even, odd), mask)
 
 
 @triton.jit

@@ -70,8 +70,8 @@ def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | N
 def codes_and_scales(packed: PackedColumns) -> tuple[Tensor, Tensor]:
     """The documented order of packed codes, undone in PyTorch."""
     words, (rows, columns) = packed.codes.cpu(), packed.shape
-    codes = torch.stack([(words >> shift) & 15 for shift in range(0, 32, 4)], -1)  # row 0 even, row 0 odd, row 1 ...
-    codes = codes.unflatten(-1, (4, 2)).permute(0, 1, 3, 2, 4).reshape(rows, columns)
+    codes = torch.stack([(words >> shift) & 15 for shift in range(0, 32, 4)], -1)  # even column: rows 0, 1, 2, 3; odd
+    codes = codes.unflatten(-1, (2, 4)).permute(0, 1, 4, 2, 3).reshape(rows, columns)
     scales = packed.scales.cpu().to(torch.int32)
     return codes.to(torch.uint8), torch.stack((scales & 0xFF, (scales >> 8) & 0xFF), -1).flatten(-2).to(torch.uint8)
 

@@ -14,7 +14,7 @@ from megatron_fp4.quantization.formats import (
     ue8m0_values,
     unpack_codes,
 )
-from megatron_fp4.quantization.rounding import RoundingKey, random_uniform
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -116,7 +116,7 @@ def test_stochastic_rounding_is_unbiased_between_every_two_neighbours(below, sig
     for index, fraction in enumerate((2**-7, 0.125, 0.3, 0.5, 0.9, 1 - 2**-7)):
         value = torch.tensor(low + fraction * (high - low))
         actual_fraction = (value.item() - low) / (high - low)
-        uniform = random_uniform(RoundingKey(1000 * below + 10 * index + sign + 1), 256, num // 256, "cpu")
+        uniform = rounding_draws(RoundingKey(1000 * below + 10 * index + sign + 1), 256, num // 256, "cpu")
         rounded = round_e2m1_stochastic((sign * value).expand(256, num // 256).contiguous(), uniform)
         assert set(rounded.unique().tolist()) == {sign * low, sign * high}
         error = (rounded == sign * high).double().mean().item() - actual_fraction
@@ -125,12 +125,12 @@ def test_stochastic_rounding_is_unbiased_between_every_two_neighbours(below, sig
 
 def test_stochastic_rounding_leaves_the_grid_alone():
     grid = torch.tensor([*GRID, *(-v for v in GRID)])
-    for uniform in (0.0, 0.5, 1 - 2.0**-22):
+    for uniform in (0.0, 0.5, 1 - 2.0**-16):
         assert torch.equal(round_e2m1_stochastic(grid, torch.full_like(grid, uniform)), grid)
 
 
 def test_stochastic_rounding_decides_by_the_distance_from_below():
-    uniform = torch.tensor([0.0, 0.59, 0.61, 1 - 2.0**-22])
+    uniform = torch.tensor([0.0, 0.59, 0.61, 1 - 2.0**-16])
     x = torch.full((4,), 2.4)
     assert round_e2m1_stochastic(x, uniform).tolist() == [2, 2, 3, 3]
     assert round_e2m1_stochastic(-x, uniform).tolist() == [-2, -2, -3, -3]
@@ -139,7 +139,7 @@ def test_stochastic_rounding_decides_by_the_distance_from_below():
 def test_stochastic_rounding_near_zero_goes_up_sometimes():
     num = 2**20
     value = 0.5 * 2.0**-12
-    uniform = random_uniform(RoundingKey(7), 1024, 1024, "cpu")
+    uniform = rounding_draws(RoundingKey(7), 1024, 1024, "cpu")
     for sign in (1, -1):
         rounded = round_e2m1_stochastic(torch.full((1024, 1024), sign * value), uniform)
         up = int((rounded == 0.5 * sign).sum())

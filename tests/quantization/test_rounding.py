@@ -7,6 +7,7 @@ from megatron_fp4.quantization.rounding import (
     fresh_rounding_key,
     random_bits,
     random_uniform,
+    rounding_draws,
     rounding_key,
 )
 
@@ -47,6 +48,7 @@ def test_frozen_values():
         [2307730339, 3433861231]
     ]
     assert (random_uniform(RoundingKey(42), 1, 3, "cpu") * 2**22).tolist() == [[1574654, 3780994, 847853]]
+    assert (rounding_draws(RoundingKey(42, 0, 6), 1, 4, "cpu") * 2**16).tolist() == [[65371, 45577, 12293, 19057]]
 
 
 def test_the_hash_is_lowbias32_of_both_coordinates():
@@ -65,6 +67,13 @@ def test_the_hash_is_lowbias32_of_both_coordinates():
     expected = [[mix(r ^ c) for c in columns] for r in rows]
     assert unsigned(random_bits(key, 6, 7, "cpu")).tolist() == expected
 
+    # Two columns of a draw for rounding share a hash: that of the pair's number.
+    pairs = [mix((((2**32 - 6) // 2 + i) * 0x9E3779B9 + 0xDEADBEEF) & 0xFFFFFFFF) for i in range(4)]
+    shared = [[mix(r ^ c) for c in pairs] for r in rows]
+    halves = [[half | 1 for both in row for half in (both & 0xFFFF, both >> 16)] for row in shared]
+    draws = rounding_draws(RoundingKey(key.key, key.row_offset, 2**32 - 6), 6, 8, "cpu")
+    assert (draws * 2**16).tolist() == halves
+
 
 def test_a_draw_is_a_function_of_key_and_global_position():
     whole = random_bits(RoundingKey(99), 64, 96, "cpu")
@@ -76,6 +85,10 @@ def test_a_draw_is_a_function_of_key_and_global_position():
         uniform = random_uniform(RoundingKey(99, row, column), height, width, "cpu")
         part = random_uniform(RoundingKey(99), 64, 96, "cpu")[row : row + height, column : column + width]
         assert torch.equal(uniform, part)
+    whole = rounding_draws(RoundingKey(99), 64, 96, "cpu")
+    for row, column, height, width in ((0, 0, 16, 16), (16, 32, 48, 64), (63, 94, 1, 2)):
+        shard = rounding_draws(RoundingKey(99, row, column), height, width, "cpu")
+        assert torch.equal(shard, whole[row : row + height, column : column + width])
 
 
 def test_the_default_generator_of_torch_is_not_touched():
@@ -100,6 +113,31 @@ def test_uniform_draws_are_in_range_with_22_bits():
     assert torch.equal((uniform * 2**22).floor(), uniform * 2**22)
     assert abs(uniform.double().mean().item() - 0.5) < 4 * (1 / 12) ** 0.5 / 1024
     assert abs(uniform.double().square().mean().item() - 1 / 3) < 4 * (4 / 45) ** 0.5 / 1024
+
+
+def test_draws_for_rounding_are_centred_and_leave_room_at_both_ends():
+    draws = rounding_draws(rounding_key(0), 1024, 1024, "cpu")
+    assert draws.dtype == torch.float32
+    numerators = draws * 2**16
+    assert torch.equal(numerators % 2, torch.ones_like(draws))  # odd: 15 random bits and a half
+    assert draws.min() > 0
+    assert draws.max() < 1
+    assert abs(draws.double().mean().item() - 0.5) < 4 * (1 / 12) ** 0.5 / 1024
+    assert abs(chi_square_z((numerators.numpy().astype(np.int64) >> 1) & 1023, 1024)) < 5
+    left, right = (numerators.numpy().astype(np.int64)[:, i::2] for i in (0, 1))
+    for shift in (1, 6, 12):
+        together = ((left >> shift) & 15) * 16 + ((right >> shift) & 15)
+        assert abs(chi_square_z(together, 256)) < 5
+        across = ((right[:, :-1] >> shift) & 15) * 16 + ((left[:, 1:] >> shift) & 15)
+        assert abs(chi_square_z(across, 256)) < 5
+    assert abs(correlation(left, right)) < 4.5
+    assert abs(correlation(left[1:], right[:-1])) < 4.5
+
+
+@pytest.mark.parametrize(("columns", "offset"), [(3, 0), (4, 1)])
+def test_draws_for_rounding_come_in_pairs(columns, offset):
+    with pytest.raises(ValueError, match="both must be even"):
+        rounding_draws(RoundingKey(1, 0, offset), 2, columns, "cpu")
 
 
 @pytest.mark.parametrize("shift", [0, 8, 16, 24])

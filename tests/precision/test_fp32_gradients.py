@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fp4.config import ParallelConfig
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.parallel.parameters import new_parameter
+from megatron_fp4.precision.fp32_gradients import gradient_of, gradient_spec, local_part
+from tests.training.harness import launch
+
+
+class Keeper(nn.Module):
+    """Remembers the parameter that FSDP2 hands to its forward pass."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight
+        return x
+
+
+def compared(rank: int, shard_dim: int | None, fsdp: bool) -> None:
+    mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
+    keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
+    if fsdp:
+        apply_data_parallel(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
+    keeper(torch.zeros(()))
+    parameter = keeper.seen
+    assert isinstance(parameter, DTensor)
+    assert parameter.dtype == (torch.bfloat16 if fsdp else torch.float32)
+    gradient = torch.randn(local_part(parameter).shape)
+    expected = DTensor.from_local(gradient, parameter.device_mesh, parameter.placements, run_check=False)
+    for _ in range(2):
+        found = gradient_of(gradient, gradient_spec(parameter))
+        assert isinstance(found, DTensor) and not found.requires_grad
+        assert found.device_mesh == parameter.device_mesh and found._spec == expected._spec
+        assert found._spec.tensor_meta == expected._spec.tensor_meta
+        for attribute in ("placements", "dtype", "shape"):
+            assert getattr(found, attribute) == getattr(expected, attribute)
+        assert found.stride() == expected.stride()
+        assert torch.equal(found.to_local(), gradient) and torch.equal(found.full_tensor(), expected.full_tensor())
+    assert gradient_spec(parameter) is gradient_spec(parameter)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("shard_dim", [0, 1, None])
+def test_it_is_what_from_local_makes(shard_dim: int | None, fsdp: bool) -> None:
+    launch(compared, 2, shard_dim, fsdp)
+
+
+def test_a_plain_parameter_has_a_plain_gradient() -> None:
+    parameter, gradient = nn.Parameter(torch.zeros(3)), torch.ones(3)
+    assert gradient_of(gradient, gradient_spec(parameter)) is gradient
