@@ -46,11 +46,8 @@ class SSMParameters(nn.Module):
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         """(A_log, D, dt_bias) of this rank's heads, FP32 [heads / tp] each."""
         # Copies: FSDP2 may free the gathered parameters as soon as this module is left.
-        return (
-            local_parameter(self.A_log).clone(),
-            local_parameter(self.D).clone(),
-            local_parameter(self.dt_bias).clone(),
-        )
+        a_log, d, dt_bias = (local_parameter(p, copy=True) for p in (self.A_log, self.D, self.dt_bias))
+        return a_log, d, dt_bias
 
 
 class Mamba2(nn.Module):

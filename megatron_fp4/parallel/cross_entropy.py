@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, gradient_spec, local_part
 
 # Bytes of logits that exist at a time. Larger chunks make no faster GEMMs, smaller ones add to dW more often.
 _CHUNK_BYTES = 2**30
@@ -50,13 +50,12 @@ def head_cross_entropy(
     fused: Triton for the softmax (CUDA only). chunk_tokens: tokens per chunk; None: as many as fit in 1 GiB of logits.
     The result can be differentiated once.
     """
-    if weight.requires_grad and weight.is_leaf and weight.dtype != torch.float32:
-        weight.grad_dtype = torch.float32
+    accept_fp32_gradient(weight)
     # Inside the function gradients are always off.
     needed = torch.is_grad_enabled() and (x_td.requires_grad or weight.requires_grad)
     if chunk_tokens is None:
-        local_words = weight._local_tensor.shape[0] if isinstance(weight, DTensor) else weight.shape[0]
-        chunk_tokens = max(1, _CHUNK_BYTES // (local_words * x_td.element_size()) // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+        bytes_per_token = local_part(weight).shape[0] * x_td.element_size()
+        chunk_tokens = max(1, _CHUNK_BYTES // bytes_per_token // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
     return _HeadCrossEntropy.apply(x_td, weight, targets_t, first, mesh, fused, chunk_tokens, needed)  # type: ignore[return-value]
 
 
@@ -73,9 +72,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         needed: bool,
     ) -> Tensor:
-        ctx.placed = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
-        master = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
-        w_vd, num_tokens = master.to(x.dtype), x.shape[0]
+        ctx.spec = gradient_spec(weight)
+        w_vd, num_tokens = local_part(weight).to(x.dtype), x.shape[0]
         losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
         dx = torch.empty(x.shape, dtype=torch.float32 if x.is_cuda else x.dtype, device=x.device) if needed else None
         dw: Tensor | None = None
@@ -96,9 +94,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         dx, dw = ctx.gradients
         ctx.gradients = None
         scale = grad_outputs[0].to(torch.float32) / ctx.num_tokens
-        dx, dw = dx.to(torch.float32).mul_(scale).to(ctx.dtype), dw.mul_(scale)
-        if ctx.placed is not None:
-            dw = DTensor.from_local(dw, *ctx.placed, run_check=False)
+        dx, dw = dx.to(torch.float32).mul_(scale).to(ctx.dtype), gradient_of(dw.mul_(scale), ctx.spec)
         return dx, dw, None, None, None, None, None, None
 
 

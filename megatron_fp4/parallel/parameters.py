@@ -1,9 +1,9 @@
 """Parameters as DTensors on the tensor-parallel axis, and how layers get at their local part.
 
 A parameter is born as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. FSDP2 then shards it over
-`dp` as well and hands the forward pass a gathered copy in the compute dtype. Layers work on the local tensor; the two
-ways to it, here and in `precision/linear.py`, both return the gradient as an FP32 DTensor, so that gradients add up
-over micro-batches and ranks in FP32.
+`dp` as well and hands the forward pass a gathered copy in the compute dtype. Layers work on the local tensor; every way
+to it, here, in `precision/linear.py` and in `cross_entropy.py`, returns the gradient as an FP32 DTensor, so that
+gradients add up over micro-batches and ranks in FP32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, gradient_spec, local_part
 
 
 def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | None = None) -> nn.Parameter:
@@ -37,10 +38,13 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
     return nn.Parameter(DTensor.from_local(data, mesh.tp, [placement], run_check=False))
 
 
-def local_parameter(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The local part of a parameter for use in the forward pass, cast to `dtype`, with an FP32 gradient."""
-    _use_fp32_gradient(parameter)
-    return _LocalParameter.apply(parameter, dtype or parameter.dtype)  # type: ignore[return-value]
+def local_parameter(parameter: Tensor, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
+    """The local part of a parameter for use in the forward pass, cast to `dtype`, with an FP32 gradient.
+
+    copy: in memory of its own even where nothing is cast.
+    """
+    accept_fp32_gradient(parameter)
+    return _LocalParameter.apply(parameter, dtype or parameter.dtype, copy)  # type: ignore[return-value]
 
 
 def lookup(parameter: Tensor, index: Tensor) -> Tensor:
@@ -49,38 +53,28 @@ def lookup(parameter: Tensor, index: Tensor) -> Tensor:
     The gradients of a row that is looked up many times add up in FP32. (`F.embedding` of a BF16 table would add them
     up in BF16, where a frequent token loses most of its gradient.)
     """
-    _use_fp32_gradient(parameter)
+    accept_fp32_gradient(parameter)
     return _Lookup.apply(parameter, index)  # type: ignore[return-value]
-
-
-def _use_fp32_gradient(parameter: Tensor) -> None:
-    if parameter.requires_grad and parameter.is_leaf and parameter.dtype != torch.float32:
-        parameter.grad_dtype = torch.float32
 
 
 class _LocalParameter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.spec = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        return local.detach().to(dtype)
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype, copy: bool) -> Tensor:
+        ctx.spec = gradient_spec(parameter)
+        return local_part(parameter).to(dtype, copy=copy)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        gradient = grad_outputs[0].to(torch.float32)
-        if ctx.spec is None:
-            return gradient, None
-        return DTensor.from_local(gradient.contiguous(), *ctx.spec, run_check=False), None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return gradient_of(grad_outputs[0].to(torch.float32).contiguous(), ctx.spec), None, None
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, index: Tensor) -> Tensor:
-        ctx.spec = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        ctx.spec, local = gradient_spec(parameter), local_part(parameter)
         ctx.num_rows = local.shape[0]
         ctx.save_for_backward(index)
-        return torch.nn.functional.embedding(index, local.detach())
+        return torch.nn.functional.embedding(index, local)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
@@ -88,9 +82,7 @@ class _Lookup(torch.autograd.Function):
         gradient = torch.ops.aten.embedding_dense_backward(
             grad_outputs[0].to(torch.float32), index, ctx.num_rows, -1, False
         )
-        if ctx.spec is None:
-            return gradient, None
-        return DTensor.from_local(gradient, *ctx.spec, run_check=False), None
+        return gradient_of(gradient, ctx.spec), None
 
 
 def is_replicated(parameter: Tensor) -> bool:

@@ -8,9 +8,7 @@ Every operand is laid out with its dot product along the last dimension and quan
 twice, once per GEMM that uses them, each time with its own tensor scale and (where rounding is stochastic) its own
 draws; 16x16-scaled weights once, since their transposed codes are those of the transposed weight.
 
-Weights are DTensors: FP32 masters sharded by FSDP2, which hands the forward pass a BF16 copy. The function takes the
-DTensor itself and returns its gradient as an FP32 DTensor, so that no rounding to BF16 happens between the wgrad GEMM
-and the optimizer; `to_local()` in front of it would cast the gradient to the parameter's dtype.
+The function takes the weight as a DTensor and returns its gradient as an FP32 one (precision/fp32_gradients.py).
 
 Output features come in `num_groups` equal groups (the heads of a packed projection), each padded with zeros to the
 recipe's block size inside the function: block boundaries then depend on the model alone, not on how many ranks share
@@ -24,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, Maker
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, OperandRequest, transform_signs
+from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, gradient_spec, local_part
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
@@ -88,8 +86,7 @@ def quantized_linear(x: Tensor, weight: Tensor, numerics: LinearNumerics) -> Ten
     x: [tokens, in], the compute dtype. weight: parameter [out, in] (local part of a DTensor, or a plain tensor).
     Returns [tokens, out] in x's dtype; the weight's gradient is FP32.
     """
-    if weight.requires_grad and weight.is_leaf and weight.dtype != torch.float32:
-        weight.grad_dtype = torch.float32
+    accept_fp32_gradient(weight)
     # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
     return _QuantizedLinear.apply(x, weight, numerics, needs_wgrad)  # type: ignore[return-value]
@@ -141,7 +138,7 @@ class _QuantizedLinear(torch.autograd.Function):
             dx = call.backend.gemm(make_dgrad(), call.backend.restored(saved[:3], ctx.kinds[0]), dy.dtype)
         if make_wgrad is not None:
             dw = call.backend.gemm(make_wgrad(), call.backend.restored(saved[3:], ctx.kinds[1]), torch.float32)
-            dw = call.wrap(call.unpad_rows(dw))
+            dw = gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
         if ctx.probed is not None:
             ctx.probed.backward(grad_outputs[0], dx, dw)
         return dx, dw, None, None
@@ -154,8 +151,7 @@ class _Call:
         self.numerics, self.recipe, self.backend = numerics, numerics.recipe, numerics.backend
         self.step, self.micro_batch = numerics.clock.step, numerics.clock.micro_batch
         self.device, self.dtype = x.device, x.dtype
-        self.mesh = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
-        self.master = (weight._local_tensor if isinstance(weight, DTensor) else weight).detach()
+        self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.group_rows = self.master.shape[0] // numerics.num_groups
         multiple, whole = self.recipe.column_multiple, self.backend.column_multiple(self.recipe)
         self.padded_group_rows = -(-self.group_rows // multiple) * multiple
@@ -260,9 +256,3 @@ class _Call:
     def unpad_rows(self, w: Tensor) -> Tensor:
         """The inverse of `pad_rows`."""
         return self.unpad(w.t()).t() if self.padded_group_rows != self.group_rows else w
-
-    def wrap(self, dw: Tensor) -> Tensor:
-        """The local gradient as a DTensor like the weight."""
-        if self.mesh is None:
-            return dw
-        return DTensor.from_local(dw.contiguous(), self.mesh[0], self.mesh[1], run_check=False)

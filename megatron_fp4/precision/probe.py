@@ -277,11 +277,11 @@ class ProbedCall:
         return recipe.dgrad_weight.reuse_fprop or (square and plain)
 
     def _ranks_that_shard_weight(self, dim: int) -> ProcessGroup | None:
-        if self.call.mesh is not None:
-            mesh, placements = self.call.mesh
-            for axis, placement in enumerate(placements):
-                if placement.is_shard(dim) and mesh.size(axis) > 1:
-                    return mesh.get_group(axis)
+        spec = self.call.gradient_spec  # a gradient lies as its weight does
+        if spec is not None:
+            for axis, placement in enumerate(spec.placements):
+                if placement.is_shard(dim) and spec.mesh.size(axis) > 1:
+                    return spec.mesh.get_group(axis)
         return None
 
 
