@@ -81,10 +81,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             logits = x[chunk] @ w_vd.t()
             losses[chunk] = _loss_and_gradient(logits, targets[chunk] - first, mesh, fused)
-            if dx is not None:
-                dlogits = logits
-                dx[chunk] = _product(dlogits, w_vd) if x.is_cuda else dlogits @ w_vd
-                dw = _add_product(dw, dlogits.t(), x[chunk])
+            if dx is not None:  # logits is their gradient now
+                dx[chunk] = _product(logits, w_vd) if x.is_cuda else logits @ w_vd
+                dw = _add_product(dw, logits.t(), x[chunk])
+            del logits  # before the next chunk's are made
         ctx.gradients, ctx.dtype, ctx.num_tokens = (dx, dw), x.dtype, num_tokens
         return losses.mean()
 
