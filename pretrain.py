@@ -18,7 +18,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-import torch.distributed as dist
 import yaml
 
 from assembly import (
@@ -36,7 +35,7 @@ from data.loader import MicroBatch
 from data.validation import ValidationSet, unigram_entropy
 from megatron_fp4.compose import ConfigError, help_text, to_yaml
 from megatron_fp4.config import Config, PrecisionConfig
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import EXIT_SECONDS, build_mesh, exit_within, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.plan import apply_plan
 from megatron_fp4.training.console import RunConsole
@@ -72,8 +71,7 @@ def main(arguments: list[str]) -> int:
         print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
         return 1
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
 
 
 def print_needs(config: Config, target: PrecisionConfig) -> int:
@@ -307,4 +305,6 @@ def test_backend(run: Run, console: RunConsole) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    exit_within(EXIT_SECONDS)
+    sys.exit(exit_code)

@@ -188,14 +188,15 @@ class _MicroBatch:
 
 
 def random_micro_batches(config: Config, mesh: ParallelMesh, step: int) -> list[_MicroBatch]:
-    """This rank's share of a step, in pinned memory as the loader's."""
+    """This rank's share of a step of random tokens, in pinned memory as the loader's on a GPU."""
     train = config.train
     batches = []
     for index in range(mesh.dp_rank, train.global_batch_size // train.micro_batch_size, mesh.dp_size):
         generator = torch.Generator().manual_seed(1000 * step + index)
         shape = (train.micro_batch_size, train.sequence_length + 1)
         text = torch.randint(config.model.vocab_size, shape, generator=generator)
-        batches.append(_MicroBatch(index, *(t.contiguous().pin_memory() for t in (text[:, :-1], text[:, 1:]))))
+        halves = [t.contiguous() for t in (text[:, :-1], text[:, 1:])]
+        batches.append(_MicroBatch(index, *(t.pin_memory() if mesh.device.type == "cuda" else t for t in halves)))
     return batches
 
 

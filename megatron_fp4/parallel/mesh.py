@@ -10,7 +10,9 @@ are neighbouring ranks of one host.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import os
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,6 +109,27 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return device
+
+
+def leave_distributed() -> None:
+    """Destroy the process group, if there is one, within `EXIT_SECONDS` (see `exit_within`)."""
+    if dist.is_initialized():
+        exit_within(EXIT_SECONDS)
+        dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+
+
+# How long a process may take to leave its group, and then to end.
+EXIT_SECONDS = 120.0
+
+
+def exit_within(seconds: float) -> None:
+    """If the process still runs then, it writes to stderr where its threads stand and ends with exit code 1.
+
+    For the end of a run, when all is saved: a hanging driver or thread must not hold the machines. It works without the
+    interpreter's lock, and while the interpreter ends.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:

@@ -7,6 +7,7 @@ which order and for how long is theirs. Replaced are only the calls that end in 
     quantizers of 4-bit formats and FP8     the launches (their operands are allocated before)
     GEMMs with a scale on the device        by the allocation of the product
     softmax of the loss                     by the allocation of its statistics
+    its sum of products, in place           by nothing (torch 2.11 cannot do it on fake tensors)
 
 What has no kernel of its own (four-over-six, unusual transforms, FP32 activations) goes through PyTorch, as it does on
 a GPU.
@@ -54,6 +55,7 @@ def shapes_only() -> Iterator[None]:
             (fp8_cuda, "_kernels", _NoKernels),
             (gemm_cuda, "scaled_matmul", _scaled_matmul),
             (cross_entropy, "_loss_and_gradient", loss_shapes),
+            (cross_entropy, "_add_product", _add_product),
         ):
             stack.enter_context(mock.patch.object(module, name, replacement))
         yield
@@ -80,3 +82,8 @@ def _scaled_matmul(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.
     """As `gemm_cuda.scaled_matmul` by cuBLAS."""
     (a, *_), (b, *_) = gemm_cuda._layout(a), gemm_cuda._layout(b)
     return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """As `cross_entropy._add_product`."""
+    return cross_entropy._product(a, b) if total is None else total
