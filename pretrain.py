@@ -5,7 +5,8 @@
     python pretrain.py --check ...      whether a configuration can run (WORLD_SIZE ranks), without running it
     WORLD_SIZE=736 python pretrain.py ... run.dry=true       what it would need there: memory, messages, time
 
-Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished. Exit codes:
+Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished; while
+another run is there it waits, and then refuses. Exit codes:
 0 finished, or stopped by a signal after saving; 2 the configuration is wrong, in one line on stderr; 1 anything else.
 """
 
@@ -45,6 +46,7 @@ from megatron_fp4.training.gradient_noise import gradient_noise
 from megatron_fp4.training.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.training.nonfinite import NonFiniteGuard, diagnose_nonfinite
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
+from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
 from models.flops import training_flops_per_token
@@ -84,13 +86,19 @@ def print_needs(config: Config, target: PrecisionConfig) -> int:
 
 
 def pretrain(config: Config, target: PrecisionConfig) -> int:
-    """Build, resume, train, save, summarize; returns the exit code."""
+    """Build the parts and run them, as the only run in its folder; returns the exit code."""
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
     logging.basicConfig(level=logging.INFO if mesh.rank == 0 else logging.WARNING, format="%(message)s")
     run = build(config, target, mesh)
+    with sole_run(Path(config.run.dir)):
+        return run_to_end(run)
 
+
+def run_to_end(run: Run) -> int:
+    """Resume, train, save, summarize; returns the exit code."""
+    config, mesh = run.config, run.mesh
     steps, run_dir = config.train.steps, Path(config.run.dir)
     guard = NonFiniteGuard(config.train.max_skipped_steps)
     start, wandb_run_id = resume(run, guard)
@@ -132,7 +140,7 @@ def pretrain(config: Config, target: PrecisionConfig) -> int:
         writer,
         console,
         memory_history(run_dir, active=config.logging.memory_history and mesh.rank == 0),
-        ProfileWindow(run_dir, config.logging.profile_steps, device, active=mesh.rank == 0) as window,
+        ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=mesh.rank == 0) as window,
     ):
         stopped_at, last_validation = train(run, start, guard, stop, writer, console, window)
     if stopped_at < steps:
