@@ -3,7 +3,6 @@
 See `triton_kernels.py` for what they make up and for what keeps their bits equal to the PyTorch reference.
 """
 
-# ruff: noqa: D103
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
@@ -24,6 +23,7 @@ SMALLEST_PAIR = tl.constexpr(0x00800080)
 
 @triton.jit
 def as_long(tile):
+    """A tile's number as int64: offsets into large tensors exceed 32 bits."""
     return tl.full((), 1, tl.int64) * tile
 
 
@@ -98,11 +98,13 @@ def butterflies(values, SIZE: tl.constexpr, SIGNS: tl.constexpr, FACTOR: tl.cons
 
 @triton.jit
 def even_of(pair):
+    """FP32 value of a pair's even column, the low half."""
     return (pair << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def odd_of(pair):
+    """FP32 value of a pair's odd column, the high half."""
     return (pair & -65536).to(tl.float32, bitcast=True)
 
 
@@ -193,6 +195,7 @@ def draws(mixed):
 
 @triton.jit
 def binade_of(magnitude):
+    """The power of two at or below, at least 1: twice the grid's spacing there. Signs are ignored."""
     return tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000).to(tl.float32, bitcast=True)
 
 
@@ -241,6 +244,7 @@ def scale_byte(scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def scale_from_byte(byte, BLOCK: tl.constexpr):
+    """The inverse of `scale_byte`."""
     if BLOCK == 16:
         scale = (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
         bits = tl.where(byte == 0x7F, 0x7FC00000, scale.to(tl.int32, bitcast=True))
@@ -254,16 +258,19 @@ def scale_from_byte(byte, BLOCK: tl.constexpr):
 
 @triton.jit
 def nan_max(a, b):
+    """The larger; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_min(a, b):
+    """The smaller; NaN if either is."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def reciprocal(x):
+    """1 / x, correctly rounded, subnormals included."""
     return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
@@ -275,6 +282,7 @@ def magnitude(x):
 
 @triton.jit
 def approximate_reciprocal(x):
+    """1 / x to an ulp, subnormals as zero."""
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 
