@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,6 +14,13 @@ import torch
 import assembly
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.quantization import quantize_nvfp4
+from scripts.study.errors import NEAREST, SQUARE, gain, relative
+from scripts.study.exactness import encode_many
+from scripts.study.hadamard import weight_seen
+from scripts.study.rounding import saturated
+from scripts.study.tensors import generator
+from scripts.study.weights import gradient_errors
+from scripts.study_numerics import fill_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numerics.md"
@@ -27,16 +32,6 @@ SECTION_TABLES = {
     "layers": {"layers"},
     "exactness": {"folding", "accumulation", "order"},
 }
-
-
-@pytest.fixture(scope="module")
-def study() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("study_numerics", ROOT / "scripts" / "study_numerics.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -137,39 +132,39 @@ def test_the_papers_experiments_are_what_they_say() -> None:
     assert recipe("nearest precision.dgrad.rht=16")[1] == "dgrad dy|W: nvfp4 1x16 | nvfp4 1x16, RHT 16 (fixed signs)"
 
 
-def test_many_tensors_at_once_are_quantized_as_one(study: ModuleType) -> None:
-    many = torch.randn(5, 64, generator=study.generator(9)) * torch.logspace(-6, 6, 5)[:, None]
-    values, scales = study.encode_many(many, "as specified")
+def test_many_tensors_at_once_are_quantized_as_one() -> None:
+    many = torch.randn(5, 64, generator=generator(9)) * torch.logspace(-6, 6, 5)[:, None]
+    values, scales = encode_many(many, "as specified")
     for row, code, scale in zip(many, values, scales, strict=True):
         one = quantize_nvfp4(row)
         assert torch.equal(one.scales.float(), scale)
         assert torch.equal(one.block_values(), code * scale.repeat_interleave(16))
 
 
-def test_a_transformed_weight_is_turned_back(study: ModuleType) -> None:
-    w = torch.randn(32, 64, generator=study.generator(9))
-    seen = study.weight_seen(w, study.NEAREST, 16)
-    assert study.relative(seen, w) < 0.12
-    assert study.gain(seen, w) == pytest.approx(1, abs=0.02)
+def test_a_transformed_weight_is_turned_back() -> None:
+    w = torch.randn(32, 64, generator=generator(9))
+    seen = weight_seen(w, NEAREST, 16)
+    assert relative(seen, w) < 0.12
+    assert gain(seen, w) == pytest.approx(1, abs=0.02)
 
 
-def test_saturated_values_are_those_beyond_six_scales(study: ModuleType) -> None:
-    x = torch.randn(64, 64, generator=study.generator(9))
+def test_saturated_values_are_those_beyond_six_scales() -> None:
+    x = torch.randn(64, 64, generator=generator(9))
     q = quantize_nvfp4(x)
     limit = q.scales.float().repeat_interleave(16, dim=1) * 6 * q.decode_scale()
-    assert torch.equal(study.saturated(x), x.abs() > limit * (1 + 2**-20))
-    assert 0.01 < study.saturated(x).double().mean() < 0.06
+    assert torch.equal(saturated(x), x.abs() > limit * (1 + 2**-20))
+    assert 0.01 < saturated(x).double().mean() < 0.06
 
 
-def test_gradients_of_square_blocks_are_those_of_the_forward_pass(study: ModuleType) -> None:
-    assert study.gradient_errors(64, 3, study.SQUARE)[0] == 0
-    assert study.gradient_errors(64, 3, study.NEAREST)[0] > 0.1
+def test_gradients_of_square_blocks_are_those_of_the_forward_pass() -> None:
+    assert gradient_errors(64, 3, SQUARE)[0] == 0
+    assert gradient_errors(64, 3, NEAREST)[0] > 0.1
 
 
-def test_a_page_without_a_place_for_a_table_is_refused(study: ModuleType, tmp_path: Path) -> None:
+def test_a_page_without_a_place_for_a_table_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- table: a -->\nold\n<!-- end -->\n")
-    study.fill_page(page, {"a": "| new |"})
+    fill_page(page, {"a": "| new |"})
     assert page.read_text() == "<!-- table: a -->\n| new |\n<!-- end -->\n"
     with pytest.raises(ValueError, match="no place <!-- table: b -->"):
-        study.fill_page(page, {"b": ""})
+        fill_page(page, {"b": ""})
