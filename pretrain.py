@@ -36,7 +36,7 @@ from data.loader import MicroBatch
 from data.validation import ValidationSet, unigram_entropy
 from megatron_fp4.compose import ConfigError, help_text, to_yaml
 from megatron_fp4.config import Config, PrecisionConfig
-from megatron_fp4.parallel.mesh import EXIT_SECONDS, build_mesh, exit_within, init_distributed, leave_distributed
+from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.plan import apply_plan
 from megatron_fp4.training.console import RunConsole
@@ -313,6 +313,4 @@ def test_backend(run: Run, console: RunConsole) -> None:
 
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    exit_within(EXIT_SECONDS)
-    sys.exit(exit_code)
+    end_process(main(sys.argv[1:]))

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py i
 
 from assembly import build_model_parts, configure, device_type_of, set_determinism
 from megatron_fp4.compose import ConfigError
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -55,8 +55,7 @@ def main(arguments: list[str]) -> int:
             if options.output:
                 options.output.write_text(json.dumps(found, indent=1) + "\n")
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
     return 0
 
 
@@ -117,4 +116,4 @@ def line(found: dict[str, Any], baseline: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

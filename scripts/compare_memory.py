@@ -46,7 +46,13 @@ from assembly import (
 )
 from megatron_fp4.compose import ConfigError
 from megatron_fp4.config import Config
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import (
+    ParallelMesh,
+    build_mesh,
+    end_process,
+    init_distributed,
+    leave_distributed,
+)
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -123,8 +129,7 @@ def part(what: str, overrides: list[str], output: Path) -> int:
             print(f"compare_memory.py: {error}", file=sys.stderr, flush=True)
         return 2
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
     output.write_text(json.dumps(found))
     return 0
 
@@ -230,4 +235,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

@@ -15,6 +15,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -111,25 +112,31 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
     return device
 
 
+# How long a process may take to leave its group.
+EXIT_SECONDS = 120.0
+
+
 def leave_distributed() -> None:
-    """Destroy the process group, if there is one, within `EXIT_SECONDS` (see `exit_within`)."""
+    """Destroy the process group, if there is one.
+
+    A group that hangs in its end must not hold the machines: after `EXIT_SECONDS` the process writes to stderr where
+    its threads stand, and ends with exit code 1.
+    """
     if dist.is_initialized():
-        exit_within(EXIT_SECONDS)
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=sys.__stderr__ or 2)
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
 
 
-# How long a process may take to leave its group, and then to end.
-EXIT_SECONDS = 120.0
+def end_process(exit_code: int) -> NoReturn:
+    """End a program that has saved and closed everything, without the interpreter's own end.
 
-
-def exit_within(seconds: float) -> None:
-    """If the process still runs then, it writes to stderr where its threads stand and ends with exit code 1.
-
-    For the end of a run, when all is saved: a hanging driver or thread must not hold the machines. It works without the
-    interpreter's lock, and while the interpreter ends.
+    There, threads of a group that a DeviceMesh still holds may want an object's lock and abort the process
+    ("terminate called without an active exception", exit code -6): a finished run would count as failed.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
