@@ -7,7 +7,7 @@ which order and for how long is theirs. Replaced are only the calls that end in 
     quantizers of 4-bit formats and FP8     the launches (their operands are allocated before)
     GEMMs with a scale on the device        by the allocation of the product
     softmax of the loss                     by the allocation of its statistics
-    its sum of products, in place           by nothing (torch 2.11 cannot do it on fake tensors)
+    its sum of products, fused AdamW        by nothing: they work in place (torch 2.11 makes copies of fake tensors)
 
 What has no kernel of its own (four-over-six, unusual transforms, FP32 activations) goes through PyTorch, as it does on
 a GPU.
@@ -56,6 +56,7 @@ def shapes_only() -> Iterator[None]:
             (gemm_cuda, "scaled_matmul", _scaled_matmul),
             (cross_entropy, "_loss_and_gradient", loss_shapes),
             (cross_entropy, "_add_product", _add_product),
+            (torch, "_fused_adamw_", lambda *_, **__: None),
         ):
             stack.enter_context(mock.patch.object(module, name, replacement))
         yield
