@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -31,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py i
 
 from assembly import CONFIGS, Run, build, set_determinism
 from megatron_fp4.config import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.probe import LinearMeasurement, Probe
 from megatron_fp4.precision.ranking import (
     BUDGET_UNITS,
@@ -57,8 +56,7 @@ def main(arguments: list[str]) -> int:
             print(f"analyze_precision.py: {error}", file=sys.stderr, flush=True)
         return 2
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
@@ -43,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py i
 from assembly import CONFIGS, build_model_parts, execution_of
 from megatron_fp4.compose import ConfigError, compose_config, precision_config
 from megatron_fp4.config import Config
-from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
@@ -86,8 +85,7 @@ def main(arguments: list[str]) -> int:
         print(f"benchmark.py: {error}", file=sys.stderr, flush=True)
         return 2
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
     if options.output:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))

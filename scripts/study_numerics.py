@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import matplotlib
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
 
+from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.training.checkpoint_files import DamagedCheckpointError
 from scripts.study.exactness import study_exactness
 from scripts.study.formats import study_formats
@@ -75,8 +75,7 @@ def main(arguments: list[str]) -> int:
         print(f"study_numerics.py: {error}", file=sys.stderr)
         return 2
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave_distributed()
     return 0
 
 

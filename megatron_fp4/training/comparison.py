@@ -16,7 +16,7 @@ matplotlib.use("Agg")  # no display on a cluster's node
 
 import matplotlib.pyplot as plt
 
-from megatron_fp4.training.metrics import METRICS_FILE, read_metrics
+from megatron_fp4.training.metrics import records_of_run
 from megatron_fp4.training.plot import smooth
 
 _COLORS = ("#1f4e79", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#2a9d8f")
@@ -51,13 +51,7 @@ def read_run(run_dir: str | Path) -> RunCurve:
 
     Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
-    path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
-    records = read_metrics(path)
-    steps = [record for record in records if record["kind"] == "step"]
-    if not steps:
-        raise ValueError(f"{path} has no training steps yet; compare it once the run has made some")
+    records, steps = records_of_run(run_dir)
     validation: dict[str, dict[int, float]] = {}
     for record in records:
         for source, loss in record.get("losses", {}).items() if record["kind"] == "validation" else ():

@@ -255,3 +255,18 @@ def _open_wandb(directory: Path, mode: str, project: str, run_id: str | None, co
         )
     except wandb.Error as error:
         raise ValueError(f"logging.wandb={mode} did not start ({error}); run `wandb login`, or use offline") from error
+
+
+def records_of_run(run_dir: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All records of the run in `run_dir`, and those of its training steps.
+
+    Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
+    """
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
+    records = read_metrics(path)
+    steps = [record for record in records if record["kind"] == "step"]
+    if not steps:
+        raise ValueError(f"{path} has no training steps yet; come back once the run has made some")
+    return records, steps

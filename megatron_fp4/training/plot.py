@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from megatron_fp4.training.console import short_number
-from megatron_fp4.training.metrics import METRICS_FILE, read_metrics
+from megatron_fp4.training.metrics import records_of_run
 
 _TRAINING = "#1f4e79"
 _SOURCES = ("#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#2a9d8f", "#6c757d")
@@ -34,13 +34,7 @@ def plot_loss(run_dir: str | Path) -> Path:
 
     Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
-    path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
-    records = read_metrics(path)
-    steps = [record for record in records if record["kind"] == "step"]
-    if not steps:
-        raise ValueError(f"{path} has no training steps yet; plot it once the run has made some")
+    records, steps = records_of_run(run_dir)
     facts = {key: value for record in records if record["kind"] == "run" for key, value in record.items()}
 
     figure, axes = plt.subplots(figsize=(10, 5.6), dpi=150, layout="constrained")
