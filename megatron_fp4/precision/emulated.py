@@ -34,7 +34,7 @@ from megatron_fp4.quantization.fp8 import encode_fp8
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
-from megatron_fp4.quantization.nvfp4 import encode_nvfp4
+from megatron_fp4.quantization.nvfp4 import EncodedNVFP4, encode_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def fused_operands(
         columns, rows = (None if fp8[0] else columns), (None if fp8[1] else rows)
         others = fused_operands(x, columns, rows, pack_rows=pack_rows, amax_group=amax_group)
         return fp8[0] or others[0], fp8[1] or others[1]
-    sides = (_fused_side(x, columns, "columns"), _fused_side(x, rows, "rows"))
+    sides = (fused_side(x, columns, "columns"), fused_side(x, rows, "rows"))
     if sides[0] is not None and sides[1] is not None and sides[0].format != sides[1].format:
         return (
             fused_operands(x, columns, None, amax_group=amax_group)[0],
@@ -236,7 +236,7 @@ def _fp8_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep
     return make
 
 
-def _fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
+def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
     """The request as the fused kernels take it, or None if PyTorch has to do it."""
     if request is None or not x.is_cuda or not request.operand.quantized or request.operand.four_over_six:
         return None
@@ -274,15 +274,7 @@ def quantize_operand(
     rows = x.to(torch.float32)
     key = key if operand.rounding == "stochastic" else None
     if operand.format == "nvfp4":
-        amax = rows.abs().amax()
-        if amax_group is not None:
-            # As integers NaN is the largest of all; as floats a reduction may lose it.
-            bits = amax.view(torch.int32) & 0x7FFFFFFF
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=amax_group)
-            amax = bits.view(torch.float32)
-        nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
-        # Division by a Python number would be a multiplication by its reciprocal on CUDA.
-        scale = torch.div(amax, torch.full_like(amax, E2M1_MAX * nvfp4.scale_max))
+        nvfp4, scale = encode_with_scale(rows, operand, key, amax_group)
         return GemmOperand(nvfp4.block_values().to(torch.bfloat16), scale, True)
     if operand.format == "mxfp4":
         values, _, scales = encode_mxfp4(rows, operand.block, key)
@@ -294,6 +286,21 @@ def quantize_operand(
         # E4M3 times a power of two has four significant bits: exact in BF16.
         return GemmOperand(values.to(torch.bfloat16) if operand.power_of_two_scales else values, None, True)
     raise ValueError(f"operand format {operand.format!r} is not one of bf16, nvfp4, mxfp4, fp8")
+
+
+def encode_with_scale(
+    rows: Tensor, operand: Operand, key: RoundingKey | None, amax_group: ProcessGroup | None
+) -> tuple[EncodedNVFP4, Tensor]:
+    """FP32 `rows` [rows, k] in NVFP4, and the FP32 0-dim factor from `code * block scale` to real values."""
+    amax = rows.abs().amax()
+    if amax_group is not None:
+        # As integers NaN is the largest of all; as floats a reduction may lose it.
+        bits = amax.view(torch.int32) & 0x7FFFFFFF
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=amax_group)
+        amax = bits.view(torch.float32)
+    nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
+    # Division by a Python number would be a multiplication by its reciprocal on CUDA.
+    return nvfp4, torch.div(amax, torch.full_like(amax, E2M1_MAX * nvfp4.scale_max))
 
 
 def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:

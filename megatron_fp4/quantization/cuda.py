@@ -90,6 +90,16 @@ class PackedColumns:
     scales: Tensor
     format: str
 
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """The transpose in bytes: codes uint8 [columns, rows / 2], the even row in the low nibble, and scale bytes
+        [columns, rows / block].
+
+        A half of a word is four rows' codes of one column, and the even column is the low half: as int16 in memory,
+        [rows / 4, columns] to be transposed.
+        """
+        codes = self.codes.view(torch.int16).flatten(0, 1).t().contiguous().view(torch.uint8)
+        return codes, self.scales.view(torch.uint8).t()
+
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, columns) of the tensor that the codes stand for."""
@@ -170,16 +180,30 @@ class Measured:
 
     def along_columns(self) -> Tensor:
         """BF16 values [rows, columns] with the dot product along the columns."""
-        assert self.columns is not None
         values = torch.empty_like(self.x, dtype=torch.bfloat16)
+        self._quantize_columns(values, values, values, packed=False)
+        return values
+
+    def packed_columns(self) -> tuple[Tensor, Tensor]:
+        """The same as 4-bit codes: code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes
+        [rows, columns / block], both uint8.
+        """
+        rows, columns = self.x.shape
+        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.x.device)
+        scales = torch.empty(rows, columns // self.block, dtype=torch.uint8, device=self.x.device)
+        self._quantize_columns(self.x, codes, scales, packed=True)
+        return codes, scales
+
+    def _quantize_columns(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
+        assert self.columns is not None
+        decode = self._or_x(self.columns_scale)
         grid, tiles = self._grid(groups := _COLUMNS_GROUPS[self.form])
         _launch(
             "quantize_columns_kernel",
             grid,
-            (self.x, values, self._amax, self._or_x(self.columns_scale), self._hashes, *self.size, tiles),
-            (self.block, self.columns.block_rows, self.columns.key is not None, self._fp32, groups),
+            (self.x, values, codes, scales, self._amax, decode, self._hashes, *self.size, tiles),
+            (self.block, self.columns.block_rows, self.columns.key is not None, packed, self._fp32, groups),
         )
-        return values
 
     def along_rows(self) -> Tensor:
         """BF16 values [rows, columns] with the dot product along the rows."""
@@ -240,10 +264,11 @@ def _launch(name: str, grid: tuple[int, int], arguments: tuple[Any, ...], consta
 @functools.cache
 def _compiled(name: str, device_index: int, fp32: bool, constants: tuple[Any, ...]) -> Any:
     """The kernel `name` compiled for the current device, whose index is a key like the constants."""
-    pairs, (i16, i32, f32) = torch.int64 if fp32 else torch.int32, (torch.int16, torch.int32, torch.float32)
+    pairs = torch.int64 if fp32 else torch.int32
+    u8, i16, i32, f32 = torch.uint8, torch.int16, torch.int32, torch.float32
     signatures = {
         "measure_kernel": (pairs, i32, i32, *([1] * 6)),
-        "quantize_columns_kernel": (pairs, i32, f32, f32, i32, *([1] * 3)),
+        "quantize_columns_kernel": (pairs, i32, u8, u8, f32, f32, i32, *([1] * 3)),
         "quantize_rows_kernel": (pairs, i32, i16, f32, f32, i32, *([1] * 3)),
         "unpack_kernel": (i32, i16, i32, *([1] * 2)),
     }

@@ -232,6 +232,12 @@ def word_of_codes(first, second, third, fourth):
 
 
 @triton.jit
+def byte_of_codes(codes):
+    """The two codes of one row, from `pair_of_codes`, in one byte: the even column in the low nibble."""
+    return ((codes >> 6) & 0xF) | ((codes >> 18) & 0xF0)
+
+
+@triton.jit
 def scale_byte(scale, BLOCK: tl.constexpr):
     """The byte of an FP32 scale that E4M3 (or UE8M0) holds."""
     if BLOCK == 16:

@@ -4,7 +4,7 @@ A tensor [rows, columns] in memory is one operand of two GEMMs: along its column
 rows (both sides of wgrad, whose dot product runs over tokens):
 
     measure            read x -> amax of x and of RHT(x^T) at once, hashes of the positions for stochastic rounding
-    quantize_columns   read x -> values along the columns
+    quantize_columns   read x -> values, or packed codes, along the columns
     quantize_rows      read x -> values, or packed codes, along the rows
     unpack             read packed codes -> values along the rows
 
@@ -20,8 +20,11 @@ The unit of all data is a *pair*: the BF16 values of an even and the following o
 are wide and half of the logic handles two elements an instruction. A program works on `[GROUPS, PAIRS]` pairs at a
 time, PAIRS being half a block.
 
-Packed along rows (`PACKED`): int32 words [rows / BLOCK, BLOCK / 4, columns / 2]; nibble r of a word's low half is the
-code of row r of four in the even column, of its high half in the odd one. Scale bytes, even column first, are
+Packed along columns (`PACKED`): code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes
+[rows, columns / BLOCK], those of square blocks in each of their rows.
+
+Packed along rows: int32 words [rows / BLOCK, BLOCK / 4, columns / 2]; nibble r of a word's low half is the code of row
+r of four in the even column, of its high half in the odd one. Scale bytes, even column first, are
 [rows / BLOCK, columns].
 
 What keeps bits equal to the reference:
@@ -48,6 +51,7 @@ from megatron_fp4.quantization.triton_arithmetic import (
     as_long,
     block_scale,
     butterflies,
+    byte_of_codes,
     code_value,
     draws,
     even_of,
@@ -143,7 +147,9 @@ def measure_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles"])
 def quantize_columns_kernel(
     x_ptr,  # [rows, columns] as pairs
-    values_ptr,  # out: values along the columns, as pairs
+    values_ptr,  # out: values along the columns, as pairs, unless packed
+    codes_ptr,  # out, packed: a byte for a pair
+    scales_ptr,  # out, packed: a byte for a block of a row
     amax_ptr,  # FP32 [2]
     decode_ptr,  # out: FP32 [1], amax / (6 * 448)
     hash_ptr,  # from measure_kernel
@@ -153,6 +159,7 @@ def quantize_columns_kernel(
     BLOCK: tl.constexpr,  # 16: NVFP4, 32: MXFP4
     BLOCK_ROWS: tl.constexpr,  # 1 or BLOCK
     STOCHASTIC: tl.constexpr,
+    PACKED: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -170,7 +177,11 @@ def quantize_columns_kernel(
     for step in range(0, tl.minimum(tiles, last)):
         tile = last - 1 - step
         pairs = load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
-        out_ptr = values_ptr + as_long(tile) * BLOCK * width
+        if PACKED:
+            out_ptr = codes_ptr + as_long(tile) * BLOCK * width
+            out_scales_ptr = scales_ptr + as_long(tile) * BLOCK * num_groups
+        else:
+            out_ptr = values_ptr + as_long(tile) * BLOCK * width
         largest = tl.zeros([GROUPS], tl.float32)
         if BLOCK_ROWS > 1:
             for r in tl.static_range(BLOCK):
@@ -182,6 +193,9 @@ def quantize_columns_kernel(
             if BLOCK_ROWS == 1:
                 largest = tl.reduce(nan_max(even, odd), 1, nan_max)
             scale, encode = block_scale(largest, sixth, inverse, BLOCK)
+            if PACKED:
+                byte = scale_byte(scale, BLOCK).to(tl.uint8)
+                tl.store(out_scales_ptr + r * as_long(num_groups) + group, byte, group < num_groups)
             limit = pack(6.0 * scale, 6.0 * scale)[:, None]
             scale = scale[:, None]
             encode = encode[:, None]
@@ -192,9 +206,11 @@ def quantize_columns_kernel(
             else:
                 even = grid_nearest(even * encode)
                 odd = grid_nearest(odd * encode)
-            tl.store(
-                out_ptr + r * as_long(width) + offsets, signed_values(even * scale, odd * scale, limit, pairs[r]), mask
-            )
+            if PACKED:
+                out = byte_of_codes(pair_of_codes(even, odd, pairs[r])).to(tl.uint8)
+            else:
+                out = signed_values(even * scale, odd * scale, limit, pairs[r])
+            tl.store(out_ptr + r * as_long(width) + offsets, out, mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles"])

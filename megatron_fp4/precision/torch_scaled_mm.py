@@ -1,0 +1,222 @@
+"""The backend `torch`: our quantizers' codes, multiplied on Blackwell by `torch.nn.functional.scaled_mm`.
+
+Transformer Engine is not needed. Codes, block scales and tensor scales are those of the emulated backend bit for bit,
+draws of stochastic rounding included: one run has the same codes on a CPU, on Hopper and on Blackwell, at any mesh.
+Only the order of accumulation is the chip's.
+
+    operand [rows, k]    codes uint8 [rows, k / 2], the even column in the low nibble, k along the dot product
+                         block scales E4M3 in cuBLAS's tiles (quantization/swizzle.py)
+                         tensor scale FP32 0-dim, amax / 2688: cuBLAS multiplies both into the FP32 sum
+
+Such a GEMM reads both sides along the dot product ("TN"). An operand along the rows of a tensor is therefore quantized
+there, as ever, and its bytes are transposed. 16x16 blocks have the same codes along both dimensions: these are made
+once and exchanged. cuBLAS wants whole 32 along the dot product and whole 16 of output columns: the first is filled up
+here with zero codes under zero scales, the second is `column_multiple`.
+
+What has no packed kernel (four-over-six, transforms of other sizes, fresh signs) is quantized in PyTorch, as in the
+emulated backend. What it cannot do, `refusal` in `validate_torch_backend.py` says: other formats than nvfp4, two
+formats in one GEMM, codes of fprop in another GEMM.
+
+Not run: no Blackwell chip was at hand. The self-test compares codes, products and poison before the first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+from megatron_fp4.precision.emulated import (
+    GemmOperand,
+    OperandRequest,
+    encode_with_scale,
+    fused_side,
+    gemm,
+    quantize_operand,
+    transform_signs,
+)
+from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.quantization.cuda import Measured, Side
+from megatron_fp4.quantization.formats import e2m1_codes, e2m1_values, pack_codes, unpack_codes
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.swizzle import swizzle_scales, unswizzle_scales
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Data-centre Blackwell, and the consumer and workstation chips whose FP4 GEMMs cuBLAS has as well.
+CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
+# The first CUDA whose cuBLAS multiplies FP4.
+_CUDA = (12, 8)
+_DOT_MULTIPLE = 32  # 16 bytes of codes
+_RECIPE = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+_SWIZZLE = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+
+
+def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """Why `scaled_mm` cannot multiply the operands of `recipe` on such a GPU, with this PyTorch, or None if it can."""
+    if not recipe.quantized:
+        return None
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    if tuple(map(int, torch.version.cuda.split(".")[:2])) < _CUDA:
+        return f"FP4 GEMMs need CUDA {_CUDA[0]}.{_CUDA[1]} and this PyTorch is built with {torch.version.cuda}"
+    if capability not in CAPABILITIES:
+        chips = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        return f"FP4 tensor cores need compute capability {chips} and this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+@dataclass(frozen=True)
+class PackedOperand:
+    """One side of an FP4 GEMM, [rows, k] with the dot product along k.
+
+    codes: uint8 [rows, k / 2 filled up to whole 16 bytes]. scales: E4M3 in tiles, flat. scale: FP32 0-dim factor from
+    `code * block scale` to real values. kind: (how it was quantized, k).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    scale: Tensor
+    kind: tuple[Operand, int]
+    quantized: bool = True
+
+    @staticmethod
+    def of(codes: Tensor, scales: Tensor, scale: Tensor, operand: Operand) -> PackedOperand:
+        """From codes uint8 [rows, k / 2] and block scales [rows, k / 16] in their plain order."""
+        size = codes.shape[1] * 2
+        codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // 2))
+        scales = swizzle_scales(scales).view(torch.float8_e4m3fn)
+        return PackedOperand(codes.contiguous(), scales, scale, (operand, size))
+
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [rows, k / 2] and block scales E4M3 [rows, k / 16] in their plain order."""
+        rows, size = self.codes.shape[0], self.kind[1]
+        return self.codes[:, : size // 2], unswizzle_scales(self.scales, rows, size // 16)
+
+    def block_values(self) -> Tensor:
+        """FP32 [rows, k]: `code * block scale`."""
+        codes, scales = self.plain()
+        values = e2m1_values(unpack_codes(codes)).unflatten(-1, (-1, 16))
+        return (values * scales.to(torch.float32)[..., None]).flatten(-2)
+
+    def transposed(self) -> PackedOperand:
+        """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
+        operand = self.kind[0]
+        assert operand.block[0] == operand.block[1], "the scales of other blocks lie along the dot product"
+        codes, scales = self.plain()
+        # Of 16 rows under one scale the first, for the 16 columns that they become.
+        scales = scales.view(torch.uint8)[::16].t().repeat_interleave(16, dim=0)
+        return PackedOperand.of(pack_codes(unpack_codes(codes).t()), scales, self.scale, operand)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Codes, scales, tensor scale."""
+        return self.codes, self.scales, self.scale
+
+
+Maker = Callable[[], Any]
+
+
+class TorchBackend:
+    """See the top of this file. `unsupported` says beforehand where it cannot run."""
+
+    name = "torch"
+    borrows_codes = False
+
+    def column_multiple(self, recipe: Recipe) -> int:
+        """Whole blocks, and the 16 output columns of a GEMM."""
+        return math.lcm(recipe.column_multiple, 16)
+
+    def operands(
+        self,
+        x: Tensor,
+        columns: OperandRequest | None,
+        rows: OperandRequest | None,
+        *,
+        dtype: torch.dtype,
+        keep_rows: bool = False,
+        amax_group: ProcessGroup | None = None,
+    ) -> tuple[Maker | None, Maker | None]:
+        """By the fused kernels as far as they go, by PyTorch what is left (`keep_rows` changes nothing)."""
+        if rows is not None and _exchangeable(columns, rows):
+            source, _ = self.operands(x, rows, None, dtype=dtype, amax_group=amax_group)
+            assert source is not None
+            along_columns = functools.cache(source)
+            return None if columns is None else along_columns, lambda: along_columns().transposed()
+
+        sides: tuple[Side | None, Side | None] = (None, None)
+        if dtype == torch.bfloat16:
+            sides = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
+        measured = None if sides == (None, None) else Measured(x, *sides, amax_group=amax_group)
+
+        def packed(request: OperandRequest, along_rows: bool) -> PackedOperand:
+            assert measured is not None
+            codes, scales = measured.packed_rows().transposed() if along_rows else measured.packed_columns()
+            scale = measured.rows_scale if along_rows else measured.columns_scale
+            assert scale is not None
+            return PackedOperand.of(codes, scales, scale, request.operand)
+
+        def plain(request: OperandRequest, along_rows: bool) -> PackedOperand | GemmOperand:
+            rounded = x.to(dtype)
+            return _plain(rounded.t() if along_rows else rounded, request, amax_group)
+
+        makers = [
+            None if request is None else functools.partial(plain if side is None else packed, request, along_rows)
+            for request, side, along_rows in ((columns, sides[0], False), (rows, sides[1], True))
+        ]
+        return makers[0], makers[1]
+
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
+        """a b^T: FP4 where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
+        if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
+            return gemm(a, b, out_dtype)
+        assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
+        return scaled_mm(
+            a.codes.view(torch.float4_e2m1fn_x2),
+            b.codes.view(torch.float4_e2m1fn_x2).t(),
+            scale_a=[a.scales, a.scale],
+            scale_recipe_a=_RECIPE,
+            scale_b=[b.scales, b.scale],
+            scale_recipe_b=_RECIPE,
+            swizzle_a=_SWIZZLE,
+            swizzle_b=_SWIZZLE,
+            output_dtype=out_dtype,
+        )
+
+    def restored(self, tensors: Sequence[Tensor | None], kind: Any) -> Any:
+        """An operand again from its `tensors()` and its `kind`."""
+        codes, scales, scale = tensors
+        if not isinstance(kind[0], Operand):
+            return GemmOperand.from_tensors(tensors, kind)
+        assert codes is not None and scales is not None and scale is not None
+        return PackedOperand(codes, scales, scale, kind)
+
+
+def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
+    """Whether the operand along the rows has the codes of the one along the columns, which is the same or not wanted.
+
+    Four-over-six sums errors over a block in an order of its own along each dimension.
+    """
+    operand = rows.operand
+    square = operand.quantized and operand.block[0] == operand.block[1]
+    wanted = columns == rows or (columns is None and not operand.four_over_six)
+    return square and wanted and rows.key is None and not rows.rht
+
+
+def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) -> PackedOperand | GemmOperand:
+    """`x` [rows, k] as an operand, in PyTorch on any device: the reference."""
+    operand, signs = request.operand, None
+    if request.rht:
+        signs = transform_signs(request.rht, request.signs, request.signs_key, x.device)
+    if not operand.quantized:
+        return quantize_operand(x, operand, rht=request.rht, signs=signs)
+    if request.rht:
+        x = random_hadamard_transform(x.to(torch.bfloat16), request.rht, signs)
+    encoded, scale = encode_with_scale(x.to(torch.float32), operand, request.key, amax_group)
+    return PackedOperand.of(pack_codes(e2m1_codes(encoded.values, encoded.negative)), encoded.scales, scale, operand)

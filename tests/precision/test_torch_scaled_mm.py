@@ -1,0 +1,220 @@
+"""The backend `torch` against the emulation: operands bit for bit, products to the order of accumulation.
+
+No chip here multiplies FP4: the GEMM is replaced by one that decodes its arguments (tests/quantization/cublas.py).
+"""
+
+from dataclasses import replace
+
+import cublas
+import kernel_layout
+import pytest
+import reference as ref
+import torch
+from torch import Tensor
+
+from megatron_fp4.precision import emulated
+from megatron_fp4.precision import torch_scaled_mm as backend
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest
+from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
+from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import rounding_key
+
+NVFP4 = ref.NVFP4
+SIX, SIX2 = replace(ref.X, four_over_six=True), replace(ref.W2, four_over_six=True)
+RECIPES = {
+    "nvfp4": NVFP4,
+    "fresh signs": replace(NVFP4, rht_signs="fresh"),
+    "no signs": replace(NVFP4, rht_signs="none"),
+    "no transform": replace(NVFP4, wgrad_rht=0),
+    "transform of 8": replace(NVFP4, wgrad_rht=8),
+    "transforms in all": replace(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=ref.W, dgrad_weight=ref.W),
+    "four over six": replace(NVFP4, fprop_activation=SIX, fprop_weight=SIX2, dgrad_weight=SIX2, wgrad_activation=SIX),
+    "stochastic weights": replace(NVFP4, dgrad_weight=Operand("nvfp4", (16, 16), "stochastic")),
+    "square activations": replace(NVFP4, fprop_activation=ref.W2, wgrad_activation=ref.W2, wgrad_rht=0),
+    "other weight blocks in dgrad": replace(NVFP4, fprop_weight=ref.W),
+    "all the way": ref.ALL_THE_WAY,
+    "forward only": ref.QAF,
+    "backward only": replace(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
+    "bf16": BF16,
+}
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    monkeypatch.setattr(backend, "scaled_mm", cublas.scaled_mm)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The fused kernels' outputs, from a model of them on the CPU; counts what they were asked for."""
+    asked = []
+
+    class Counted(kernel_layout.Measured):
+        def packed_columns(self):
+            asked.append("columns")
+            return super().packed_columns()
+
+        def packed_rows(self):
+            asked.append("rows")
+            return super().packed_rows()
+
+    def side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
+        if request is None or not request.operand.quantized or request.operand.four_over_six:
+            return None
+        made = Side(request.operand.format, request.operand.block[0], request.rht, request.signs, request.key)
+        return made if made.fused(along) else None
+
+    monkeypatch.setattr(backend, "Measured", Counted)
+    monkeypatch.setattr(backend, "fused_side", side)
+    return asked
+
+
+class Recorded:
+    """A backend that keeps the operands of every GEMM, as (code * block scale, tensor scale)."""
+
+    def __init__(self, inner: EmulatedBackend | TorchBackend) -> None:
+        self.inner, self.gemms = inner, []
+        self.name, self.borrows_codes = inner.name, inner.borrows_codes
+        self.column_multiple, self.operands, self.restored = inner.column_multiple, inner.operands, inner.restored
+
+    def gemm(self, a, b, out_dtype: torch.dtype) -> Tensor:
+        self.gemms.append([_numbers(operand) for operand in (a, b)])
+        return self.inner.gemm(a, b, out_dtype)
+
+
+def _numbers(operand) -> tuple[Tensor, Tensor | None]:
+    values = operand.block_values() if isinstance(operand, PackedOperand) else operand.unpacked().float()
+    return values + 0.0, operand.scale  # the emulation does not keep the sign of a zero
+
+
+def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **settings) -> tuple:
+    """Run one linear by both backends; the operands of all GEMMs must be equal, and the products nearly."""
+    x, w, dy = ref.tensors(*shape)
+    x, dy = (t.bfloat16() for t in (x, dy)) if bf16 else (x, dy)
+    emulation, packed = Recorded(EMULATED), Recorded(TorchBackend())
+    expected = ref.run(x, w, dy, ref.numerics_of(recipe, backend=emulation, **settings))
+    found = ref.run(x, w, dy, ref.numerics_of(recipe, backend=packed, **settings))
+    assert len(packed.gemms) == len(emulation.gemms) == 3
+    for mine, theirs in zip(packed.gemms, emulation.gemms, strict=True):
+        for (values, scale), (right, right_scale) in zip(mine, theirs, strict=True):
+            assert torch.equal(values, right)
+            assert (scale is None and right_scale is None) or torch.equal(scale, right_scale)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-6 * theirs.abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("shape", [(64, 96, 128), (48, 80, 208), (16, 16, 16)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_operands_are_the_emulations_and_products_agree(name, shape):
+    compare(RECIPES[name], shape)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_same_from_the_kernels_bytes(name, kernels):
+    compare(RECIPES[name], (48, 80, 208))
+    assert bool(kernels) == RECIPES[name].quantized
+
+
+def test_the_papers_recipe_runs_on_the_kernels_alone(kernels, monkeypatch):
+    def never(*_):
+        raise AssertionError("an operand was quantized in PyTorch")
+
+    monkeypatch.setattr(backend, "_plain", never)
+    x, w, dy = (t.bfloat16() for t in ref.tensors(64, 96, 128))
+    ref.run(x, w.float(), dy, ref.numerics_of(NVFP4, backend=TorchBackend()))
+    # W once for both of its GEMMs; x and dy along both dimensions.
+    assert sorted(kernels) == ["columns"] * 3 + ["rows"] * 2
+
+
+def test_fp32_tensors_too():
+    compare(NVFP4, (48, 80, 64), bf16=False)
+
+
+def test_padded_groups_and_shards_have_the_emulations_draws():
+    compare(NVFP4, (48, 80, 3 * 40), num_groups=3)
+    whole = compare(NVFP4, (48, 80, 4 * 40), num_groups=4)
+    shifted = compare(NVFP4, (48, 80, 4 * 40), num_groups=4, in_offset=160, out_group_offset=4)
+    assert not torch.equal(whole[1], shifted[1])
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
+def test_codes_are_the_quantizers_to_the_sign_of_zero(block, rounding):
+    x = torch.randn(48, 80, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[16:32, 16:32], x[0, 0], x[1, 5] = -1e-30, -0.0, 1000
+    key = rounding_key(3, row_offset=16, column_offset=32) if rounding == "stochastic" else None
+    expected = quantize_nvfp4(x, block, rounding, key=key)
+    request = OperandRequest(Operand("nvfp4", block, rounding), key=key)
+    for rows in (x, x.t().contiguous()):
+        along = (request, None) if rows is x else (None, request)
+        maker = next(filter(None, TorchBackend().operands(rows, *along, dtype=torch.bfloat16)))
+        codes, scales = maker().plain()
+        assert torch.equal(codes, expected.codes)
+        assert torch.equal(scales.view(torch.uint8), expected.scales.view(torch.uint8))
+
+
+@pytest.mark.parametrize("columns", [32, 48, 80])
+def test_rows_of_codes_are_filled_up_with_zeros(columns):
+    x = torch.randn(16, columns, generator=torch.Generator().manual_seed(1))
+    operand = TorchBackend().operands(x, OperandRequest(ref.X), None, dtype=torch.float32)[0]()
+    assert operand.codes.shape == (16, -(-columns // 32) * 16)
+    assert not operand.codes[:, columns // 2 :].any()
+    assert torch.equal(cublas.decoded(operand.codes, operand.scales)[:, :columns], operand.block_values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_the_emulation_poisons_is_poisoned(bad, which):
+    given = [t.bfloat16() for t in ref.tensors(48, 80, 64)]
+    given[which][5, 7] = bad
+    x, w, dy = given
+    expected = ref.run(x, w, dy, ref.numerics_of(NVFP4))
+    found = ref.run(x, w, dy, ref.numerics_of(NVFP4, backend=TorchBackend()))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine.isfinite(), theirs.isfinite())
+        assert torch.equal(mine.isnan(), theirs.isnan())
+    assert sum(not t.isfinite().all() for t in found) == 2
+
+
+def test_operands_survive_being_saved_and_weights_are_kept_for_a_step():
+    request = OperandRequest(ref.X)
+    operand = TorchBackend().operands(torch.randn(16, 48), request, None, dtype=torch.float32)[0]()
+    again = TorchBackend().restored(operand.tensors(), operand.kind)
+    assert again == operand
+    plain = TorchBackend().operands(torch.randn(16, 48), OperandRequest(Operand()), None, dtype=torch.bfloat16)[0]()
+    assert TorchBackend().restored(plain.tensors(), plain.kind).values is plain.values
+    numerics = ref.numerics_of(NVFP4, backend=TorchBackend())
+    x, w, dy = ref.tensors(32, 32, 32)
+    ref.run(x, w, dy, numerics)
+    assert isinstance(numerics.weight_cache[1], PackedOperand)
+    assert isinstance(numerics.weight_cache[2], PackedOperand)
+
+
+def test_scales_along_the_dot_product_cannot_be_exchanged():
+    operand = TorchBackend().operands(torch.randn(16, 32), OperandRequest(ref.X), None, dtype=torch.float32)[0]()
+    with pytest.raises(AssertionError, match="along the dot product"):
+        operand.transposed()
+
+
+@pytest.mark.parametrize(("recipe", "multiple"), [(NVFP4, 16), (ref.QAF, 16), (BF16, 16)])
+def test_what_it_wants_of_output_features(recipe, multiple):
+    assert TorchBackend().column_multiple(recipe) == multiple
+    assert LinearNumerics(recipe=recipe).backend is emulated.EMULATED
+
+
+def test_where_it_cannot_run(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for capability in ((10, 0), (10, 3), (12, 0), (12, 1)):
+        assert backend.unsupported(NVFP4, capability) is None
+    for capability in ((9, 0), (8, 9), (11, 0)):
+        assert f"this GPU has {capability[0]}.{capability[1]}" in backend.unsupported(NVFP4, capability)
+        assert backend.unsupported(BF16, capability) is None
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert "need CUDA 12.8 and this PyTorch is built with 12.6" in backend.unsupported(NVFP4, (10, 0))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert backend.unsupported(NVFP4, (10, 0)) == "this PyTorch is built without CUDA"
