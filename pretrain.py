@@ -304,7 +304,7 @@ def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None]:
 
 def test_backend(run: Run, console: RunConsole) -> None:
     """Compare native kernels with the reference, for this run's linears; raises SelfTestError if they differ."""
-    if run.backend.name == "transformer_engine":
+    if run.backend.name != "emulated":
         plans = [run.plan, run.switched_plan] if run.config.precision.switch.when != "never" else [run.plan]
         train = run.config.train
         cases = selftest.cases_of(plans, run.linears, train.micro_batch_size * train.sequence_length)

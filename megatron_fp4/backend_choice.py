@@ -1,8 +1,9 @@
 """Which backend a run computes with, decided once from configuration and machine.
 
-`emulated` runs anywhere. `transformer_engine` is refused, with the reason, where it cannot run. `auto` is
-transformer_engine where the run's recipes, the GPU and the installation all allow it, and else emulated; either way
-the reason is shown with the backend's name, because speed depends on it.
+`emulated` runs anywhere. `transformer_engine` and `torch` are refused, with the reason, where they cannot run. `auto`
+is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else emulated; either way
+the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no chip has run
+yet: who has one names it, and the self-test says whether it computes what it should.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.config import Config, ConfigError, PrecisionConfig
+from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.validate_precision import transformer_engine_refusal
+from megatron_fp4.validate_torch_backend import torch_refusal
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,16 @@ class BackendChoice:
 
     def open(self) -> Backend:
         """The backend itself."""
+        if self.name == "torch":
+            return torch_scaled_mm.TorchBackend()
         return te.TransformerEngineBackend() if self.name == "transformer_engine" else EMULATED
 
 
 def choose_backend(config: Config, target: PrecisionConfig, device_type: str) -> BackendChoice:
     """The backend for a checked `config` that may switch to `target`, on this machine's `device_type`.
 
-    Raises ConfigError if `precision.backend=transformer_engine` cannot be had, or if it would be used and an
-    environment variable asks it for inexact arithmetic.
+    Raises ConfigError if `precision.backend=transformer_engine` or `torch` cannot be had, or if the first would be used
+    and an environment variable asks it for inexact arithmetic.
     """
     wanted = config.precision.backend
     if wanted == "emulated":
@@ -50,6 +55,8 @@ def choose_backend(config: Config, target: PrecisionConfig, device_type: str) ->
         precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = target
     if wanted == "auto" and not any(recipe_from_config(precision).quantized for precision in precisions.values()):
         return BackendChoice("emulated", "nothing is quantized")
+    if wanted == "torch":
+        return _torch(precisions, device_type)
     refusal = _refusal(precisions, config, device_type)
     if refusal is not None and wanted == "transformer_engine":
         raise ConfigError(f"precision.backend=transformer_engine: {refusal}; use precision.backend=emulated")
@@ -76,6 +83,26 @@ def _refusal(precisions: Mapping[str, PrecisionConfig], config: Config, device_t
         if reason := te.unsupported(recipe_from_config(precision), torch.cuda.get_device_capability()):
             return reason
     return te.not_installed()
+
+
+def _torch(precisions: Mapping[str, PrecisionConfig], device_type: str) -> BackendChoice:
+    """The backend `torch`; ConfigError where it cannot run."""
+    refusal = None
+    for key, precision in precisions.items():
+        if found := torch_refusal(precision, key):
+            refusal = refusal or f"it cannot do {found[0]}"
+    if refusal is None and device_type != "cuda":
+        refusal = f"the run is on {device_type}"
+    for precision in precisions.values():
+        if refusal is None:
+            recipe = recipe_from_config(precision)
+            refusal = torch_scaled_mm.unsupported(recipe, torch.cuda.get_device_capability())
+    if refusal is not None:
+        raise ConfigError(
+            f"precision.backend=torch: {refusal}; use precision.backend=emulated, which has the same codes"
+        )
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return BackendChoice("torch", f"our codes, FP4 tensor cores of compute capability {capability}")
 
 
 def agreed_backend(choice: BackendChoice) -> BackendChoice:

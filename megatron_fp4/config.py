@@ -162,7 +162,7 @@ class PrecisionConfig:
 
     name: shown in the plan and the logs.
     compute_dtype: `bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only).
-    backend: `auto`, `emulated` or `transformer_engine`.
+    backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
     amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
         `shard` is Transformer Engine's per-shard behaviour.
     rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).

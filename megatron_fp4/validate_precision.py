@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig
+from megatron_fp4.validate_torch_backend import validate_torch_backend
 
 BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
@@ -42,6 +43,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
             )
     _reuse(precision, gemms, key)
     _backend(precision, config, device_type, key)
+    validate_torch_backend(precision, device_type, key)
     quantized = any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values())
     if quantized:
         _bf16_blocks(precision, config, key)
@@ -61,7 +63,7 @@ def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
 def _choices(precision: PrecisionConfig, key: str) -> None:
     choices = {
         "compute_dtype": (precision.compute_dtype, ("bfloat16", "float32")),
-        "backend": (precision.backend, ("auto", "emulated", "transformer_engine")),
+        "backend": (precision.backend, ("auto", "emulated", "transformer_engine", "torch")),
         "amax": (precision.amax, ("global", "shard")),
         "rht_signs": (precision.rht_signs, ("fixed", "none", "fresh")),
         "switch.scope": (precision.switch.scope, ("both", "forward", "backward")),

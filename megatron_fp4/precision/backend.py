@@ -1,7 +1,8 @@
 """What a backend is: it makes the operands of GEMMs and multiplies them; the autograd function does the rest.
 
-Two exist: `emulated` (exact arithmetic on any device) and `transformer_engine` (native kernels of Blackwell and
-Hopper). A linear holds the one that the plan gave it, and hands each operand only to the backend that made it.
+Three exist: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels of Blackwell and Hopper)
+and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). A linear holds the one that the plan gave
+it, and hands each operand only to the backend that made it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Maker = Callable[[], BackendOperand]
 
 
 class Backend(Protocol):
-    """See the two classes.
+    """See the three classes.
 
     name: as in `precision.backend`. borrows_codes: whether codes made along one dimension may serve a GEMM along the
     other; tensor cores want scales along the dot product.

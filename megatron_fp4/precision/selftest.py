@@ -2,7 +2,7 @@
 
     python -m megatron_fp4.precision.selftest [--shape TOKENS,INPUTS,OUTPUTS ...]
 
-and, before the first step of a run whose backend is transformer_engine, for the shapes and recipes of its own plan.
+and, before the first step of a run whose backend is not emulated, for the shapes and recipes of its own plan.
 Native kernels were wrong before in ways that a loss curve shows late or never: stochastic rounding that returned zeros
 on one GPU generation, scales blocked along the wrong dimension. For each linear's shape and recipe:
 
@@ -11,6 +11,8 @@ on one GPU generation, scales blocked along the wrong dimension. For each linear
                within 0.01 of a spacing for values anywhere between them, spread that of a fair draw, not the same
                draws twice, the same again for the same key
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
+    bytes      of the backend `torch` in place of `rounding`, since its draws are the reference's: codes, block scales
+               and tensor scale of every operand as its GEMM reads them, bit for bit
     poison     NaN and inf in x, W or dy reach the products
 
 The tensors are random, with outlier columns, one block of zeros and rows that are a hundred times smaller. Their values
@@ -29,10 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, transform_signs
+from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.fair_rounding import Draws, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, _Call
 from megatron_fp4.precision.plan import Plan
@@ -141,7 +144,10 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
         if getattr(recipe, left).quantized or getattr(recipe, right).quantized:
             product = backend.gemm(made[left], made[right], dtype)
             yield Finding(case, f"{gemm} product", _product_fault(product, made[left], made[right]))
-    yield from _rounding_findings(backend, case, tensors)
+    if isinstance(backend, torch_scaled_mm.TorchBackend):
+        yield from _byte_findings(backend, case, tensors)
+    else:
+        yield from _rounding_findings(backend, case, tensors)
     yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
 
 
@@ -195,7 +201,7 @@ def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
     size: int = getattr(call.recipe, f"{gemm}_rht")
     if not size:
         return x
-    return random_hadamard_transform(x, size, transform_signs(size, call.recipe.rht_signs, None, x.device))
+    return random_hadamard_transform(x, size, call._signs(size, gemm))
 
 
 def _codes_fault(made: object, source: Tensor, operand: Operand, call: _Call, name: str) -> str:
@@ -348,6 +354,42 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
             yield Finding(case, f"{name} rounding", fault)
 
 
+def _byte_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Every operand against the reference with the same key."""
+    numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
+    call = _Call(numerics, tensors["weight"], tensors["activation"])
+    for first, second in PAIRS:
+        tensor = tensors[first.split("_")[1]]
+        makers = call.prepare(first, second, tensor, (0, 0), None)
+        for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
+            made = None if maker is None else maker()
+            if isinstance(made, torch_scaled_mm.PackedOperand):
+                yield Finding(case, f"{name} bytes", _bytes_fault(made, transformed(source, call, name), call, name))
+
+
+def _bytes_fault(made: torch_scaled_mm.PackedOperand, rows: Tensor, call: _Call, name: str) -> str:
+    """rows: [n, k], after the transform."""
+    operand: Operand = getattr(call.recipe, name)
+    amax = rows.abs().amax().to(torch.float32)
+    codes, scales = made.plain()
+    size = max(128, _CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
+    for start in range(0, rows.shape[0], size):
+        here = slice(start, start + size)
+        key = call.numerics.key(call.step, call.micro_batch, name, start, 0)
+        expected = quantize_nvfp4(
+            rows[here], operand.block, operand.rounding, key=key, amax=amax, four_over_six=operand.four_over_six
+        )
+        parts = {
+            "codes": (codes[here], expected.codes),
+            "scales": (scales[here], expected.scales),
+            "tensor scale": (made.scale, expected.decode_scale()),
+        }
+        for part, (actual, right) in parts.items():
+            if fault := difference(actual, right, start):
+                return f"{part} {fault}"
+    return ""
+
+
 # ----------------------------------------------------------------------------------------------------------- command
 
 _X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
@@ -374,12 +416,12 @@ def main(arguments: list[str]) -> int:
         print(f"set for Transformer Engine: {name}={value}")
     num_faults = 0
     for recipe in RECIPES:
-        for backend_name in ("emulated", "transformer_engine"):
-            reason = None if backend_name == "emulated" else _untestable(recipe, device)
+        for backend_name in ("emulated", "transformer_engine", "torch"):
+            reason = _untestable(recipe, backend_name, device)
             if reason is not None:
                 print(f"{recipe.name}, {backend_name}: not tested: {reason}")
                 continue
-            backend: Backend = EMULATED if backend_name == "emulated" else te.TransformerEngineBackend()
+            backend = _opened(backend_name)
             findings = [f for n, k, m in shapes for f in check(backend, Case(n, k, m, 1, recipe), device)]
             faults = [finding for finding in findings if finding.fault]
             num_faults += len(faults)
@@ -389,9 +431,21 @@ def main(arguments: list[str]) -> int:
     return 1 if num_faults else 0
 
 
-def _untestable(recipe: Recipe, device: torch.device) -> str | None:
+def _opened(backend_name: str) -> Backend:
+    if backend_name == "torch":
+        return torch_scaled_mm.TorchBackend()
+    return EMULATED if backend_name == "emulated" else te.TransformerEngineBackend()
+
+
+def _untestable(recipe: Recipe, backend_name: str, device: torch.device) -> str | None:
+    if backend_name == "emulated":
+        return None
     if device.type != "cuda":
         return "there is no CUDA device"
+    if backend_name == "torch":
+        if any(operand.format not in ("bf16", "nvfp4") for operand in recipe.operands.values()):
+            return "it multiplies nvfp4 alone"
+        return torch_scaled_mm.unsupported(recipe, torch.cuda.get_device_capability(device))
     if reason := te.unsupported(recipe, torch.cuda.get_device_capability(device)):
         return reason
     if variable := te.fast_math_variable():

@@ -100,7 +100,7 @@ class PackedOperand:
         rows, size = self.codes.shape[0], self.kind[1]
         return self.codes[:, : size // 2], unswizzle_scales(self.scales, rows, size // 16)
 
-    def block_values(self) -> Tensor:
+    def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
         codes, scales = self.plain()
         values = e2m1_values(unpack_codes(codes)).unflatten(-1, (-1, 16))
@@ -144,33 +144,12 @@ class TorchBackend:
         amax_group: ProcessGroup | None = None,
     ) -> tuple[Maker | None, Maker | None]:
         """By the fused kernels as far as they go, by PyTorch what is left (`keep_rows` changes nothing)."""
-        if rows is not None and _exchangeable(columns, rows):
-            source, _ = self.operands(x, rows, None, dtype=dtype, amax_group=amax_group)
-            assert source is not None
-            along_columns = functools.cache(source)
-            return None if columns is None else along_columns, lambda: along_columns().transposed()
-
-        sides: tuple[Side | None, Side | None] = (None, None)
-        if dtype == torch.bfloat16:
-            sides = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
-        measured = None if sides == (None, None) else Measured(x, *sides, amax_group=amax_group)
-
-        def packed(request: OperandRequest, along_rows: bool) -> PackedOperand:
-            assert measured is not None
-            codes, scales = measured.packed_rows().transposed() if along_rows else measured.packed_columns()
-            scale = measured.rows_scale if along_rows else measured.columns_scale
-            assert scale is not None
-            return PackedOperand.of(codes, scales, scale, request.operand)
-
-        def plain(request: OperandRequest, along_rows: bool) -> PackedOperand | GemmOperand:
-            rounded = x.to(dtype)
-            return _plain(rounded.t() if along_rows else rounded, request, amax_group)
-
-        makers = [
-            None if request is None else functools.partial(plain if side is None else packed, request, along_rows)
-            for request, side, along_rows in ((columns, sides[0], False), (rows, sides[1], True))
-        ]
-        return makers[0], makers[1]
+        if rows is None or not _exchangeable(columns, rows):
+            return _makers(x, columns, rows, dtype, amax_group)
+        source, _ = _makers(x, rows, None, dtype, amax_group)
+        assert source is not None
+        along_columns = functools.cache(source)
+        return None if columns is None else along_columns, lambda: along_columns().transposed()
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
         """a b^T: FP4 where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
@@ -196,6 +175,37 @@ class TorchBackend:
             return GemmOperand.from_tensors(tensors, kind)
         assert codes is not None and scales is not None and scale is not None
         return PackedOperand(codes, scales, scale, kind)
+
+
+def _makers(
+    x: Tensor,
+    columns: OperandRequest | None,
+    rows: OperandRequest | None,
+    dtype: torch.dtype,
+    amax_group: ProcessGroup | None,
+) -> tuple[Maker | None, Maker | None]:
+    """As `TorchBackend.operands`, each operand quantized by itself."""
+    sides: tuple[Side | None, Side | None] = (None, None)
+    if dtype == torch.bfloat16:
+        sides = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
+    measured = None if sides == (None, None) else Measured(x, *sides, amax_group=amax_group)
+
+    def packed(request: OperandRequest, along_rows: bool) -> PackedOperand:
+        assert measured is not None
+        codes, scales = measured.packed_rows().transposed() if along_rows else measured.packed_columns()
+        scale = measured.rows_scale if along_rows else measured.columns_scale
+        assert scale is not None
+        return PackedOperand.of(codes, scales, scale, request.operand)
+
+    def plain(request: OperandRequest, along_rows: bool) -> PackedOperand | GemmOperand:
+        rounded = x.to(dtype)
+        return _plain(rounded.t() if along_rows else rounded, request, amax_group)
+
+    makers = [
+        None if request is None else functools.partial(plain if side is None else packed, request, along_rows)
+        for request, side, along_rows in ((columns, sides[0], False), (rows, sides[1], True))
+    ]
+    return makers[0], makers[1]
 
 
 def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:

@@ -12,11 +12,12 @@ import reference as ref
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import emulated
+from megatron_fp4.precision import emulated, selftest
 from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest
 from megatron_fp4.precision.linear import LinearNumerics
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
@@ -86,8 +87,7 @@ class Recorded:
 
 
 def _numbers(operand) -> tuple[Tensor, Tensor | None]:
-    values = operand.block_values() if isinstance(operand, PackedOperand) else operand.unpacked().float()
-    return values + 0.0, operand.scale  # the emulation does not keep the sign of a zero
+    return operand.unpacked().float() + 0.0, operand.scale  # the emulation does not keep the sign of a zero
 
 
 def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **settings) -> tuple:
@@ -164,7 +164,7 @@ def test_rows_of_codes_are_filled_up_with_zeros(columns):
     operand = TorchBackend().operands(x, OperandRequest(ref.X), None, dtype=torch.float32)[0]()
     assert operand.codes.shape == (16, -(-columns // 32) * 16)
     assert not operand.codes[:, columns // 2 :].any()
-    assert torch.equal(cublas.decoded(operand.codes, operand.scales)[:, :columns], operand.block_values())
+    assert torch.equal(cublas.decoded(operand.codes, operand.scales)[:, :columns], operand.unpacked())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -218,3 +218,99 @@ def test_where_it_cannot_run(monkeypatch):
     assert "need CUDA 12.8 and this PyTorch is built with 12.6" in backend.unsupported(NVFP4, (10, 0))
     monkeypatch.setattr(torch.version, "cuda", None)
     assert backend.unsupported(NVFP4, (10, 0)) == "this PyTorch is built without CUDA"
+
+
+# -------------------------------------------------------------------------------------------------------- self-test
+
+CASE = Case(64, 96, 3 * 40, 3, NVFP4)
+
+
+class Spoiled(TorchBackend):
+    """Each operand spoiled before it is multiplied: `make` gets the operand, its request and whether it is of rows."""
+
+    def __init__(self, make) -> None:
+        self.make = make
+
+    def operands(self, x, columns, rows, **settings):
+        made = super().operands(x, columns, rows, **settings)
+
+        def spoiled(maker, request):
+            operand = maker()
+            return self.make(operand, request) if isinstance(operand, PackedOperand) else operand
+
+        requests = zip(made, (columns, rows), strict=True)
+        return tuple(m and (lambda m=m, r=r: spoiled(m, r)) for m, r in requests)
+
+
+def one_code(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+    codes = operand.codes.clone()
+    codes[5, 3] ^= 0x10
+    return replace(operand, codes=codes)
+
+
+def nibbles_exchanged(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+    return replace(operand, codes=operand.codes << 4 | operand.codes >> 4)
+
+
+def plain_scales(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+    scales = torch.zeros_like(operand.scales.view(torch.uint8))
+    flat = operand.plain()[1].view(torch.uint8).flatten()
+    scales[: flat.numel()] = flat
+    return replace(operand, scales=scales.view(torch.float8_e4m3fn))
+
+
+def encode_scale(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+    return replace(operand, scale=1 / operand.scale)
+
+
+def codes_of_another_step(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+    if request.key is None:
+        return operand
+    codes = operand.codes.clone()
+    return replace(operand, codes=torch.where((codes & 7) < 7, codes + 1, codes))
+
+
+def faults(made: TorchBackend, case: Case = CASE) -> list[str]:
+    return [str(finding) for finding in selftest.check(made, case, torch.device("cpu")) if finding.fault]
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
+def test_the_self_test_passes(name):
+    case = replace(CASE, recipe=RECIPES[name])
+    assert faults(TorchBackend(), case) == []
+    found = [finding.what for finding in selftest.check(TorchBackend(), case, torch.device("cpu"))]
+    quantized = [operand for operand in case.recipe.operands.values() if operand.quantized]
+    assert sum("bytes" in what for what in found) == len(quantized)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "seen"),
+    [
+        (one_code, "fprop_activation bytes: codes differ in 1 of"),
+        (nibbles_exchanged, "dgrad_weight bytes: codes differ"),
+        (plain_scales, "wgrad_activation bytes: scales differ"),
+        (encode_scale, "fprop_weight bytes: tensor scale differ"),
+        (codes_of_another_step, "dgrad_gradient bytes: codes differ"),
+        (codes_of_another_step, "wgrad_gradient bytes: codes differ"),
+    ],
+)
+def test_the_self_test_notices(spoil, seen):
+    found = faults(Spoiled(spoil))
+    assert any(seen in fault for fault in found), found
+
+
+@pytest.mark.parametrize(
+    ("spoil", "seen"),
+    [
+        (lambda product, *_: product * 1.01, "fprop product: relative error 1.0"),
+        (lambda product, *_: product.nan_to_num(0.0, 0.0, 0.0), "disappears in fprop"),
+        (lambda product, a, b: torch.full_like(product, 1e-3), "wgrad product"),
+    ],
+)
+def test_the_self_test_notices_a_wrong_gemm(spoil, seen, monkeypatch):
+    def wrong(a, b, **settings):
+        return spoil(cublas.scaled_mm(a, b, **settings), a, b)
+
+    monkeypatch.setattr(backend, "scaled_mm", wrong)
+    found = faults(TorchBackend())
+    assert any(seen in fault for fault in found), found

@@ -32,9 +32,7 @@ def test_it_is_transformer_engines_layout(rows, columns):
     and stride ((16, 4, column tiles * 512), (1, 512)), the first mode of each the fastest.
     """
     scales, row_tiles, column_tiles = random_bytes(rows, columns), -(-rows // 128), -(-columns // 4)
-    layout = swizzle_scales(scales).as_strided(
-        (row_tiles, 4, 32, column_tiles, 4), (column_tiles * 512, 4, 16, 512, 1)
-    )
+    layout = swizzle_scales(scales).as_strided((row_tiles, 4, 32, column_tiles, 4), (column_tiles * 512, 4, 16, 512, 1))
     assert torch.equal(layout.reshape(row_tiles * 128, column_tiles * 4)[:rows, :columns], scales)
 
 

@@ -1,0 +1,47 @@
+"""Refuses recipes that the backend `torch` (precision/torch_scaled_mm.py) cannot compute on any chip."""
+
+from __future__ import annotations
+
+from megatron_fp4.config import ConfigError, PrecisionConfig
+
+_FORMATS = ("bf16", "nvfp4")
+
+
+def validate_torch_backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
+    """Raise ConfigError if `precision` names this backend and it cannot compute the recipe, or not on `device_type`."""
+    if precision.backend != "torch":
+        return
+    if refusal := torch_refusal(precision, key):
+        problem, remedy = refusal
+        raise ConfigError(f"{problem} does not go with {key}.backend=torch; {remedy}")
+    if device_type != "cuda":
+        raise ConfigError(
+            f"{key}.backend=torch multiplies on FP4 tensor cores and this run is on {device_type}; use "
+            f"{key}.backend=emulated, which has the same codes"
+        )
+
+
+def torch_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | None:
+    """The first thing in a precision config that `scaled_mm` cannot multiply, and the remedies, or None."""
+    emulated = "or backend=emulated"
+    if precision.compute_dtype != "bfloat16":
+        return f"{key}.compute_dtype={precision.compute_dtype}", f"use bfloat16, {emulated}"
+    fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
+    gemms = {
+        "fprop": {"activation": fprop.activation, "weight": fprop.weight},
+        "dgrad": {"gradient": dgrad.gradient, "weight": dgrad.weight},
+        "wgrad": {"gradient": wgrad.gradient, "activation": wgrad.activation},
+    }
+    for gemm, operands in gemms.items():
+        for name, operand in operands.items():
+            where = f"{key}.{gemm}.{name}"
+            if operand.format not in _FORMATS:
+                return f"{where}.format={operand.format}", f"it multiplies nvfp4 alone; use nvfp4 or bf16, {emulated}"
+            if operand.reuse_fprop:
+                along = "tensor cores want scales along the dot product"
+                return f"{where}.reuse_fprop=true", f"{along}; set it to false, {emulated}"
+        (first_name, first), (second_name, second) = operands.items()
+        if first.format != second.format:
+            both = f"{key}.{gemm}.{first_name}.format={first.format} and {second_name}.format={second.format}"
+            return f"{both} in one GEMM", f"make them equal, {emulated}"
+    return None
