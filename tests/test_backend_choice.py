@@ -11,6 +11,7 @@ from megatron_fp4.compose import precision_config
 from megatron_fp4.config import Config, ConfigError
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from tests.test_validate import CONFIGS, changed, composed
 
 
@@ -125,6 +126,45 @@ def test_fast_math_is_refused(machine, monkeypatch, variable):
     with pytest.raises(ConfigError, match=f"{variable} is set"):
         chosen(configured())
     assert chosen(configured(backend="emulated")).name == "emulated"
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
+def test_torch_on_blackwell_needs_no_package_and_is_never_chosen_by_auto(machine, monkeypatch, capability):
+    machine(capability, missing="transformer_engine is not installed")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    choice = chosen(configured(backend="torch"))
+    assert choice.name == "torch" and f"{capability[0]}.{capability[1]}" in choice.reason
+    assert isinstance(choice.open(), TorchBackend)
+    assert chosen(configured()).name == "emulated"
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "cuda", "why"),
+    [
+        (configured, (9, 0), "12.8", "this GPU has 9.0"),
+        (configured, (11, 0), "13.0", "this GPU has 11.0"),
+        (configured, (10, 0), "12.6", "built with 12.6"),
+        (lambda **keys: configured("mxfp4", **keys), (10, 0), "12.8", "precision.fprop.activation.format=mxfp4"),
+    ],
+)
+def test_torch_elsewhere(machine, monkeypatch, config, capability, cuda, why):
+    machine(capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError) as error:
+        chosen(config(backend="torch"))
+    assert why in str(error.value) and "precision.backend=emulated" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match="the run is on cpu"):
+        chosen(configured(backend="torch"), "cpu")
+
+
+def test_torch_with_a_target_of_a_switch(machine, monkeypatch):
+    machine((10, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    config = configured(backend="torch")
+    odd = replace(precision_config("mxfp4", config, CONFIGS), name="odd")
+    with pytest.raises(ConfigError, match=r"precision.switch.target=bf16: precision.fprop.activation.format=mxfp4"):
+        choose_backend(config, odd, "cuda")
+    assert choose_backend(changed(config, {"precision.switch.when": "never"}), odd, "cuda").name == "torch"
 
 
 def test_the_package_is_not_here():

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -227,6 +228,17 @@ def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -
     assert "would overwrite" in output.splitlines()[-1]
     output = run(1, [*small, f"run.dir={folder}", "run.seed=7", f"train.steps={STEPS + 2}"], code=2)
     assert "run.seed" in output and "allow_mismatch" in output
+
+
+@pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])
+def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    required = []
+    monkeypatch.setattr(pretrain.selftest, "cases_of", lambda *_: [])
+    monkeypatch.setattr(pretrain.selftest, "require", lambda backend, *_: required.append(backend) or "")
+    run = MagicMock(backend=MagicMock(), linears={"linear": MagicMock(backend=name)})
+    run.backend.name = name
+    pretrain.test_backend(run, MagicMock())
+    assert required == ([] if name == "emulated" else [name])
 
 
 def test_check_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ CHOICES = [
     ({"run.device": "tpu"}, "run.device=tpu", "auto, cuda, cpu"),
     ({"data.kind": "csv"}, "data.kind=csv", "builtin, indexed"),
     ({"schedule.decay": "step"}, "schedule.decay", "linear, cosine, 1-sqrt, exponential"),
-    ({"precision.backend": "te"}, "precision.backend=te", "auto, emulated, transformer_engine"),
+    ({"precision.backend": "te"}, "precision.backend=te", "auto, emulated, transformer_engine, torch"),
     ({"precision.amax": "local"}, "precision.amax=local", "global, shard"),
     ({"precision.rht_signs": "random"}, "precision.rht_signs=random", "fixed, none, fresh"),
     ({"precision.compute_dtype": "fp16"}, "precision.compute_dtype=fp16", "bfloat16, float32"),
@@ -248,6 +248,7 @@ OPERANDS = [
         "precision.backend=emulated",
     ),
     ({"backend": "transformer_engine"}, "this run is on cpu", "precision.backend=emulated"),
+    ({"backend": "torch"}, "this run is on cpu", "precision.backend=emulated"),
     ({"bf16_blocks.first": -1}, "precision.bf16_blocks.first=-1", "0 or more"),
     ({"bf16_blocks.first": 4}, "precision.bf16_blocks.first=4 and last=2", "precision=bf16"),
     ({"switch.target": "nvfp4"}, "precision.switch.when=before_decay", "precision.switch.when=never"),
@@ -297,6 +298,44 @@ def test_what_transformer_engine_cannot_do(changes, value, remedy):
     assert value in message
     assert remedy in message
     validate(changed(composed(), {"precision.backend": "transformer_engine"}), 1, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "value", "remedy"),
+    [
+        ({"compute_dtype": "float32"}, "precision.compute_dtype=float32", "use bfloat16"),
+        ({"fprop.weight.format": "bf16"}, "activation.format=nvfp4 and weight.format=bf16", "make them equal"),
+        (
+            {"fprop.weight.format": "fp8", "fprop.weight.block": "128x128"},
+            "precision.fprop.weight.format=fp8",
+            "use nvfp4 or bf16, or backend=emulated",
+        ),
+        (
+            {"wgrad.activation.reuse_fprop": True, "wgrad.rht": 0},
+            "wgrad.activation.reuse_fprop=true",
+            "set it to false",
+        ),
+    ],
+)
+def test_what_scaled_mm_cannot_do(changes, value, remedy):
+    keys = {f"precision.{key}": change for key, change in changes.items()}
+    message = refusal({"precision.backend": "torch", **keys}, device_type="cuda")
+    assert value in message
+    assert remedy in message
+
+
+def test_what_only_our_quantizers_can_do():
+    """Transformer Engine refuses each of these."""
+    for changes in (
+        {"rht_signs": "fresh"},
+        {"wgrad.rht": 128},
+        {"fprop.activation.rounding": "stochastic"},
+        {"wgrad.gradient.block": "16x16"},
+        {"wgrad.activation.four_over_six": True},
+    ):
+        keys = {f"precision.{key}": change for key, change in {"backend": "torch", **changes}.items()}
+        validate(changed(composed(), keys), 1, "cuda")
+    validate(changed(composed(), {"precision.backend": "torch", "model.hidden_dim": 272}), 1, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,13 @@ def sides(form: str) -> list[tuple[Side, Side]]:
 
 def check(x: Tensor, on_device: Tensor, columns: Side, rows: Side) -> None:
     measured = Measured(on_device, columns, rows)
-    values, _, _, scale = reference(x, columns)
+    finite = x.isfinite().all()  # which codes stand under a scale of NaN does not matter
+    values, codes, scales, scale = reference(x, columns)
     assert same(measured.along_columns(), values)
     assert same(measured.columns_scale, scale)
+    packed_codes, packed_scales = measured.packed_columns()
+    assert torch.equal(packed_scales.cpu(), scales)
+    assert torch.equal(unpack_codes(packed_codes.cpu()), codes) or not finite
     values, codes, scales, scale = reference(x.t(), rows)
     assert same(measured.along_rows(), values.t())
     assert same(measured.rows_scale, scale)
@@ -108,8 +112,10 @@ def check(x: Tensor, on_device: Tensor, columns: Side, rows: Side) -> None:
     assert same(packed.values(), values.t())
     packed_codes, packed_scales = codes_and_scales(packed)
     assert torch.equal(packed_scales, scales.t())
-    if x.isfinite().all():  # which codes stand under a scale of NaN does not matter
-        assert torch.equal(packed_codes, codes.t())
+    assert torch.equal(packed_codes, codes.t()) or not finite
+    packed_codes, packed_scales = packed.transposed()
+    assert torch.equal(packed_scales.cpu(), scales)
+    assert torch.equal(unpack_codes(packed_codes.cpu()), codes) or not finite
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])

@@ -1,0 +1,91 @@
+"""The backend `torch` on a GPU: operands are the CPU's bits on any of them, products on those with FP4 tensor cores."""
+
+from dataclasses import replace
+
+import cublas
+import pytest
+import torch
+
+from megatron_fp4.precision import selftest, torch_scaled_mm
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import OperandRequest
+from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.selftest import Case
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.quantization.rounding import rounding_key
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+X, W = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
+DY = replace(X, rounding="stochastic")
+NVFP4 = Recipe("nvfp4", X, W, DY, W, DY, X, wgrad_rht=16)
+SIX = replace(X, four_over_six=True)
+RECIPES = {
+    "nvfp4": NVFP4,
+    "fresh signs": replace(NVFP4, rht_signs="fresh"),
+    "1x16 weights": replace(NVFP4, fprop_weight=X, dgrad_weight=X),
+    "four over six": replace(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
+    "all the way": Recipe("all_the_way", X, X, DY, X, DY, DY),
+}
+
+
+def requests(operand: Operand, rht: int) -> tuple[OperandRequest, OperandRequest]:
+    """Along the columns and along the rows."""
+    keys = [rounding_key(1, what, row_offset=48, column_offset=160) for what in "ab"]
+    keys = keys if operand.rounding == "stochastic" else [None, None]
+    return OperandRequest(operand, 0, "fixed", keys[0]), OperandRequest(operand, rht, "fixed", keys[1])
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 80), (160, 2080), (1040, 336)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("operand", "rht"), [(X, 16), (W, 0), (DY, 16), (DY, 0), (SIX, 16)], ids=str)
+def test_operands_are_the_same_bytes_as_on_the_cpu(shape, dtype, operand, rht):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:, ::7] *= 20
+    makers = [TorchBackend().operands(t, *requests(operand, rht), dtype=torch.bfloat16) for t in (x, x.cuda())]
+    for on_cpu, on_gpu in zip(*makers, strict=True):
+        expected, made = on_cpu(), on_gpu()
+        for mine, theirs in zip(made.tensors(), expected.tensors(), strict=True):
+            assert mine.is_cuda and mine.shape == theirs.shape and mine.dtype == theirs.dtype
+            assert torch.equal(mine.cpu().reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+        assert made.kind == expected.kind
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_linear_is_the_emulations_with_gemms_that_decode_their_bytes(name, monkeypatch):
+    monkeypatch.setattr(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(48, n, generator=generator).bfloat16().cuda() for n in (80, 120))
+    w = (torch.randn(120, 80, generator=generator) * 0.1).cuda()
+    found = []
+    for settings in ({}, {"backend": TorchBackend()}):
+        numerics = LinearNumerics(
+            name="blocks.0.mixer.in_proj", recipe=RECIPES[name], clock=RunClock(seed=1), num_groups=3, **settings
+        )
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = quantized_linear(*leaves, numerics)
+        y.backward(dy)
+        found.append((y, leaves[0].grad, leaves[1].grad))
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_self_test_passes_with_the_gemms_replaced(name, monkeypatch):
+    monkeypatch.setattr(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
+    findings = selftest.check(TorchBackend(), Case(256, 272, 3 * 80, 3, RECIPES[name]), torch.device("cuda", 0))
+    assert [str(finding) for finding in findings if finding.fault] == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("shape", [(256, 272, 240), (1024, 512, 2048)])
+def test_fp4_tensor_cores(name, shape):
+    reason = torch_scaled_mm.unsupported(NVFP4, torch.cuda.get_device_capability())
+    if reason is not None:
+        pytest.skip(reason)
+    findings = selftest.check(TorchBackend(), Case(*shape, 1, RECIPES[name]), torch.device("cuda", 0))
+    assert [str(finding) for finding in findings if finding.fault] == []
