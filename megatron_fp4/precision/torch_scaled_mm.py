@@ -149,7 +149,8 @@ class TorchBackend:
         source, _ = _makers(x, rows, None, dtype, amax_group)
         assert source is not None
         along_columns = functools.cache(source)
-        return None if columns is None else along_columns, lambda: along_columns().transposed()
+        other, _ = _makers(x, columns, None, dtype, amax_group)
+        return along_columns if columns == rows else other, lambda: along_columns().transposed()
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
         """a b^T: FP4 where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
@@ -209,14 +210,15 @@ def _makers(
 
 
 def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
-    """Whether the operand along the rows has the codes of the one along the columns, which is the same or not wanted.
+    """Whether the operand along the rows has the codes that it would have along the columns.
 
-    Four-over-six sums errors over a block in an order of its own along each dimension.
+    Four-over-six sums errors over a block in an order of its own along each dimension: then only if the operand along
+    the columns is the same, which the emulation exchanges as well.
     """
     operand = rows.operand
     square = operand.quantized and operand.block[0] == operand.block[1]
-    wanted = columns == rows or (columns is None and not operand.four_over_six)
-    return square and wanted and rows.key is None and not rows.rht
+    same = columns == rows or not operand.four_over_six
+    return square and same and rows.key is None and not rows.rht
 
 
 def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) -> PackedOperand | GemmOperand:

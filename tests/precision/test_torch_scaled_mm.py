@@ -39,6 +39,10 @@ RECIPES = {
     "all the way": ref.ALL_THE_WAY,
     "forward only": ref.QAF,
     "backward only": replace(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
+    "backward only, transformed": replace(NVFP4, fprop_activation=Operand(), fprop_weight=Operand(), dgrad_rht=16),
+    "backward only, stochastic weights": Recipe(
+        "", dgrad_gradient=ref.DY, dgrad_weight=replace(ref.W2, rounding=ref.SR)
+    ),
     "bf16": BF16,
 }
 
