@@ -10,8 +10,8 @@ Only the order of accumulation is the chip's.
 
 Such a GEMM reads both sides along the dot product ("TN"). An operand along the rows of a tensor is therefore quantized
 there, as ever, and its bytes are transposed. 16x16 blocks have the same codes along both dimensions: these are made
-once and exchanged. cuBLAS wants whole 32 along the dot product and whole 16 of output columns: the first is filled up
-here with zero codes under zero scales, the second is `column_multiple`.
+once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and whole 32 along the dot product:
+codes are filled up to them here, with zeros.
 
 What has no packed kernel (four-over-six, transforms of other sizes, fresh signs) is quantized in PyTorch, as in the
 emulated backend. What it cannot do, `refusal` in `validate_torch_backend.py` says: other formats than nvfp4, two
@@ -23,7 +23,6 @@ Not run: no Blackwell chip was at hand. The self-test compares codes, products a
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import (
     GemmOperand,
     OperandRequest,
@@ -129,9 +129,9 @@ class TorchBackend:
     name = "torch"
     borrows_codes = False
 
-    def column_multiple(self, recipe: Recipe) -> int:
-        """Whole blocks, and the 16 output columns of a GEMM."""
-        return math.lcm(recipe.column_multiple, 16)
+    def demands(self, recipe: Recipe) -> Demands:
+        """Whole blocks are enough, as for the emulation: with other padding the draws would be others."""
+        return block_demands(recipe)
 
     def operands(
         self,

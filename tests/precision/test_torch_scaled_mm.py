@@ -12,10 +12,9 @@ import reference as ref
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import emulated, selftest
+from megatron_fp4.precision import selftest
 from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest
-from megatron_fp4.precision.linear import LinearNumerics
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
@@ -83,7 +82,7 @@ class Recorded:
     def __init__(self, inner: EmulatedBackend | TorchBackend) -> None:
         self.inner, self.gemms = inner, []
         self.name, self.borrows_codes = inner.name, inner.borrows_codes
-        self.column_multiple, self.operands, self.restored = inner.column_multiple, inner.operands, inner.restored
+        self.demands, self.operands, self.restored = inner.demands, inner.operands, inner.restored
 
     def gemm(self, a, b, out_dtype: torch.dtype) -> Tensor:
         self.gemms.append([_numbers(operand) for operand in (a, b)])
@@ -112,7 +111,7 @@ def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **se
     return found
 
 
-@pytest.mark.parametrize("shape", [(64, 96, 128), (48, 80, 208), (16, 16, 16)])
+@pytest.mark.parametrize("shape", [(64, 96, 128), (48, 80, 208), (37, 16, 9)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_operands_are_the_emulations_and_products_agree(name, shape):
     compare(RECIPES[name], shape)
@@ -205,10 +204,12 @@ def test_scales_along_the_dot_product_cannot_be_exchanged():
         operand.transposed()
 
 
-@pytest.mark.parametrize(("recipe", "multiple"), [(NVFP4, 16), (ref.QAF, 16), (BF16, 16)])
-def test_what_it_wants_of_output_features(recipe, multiple):
-    assert TorchBackend().column_multiple(recipe) == multiple
-    assert LinearNumerics(recipe=recipe).backend is emulated.EMULATED
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_pads_as_the_emulation_and_a_gemm_has_16_columns(name):
+    demands = TorchBackend().demands(RECIPES[name])
+    assert demands == EMULATED.demands(RECIPES[name])
+    if RECIPES[name].quantized:
+        assert demands.inputs % 16 == demands.outputs % 16 == 0
 
 
 def test_where_it_cannot_run(monkeypatch):
