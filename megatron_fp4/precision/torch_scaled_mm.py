@@ -223,12 +223,13 @@ def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
 
 def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) -> PackedOperand | GemmOperand:
     """`x` [rows, k] as an operand, in PyTorch on any device: the reference."""
-    operand, signs = request.operand, None
+    signs = None
     if request.rht:
         signs = transform_signs(request.rht, request.signs, request.signs_key, x.device)
-    if not operand.quantized:
-        return quantize_operand(x, operand, rht=request.rht, signs=signs)
+    if not request.operand.quantized:
+        return quantize_operand(x, request.operand, rht=request.rht, signs=signs)
     if request.rht:
         x = random_hadamard_transform(x.to(torch.bfloat16), request.rht, signs)
-    encoded, scale = encode_with_scale(x.to(torch.float32), operand, request.key, amax_group)
-    return PackedOperand.of(pack_codes(e2m1_codes(encoded.values, encoded.negative)), encoded.scales, scale, operand)
+    encoded, scale = encode_with_scale(x.to(torch.float32), request.operand, request.key, amax_group)
+    codes = pack_codes(e2m1_codes(encoded.values, encoded.negative))
+    return PackedOperand.of(codes, encoded.scales, scale, request.operand)

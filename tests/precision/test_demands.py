@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import reference as ref
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.precision import emulated
+from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import EMULATED
@@ -151,6 +152,47 @@ def test_native_gemms_get_whole_rows_of_codes(model: str) -> None:
                         sizes = (call.padded_tokens, inputs, call.padded_group_rows * numerics.num_groups)
                         along = 32 if "nvfp4" in formats else 16
                         assert all(size % along == 0 for size in sizes), (name, sizes)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
+    """The backend `torch` on the way of a GPU, up to what PyTorch demands of the tensors of such a call on CUDA."""
+    config, backend = composed(model), torch_scaled_mm.TorchBackend()
+    products: list[torch.dtype] = []
+    if not possible(config, tensor):
+        pytest.skip(f"{model} does not run on {tensor} tensor-parallel ranks")
+
+    def shape_of(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+    def checked(a: torch.Tensor, b: torch.Tensor, **settings: Any) -> torch.Tensor:
+        with unset_fake_temporarily():
+            for name in ("scale_a", "scale_b"):
+                settings[name] = [shape_of(scale) for scale in settings[name]]
+            product = torch.nn.functional.scaled_mm(shape_of(a), shape_of(b), **settings)
+        products.append(product.dtype)
+        return a.new_empty(product.shape, dtype=product.dtype)
+
+    with fake_ranks(tensor):
+        layers = linears(config.model, tensor)
+        with (
+            FakeTensorMode(),
+            shapes_only(),
+            mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
+            mock.patch.object(torch_scaled_mm, "encode_with_scale", mock.Mock(side_effect=AssertionError("no kernel"))),
+        ):
+            for name, recipe in recipes(model).items():
+                if {operand.format for operand in recipe.operands.values() if operand.quantized} != {"nvfp4"}:
+                    continue
+                for (outputs, inputs), numerics in layers:
+                    numerics.recipe, numerics.backend, numerics.weight_cache = recipe, backend, None
+                    x = torch.empty(TOKENS[0], inputs, dtype=torch.bfloat16, requires_grad=True)
+                    weight = nn.Parameter(torch.empty(outputs, inputs))
+                    y = quantized_linear(x, weight, numerics)
+                    y.backward(torch.empty_like(y))
+                    assert weight.grad is not None and weight.grad.shape == weight.shape, name
+    assert {torch.bfloat16, torch.float32} == set(products)
 
 
 def meta(*shape: int) -> torch.Tensor:
