@@ -1,7 +1,7 @@
 """Refuses recipes that cannot be computed: formats against blocks, blocks against model and batch.
 
 Output features never appear here: the linear layer pads them to whole blocks itself. Input features and tokens
-are what the user chose, so they must divide.
+are what the user chose, so they must divide. Options without an effect are refused in `validate_effects.py`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig
+from megatron_fp4.precision.recipe import recipe_from_config, switched_recipe
+from megatron_fp4.validate_effects import validate_effects
 
 BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
@@ -47,6 +49,15 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
         _bf16_blocks(precision, config, key)
         _sizes(precision, gemms, config, key)
     _switch(precision, key)
+    validate_effects(precision, key)
+
+
+def validate_switch(precision: PrecisionConfig, target: PrecisionConfig) -> None:
+    """Raise ConfigError if a linear cannot go from the recipe of `precision` to that of `target`, both checked."""
+    try:
+        switched_recipe(recipe_from_config(precision), recipe_from_config(target), precision.switch.scope)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
