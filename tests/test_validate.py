@@ -381,7 +381,7 @@ def test_a_target_that_a_linear_cannot_share_with_the_recipe_is_refused():
     target = precision_config("mxfp4", config, CONFIGS)
     validate_switch(config.precision, target)
     fresh = changed(config, {"precision.rht_signs": "fresh"}).precision
-    with pytest.raises(ConfigError, match="precision.rht_signs=fresh goes on in fprop .* mxfp4 has fixed"):
+    with pytest.raises(ConfigError, match=r"precision\.rht_signs=fresh goes on in fprop .* mxfp4 has fixed"):
         validate_switch(fresh, target)
     validate_switch(changed(fresh, {"switch.scope": "both"}), target)
     validate_switch(changed(fresh, {"fprop.rht": 0}), target)

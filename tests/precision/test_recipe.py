@@ -152,7 +152,7 @@ def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_
 
 
 @pytest.mark.parametrize(
-    "scope, kept, taken", [("forward", "dgrad and wgrad", "fprop"), ("backward", "fprop", "dgrad")]
+    "scope, kept, taken", [("forward", "dgrad and wgrad", "fprop"), ("backward", "fprop", "dgrad and wgrad")]
 )
 @pytest.mark.parametrize("option, before, after", [("rht_signs", "fixed", "none"), ("amax", "global", "shard")])
 def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, taken, option, before, after):
