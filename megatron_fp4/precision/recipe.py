@@ -84,12 +84,6 @@ class Recipe:
         assert option == "amax"
         return any(getattr(self, f"{gemm}_{name}").format == "nvfp4" for gemm in gemms for name in GEMMS[gemm])
 
-    @property
-    def column_multiple(self) -> int:
-        """What the output features must be padded to, so that every block along or across them is whole."""
-        weight = max(self.fprop_weight.block[0], self.dgrad_weight.block[1])
-        return max(1, weight, self.dgrad_gradient.block[1], self.dgrad_rht, self.wgrad_gradient.block[0])
-
     def describe(self) -> list[str]:
         """One line per GEMM, for people."""
 
