@@ -1,7 +1,7 @@
 """Refuses recipes that cannot be computed: formats against blocks, blocks against model and batch.
 
 Tokens and output features never appear here: the linear layer pads them to what kernels demand. Input features are what
-the user chose, so they must divide (precision/demands.py). Options without an effect are refused in `validate_effects.py`.
+the user chose, so they must divide (precision/demands.py). Options without effect are for `validate_effects.py`.
 """
 
 from __future__ import annotations
