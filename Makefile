@@ -2,6 +2,7 @@
 # make train   train the tiny model in NVFP4 on this machine   (make train ARGS="model=hybrid_60m train.steps=1000")
 # make test    lint, types, tests
 # make lint    the first two alone
+# make test-gpu   what needs a GPU, with the Python of .venv or else python3 (make test-gpu ARGS="--output results")
 
 PYTHON ?= python3
 ARGS ?=
@@ -13,7 +14,7 @@ NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 BATCH := $(if $(filter 1 2,$(NPROC)),,train.micro_batch_size=1)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 0 ? n : 1 )))
 
-.PHONY: setup train test lint format
+.PHONY: setup train test test-gpu lint format
 
 setup: $(VENV)/.installed
 
@@ -40,3 +41,7 @@ format: setup
 
 test: lint
 	$(BIN)/pytest
+
+# Without setup: on a GPU machine torch and the packages for CUDA are the image's.
+test-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/test_gpu.py $(ARGS)
