@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NVFP4_CAPABILITIES = ((10, 0), (10, 3))
+NVFP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
 # The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too.
 GEMM_MULTIPLES = {"nvfp4": 32, "fp8": 16}
 # They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
@@ -58,16 +58,14 @@ FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MAT
 
 
 def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why Transformer Engine cannot train `recipe` on a GPU of this compute capability, or None if it can."""
+    """Why Transformer Engine cannot train `recipe` on a GPU of this compute capability, or None if it can.
+
+    A release new enough is presumed; `te_releases.outdated` asks the installed one.
+    """
     chip = f"this GPU has {capability[0]}.{capability[1]}"
     formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
     if "nvfp4" in formats and capability not in NVFP4_CAPABILITIES:
-        if capability[0] >= 11:
-            return (
-                f"native NVFP4 training needs compute capability 10.0 or 10.3 and {chip}, where Transformer Engine "
-                "calls NVFP4 available but its training kernels crash or round everything to zero"
-            )
-        return f"native NVFP4 training needs compute capability 10.0 or 10.3 and {chip}"
+        return f"native NVFP4 training needs compute capability 10.0, 10.3, 12.0 or 12.1 and {chip}"
     if "fp8" in formats:
         if capability != (9, 0) and capability[0] != 10:
             return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
