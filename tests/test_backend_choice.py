@@ -77,7 +77,12 @@ FOUR_OVER_SIX = {"fprop.activation.four_over_six": True}
 @pytest.mark.parametrize(
     ("capability", "changes", "version", "why"),
     [
-        ((10, 0), {}, "2.9.0", "needs 2.14 or newer: before 2.10 GEMMs want a workspace from their caller, before 2.12 "),
+        (
+            (10, 0),
+            {},
+            "2.9.0",
+            "needs 2.14 or newer: before 2.10 GEMMs want a workspace from their caller, before 2.1",
+        ),
         ((10, 0), {}, "2.13.0", "needs 2.14 or newer: before 2.14 NVFP4 block scales are rounded in another order"),
         ((10, 0), {}, "2.14.1", None),
         ((10, 3), FOUR_OVER_SIX, "2.16.1", "needs 2.17 or newer: before 2.17 there is no four-over-six"),
