@@ -114,9 +114,9 @@ def dependence_fault(rows: Mapping[str, Tensor], draw: Callable[[int], Mapping[s
     rows: what each operand, by its name, is made from: [n, k], and of the transposed tensor [k, n]. draw: both of
     draw 0, 1, ...
 
-    Independent draws are uncorrelated whichever elements are paired. Two pairings show what kernels might share: the
-    same place in both outputs (one state of a generator for two launches) and the same element of the tensor (one draw
-    for both).
+    Independent draws are uncorrelated whichever elements are paired. Three pairings show what kernels might share: the
+    same place in both outputs, by row and column or by index (one state of a generator for two launches), and the same
+    element of the tensor (one draw for both).
     """
     (first, rows_first), (second, rows_second) = rows.items()
     operands: tuple[Operand, Operand] = (getattr(recipe, first), getattr(recipe, second))
@@ -124,7 +124,7 @@ def dependence_fault(rows: Mapping[str, Tensor], draw: Callable[[int], Mapping[s
         return ""
     grids = [_Grid.of(x, quantize_nvfp4(x, op.block)) for x, op in zip(rows.values(), operands, strict=True)]
     num_rows, num_columns = (min(*sizes, _PAIRED) for sizes in zip(rows_first.shape, rows_second.shape, strict=True))
-    sums = {"place": [0.0, 0.0, 0.0], "element": [0.0, 0.0, 0.0]}
+    sums = {what: [0.0, 0.0, 0.0] for what in ("place", "index", "element")}
     for number in range(_PAIRED_DRAWS):
         made = draw(number)
         excess, variance = grids[0].excess(made[first])
@@ -132,6 +132,7 @@ def dependence_fault(rows: Mapping[str, Tensor], draw: Callable[[int], Mapping[s
         here = (slice(num_rows), slice(num_columns))
         pairs = {
             "place": (excess[here], other[here], variance[here], other_variance[here]),
+            "index": (excess.view(-1), other.view(-1), variance.view(-1), other_variance.view(-1)),
             "element": (excess, other.t(), variance, other_variance.t()),
         }
         for what, (a, b, a_variance, b_variance) in pairs.items():
