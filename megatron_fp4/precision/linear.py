@@ -142,8 +142,11 @@ class _QuantizedLinear(torch.autograd.Function):
         if make_wgrad is not None:
             x_wgrad = call.backend.restored(saved[3:], ctx.kinds[1])
             total = call.running_gradient(ctx.weight) if ctx.probed is None else None
-            dw = call.backend.gemm(make_wgrad(), x_wgrad, torch.float32, total)
-            dw = None if total is not None else gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
+            if total is None:
+                dw = call.backend.gemm(make_wgrad(), x_wgrad, torch.float32)
+                dw = gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
+            else:
+                call.backend.gemm(make_wgrad(), x_wgrad, torch.float32, total)
         if ctx.probed is not None:
             ctx.probed.backward(grad_outputs[0], dx, dw)
         return dx, dw, None, None
