@@ -132,7 +132,7 @@ def dependence_fault(rows: Mapping[str, Tensor], draw: Callable[[int], Mapping[s
         here = (slice(num_rows), slice(num_columns))
         pairs = {
             "place": (excess[here], other[here], variance[here], other_variance[here]),
-            "index": (excess.view(-1), other.view(-1), variance.view(-1), other_variance.view(-1)),
+            "index": tuple(t.reshape(-1) for t in (excess, other, variance, other_variance)),
             "element": (excess, other.t(), variance, other_variance.t()),
         }
         for what, (a, b, a_variance, b_variance) in pairs.items():
