@@ -6,10 +6,13 @@ and, before the first step of a run whose backend is not emulated, for the shape
 Native kernels were wrong before in ways that a loss curve shows late or never: stochastic rounding that returned zeros
 on one GPU generation, scales blocked along the wrong dimension. For each linear's shape and recipe:
 
-    codes      every operand, rounded to nearest: codes, block scales and tensor maximum, bit for bit
-    rounding   operands that round stochastically: scales bit for bit, every value one of the two neighbours, mean
-               within 0.01 of a spacing for values anywhere between them, spread that of a fair draw, not the same
-               draws twice, the same again for the same key
+    codes      every operand, rounded to nearest: codes, block scales and tensor maximum, bit for bit but for the sign
+               of a zero
+    rounding   operands that round stochastically: scales and maximum bit for bit, every value one of the two
+               neighbours, mean within 0.01 of a spacing for values anywhere between them, spread that of a fair draw,
+               not the same draws twice, the same again for the same key
+    draws      where two operands of one tensor round stochastically, their draws are independent
+    maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
     bytes      of the backend `torch` in place of `rounding`, since its draws are the reference's: codes, block scales
                and tensor scale of every operand as its GEMM reads them, bit for bit
@@ -35,27 +38,30 @@ from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.comparison import (
+    CHUNK_ELEMENTS,
+    actual_parts,
+    bytes_fault,
+    difference,
+    expected_parts,
+    operand_scale,
+    operand_values,
+    reference,
+)
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.fair_rounding import Draws, rounding_faults
+from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, _Call
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
 
 # Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
 # rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
 PRODUCT_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
 ELEMENT_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
 _PRODUCT_ROWS = 256
-_CHUNK_ELEMENTS = 2**24
 _DRAWS = 16
 _DRAW_ELEMENTS = 2**21
-
-Quantized = NVFP4Tensor | MXFP4Tensor | FP8Tensor
 
 
 class SelfTestError(RuntimeError):
@@ -64,13 +70,18 @@ class SelfTestError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """The local shape of a linear on this rank (output features unpadded) and its recipe."""
+    """The local shape of a linear on this rank (output features unpadded) and its recipe.
+
+    in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
+    """
 
     tokens: int
     inputs: int
     outputs: int
     num_groups: int
     recipe: Recipe
+    in_shards: dist.ProcessGroup | None = None
+    out_shards: dist.ProcessGroup | None = None
 
     def __str__(self) -> str:
         return f"{self.recipe.name}, {self.tokens} tokens, {self.inputs} -> {self.outputs}"
@@ -97,7 +108,8 @@ def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearNumerics], token
             if row.recipe.quantized:
                 inputs = linear.in_features // _size(numerics.in_shards)
                 outputs = linear.out_features // _size(numerics.out_shards)
-                cases[Case(tokens, inputs, outputs, numerics.num_groups, row.recipe)] = None
+                shards = (numerics.in_shards, numerics.out_shards)
+                cases[Case(tokens, inputs, outputs, numerics.num_groups, row.recipe, *shards)] = None
     return list(cases)
 
 
@@ -110,19 +122,27 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
 
     Raises SelfTestError on all ranks if any rank found a fault, with its own faults where there are some.
     """
-    findings = [finding for case in cases for finding in check(backend, case, device)]
+    findings = [finding for case in cases for finding in _findings(backend, case, device)]
     faults = [str(finding) for finding in findings if finding.fault]
     count = torch.tensor(len(faults), device=device)
     dist.all_reduce(count)
     if faults:
-        raise SelfTestError(f"self-test of the backend {backend.name} on {device}:\n  " + "\n  ".join(faults))
+        heading = f"self-test of the backend {backend.name} on {device}, without which precision.backend=emulated does:"
+        raise SelfTestError("\n  ".join((heading, *faults)))
     if count.item():
         raise SelfTestError(f"self-test of the backend {backend.name}: faults on other ranks, none on this one")
     return f"self-test of {backend.name}: {len(findings)} comparisons with the reference, no difference"
 
 
+def _findings(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
+    try:
+        return list(check(backend, case, device))
+    except (RuntimeError, ValueError) as error:  # what a kernel that this chip cannot run ends in
+        return [Finding(case, "kernels", f"failed: {str(error).splitlines()[0]}")]
+
+
 def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Finding]:
-    """All comparisons for one case."""
+    """All comparisons for one case; a collective of the case's groups."""
     x, w, dy = sample_tensors(case, device)
     recipe = nearest(case.recipe)
     numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
@@ -138,7 +158,8 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
             made[name] = maker()
             operand: Operand = getattr(recipe, name)
             if operand.quantized:
-                yield Finding(case, f"{name} codes", _codes_fault(made[name], source, operand, call, name))
+                rows = transformed(source, call, name)
+                yield Finding(case, f"{name} codes", _codes_fault(made[name], rows, operand, _amax(rows)))
     for gemm, (left, right) in GEMMS.items():
         dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
         if getattr(recipe, left).quantized or getattr(recipe, right).quantized:
@@ -148,6 +169,7 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
         yield from _byte_findings(backend, case, tensors)
     else:
         yield from _rounding_findings(backend, case, tensors)
+    yield from _maximum_findings(backend, case, tensors)
     yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
 
 
@@ -186,15 +208,6 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
 # ------------------------------------------------------------------------------------------------------------- codes
 
 
-def reference(rows: Tensor, operand: Operand, amax: Tensor) -> Quantized:
-    """`rows` [n, k] by the reference quantizer, to nearest. amax: of the whole tensor."""
-    if operand.format == "nvfp4":
-        return quantize_nvfp4(rows, operand.block, amax=amax, four_over_six=operand.four_over_six)
-    if operand.format == "mxfp4":
-        return quantize_mxfp4(rows, operand.block)
-    return quantize_fp8(rows, operand.block, power_of_two_scales=operand.power_of_two_scales)
-
-
 def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
     """`x` [n, k] as the operand `name` is quantized: after the transform, if its GEMM has one."""
     gemm = name.split("_")[0]
@@ -204,84 +217,52 @@ def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
     return random_hadamard_transform(x, size, call._signs(size, gemm))
 
 
-def _codes_fault(made: object, source: Tensor, operand: Operand, call: _Call, name: str) -> str:
-    """What of an operand differs from the reference. source: [n, k], before the transform."""
-    rows = transformed(source, call, name)
-    amax = rows.abs().amax().to(torch.float32)
-    size = max(128, _CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
+def _amax(rows: Tensor) -> Tensor:
+    return rows.abs().amax().to(torch.float32)
+
+
+def _codes_fault(made: object, rows: Tensor, operand: Operand, amax: Tensor) -> str:
+    """What of an operand differs from the reference of `rows` [n, k]; of a stochastic one only what is no draw."""
+    size = max(128, CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
     for start in range(0, rows.shape[0], size):
         expected = expected_parts(reference(rows[start : start + size], operand, amax), made)
         actual = actual_parts(made, slice(start, start + size))
         for part, value in expected.items():
-            if fault := difference(actual[part], value, start):
+            drawn = operand.rounding == "stochastic" and part in ("codes", "values")
+            if not drawn and (fault := difference(actual[part], value, start)):
                 return f"{part} {fault}"
     return ""
 
 
-def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
-    """An operand in comparable parts: codes and scales of native operands, values of emulated ones."""
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        parts = {"codes": decoded.codes[rows], "scales": decoded.scales[rows]}
-        return parts | ({"amax": decoded.amax} if isinstance(decoded, NVFP4Tensor) else {})
-    values, scale = made.unpacked(), made.scale  # type: ignore[attr-defined]
-    # Products do not see the sign of a zero, and the emulation does not keep it.
-    return {"values": values[rows].to(torch.float32) + 0.0} | ({} if scale is None else {"tensor scale": scale})
-
-
-def expected_parts(quantized: Quantized, made: object) -> dict[str, Tensor]:
-    """The reference in the parts that `actual_parts` has of `made`."""
-    if isinstance(made, te.NativeOperand):
-        parts = {"codes": quantized.codes, "scales": quantized.scales}
-        return parts | ({"amax": quantized.amax} if isinstance(quantized, NVFP4Tensor) else {})
-    if isinstance(quantized, NVFP4Tensor):
-        return {"values": quantized.block_values() + 0.0, "tensor scale": quantized.decode_scale()}
-    return {"values": quantized.dequantize() + 0.0}
-
-
-def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
-    """Where two tensors differ in any bit, in words; empty if nowhere."""
-    if actual.shape != expected.shape:
-        return f"have shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    unequal = _bits(actual) != _bits(expected)
-    if not unequal.any():
-        return ""
-    at = unequal.nonzero()[0].tolist()
-    found, right = actual[tuple(at)].to(torch.float32).item(), expected[tuple(at)].to(torch.float32).item()
-    where = [at[0] + first_row, *at[1:]] if at else "the tensor"
-    return f"differ in {int(unequal.sum())} of {unequal.numel()}, first at {where}: {found:g} instead of {right:g}"
-
-
-def _bits(t: Tensor) -> Tensor:
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return t.contiguous().view(sizes[t.element_size()])
+def _maximum_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Operands of a tensor whose maximum is shared; each rank's is half as large as that of the one before."""
+    numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend)
+    numerics.in_shards, numerics.out_shards = case.in_shards, case.out_shards
+    groups = (numerics.in_group, numerics.weight_group, numerics.out_group)
+    for (first, second), group in zip(PAIRS, groups, strict=True):
+        if group is None:
+            continue
+        tensor = tensors[first.split("_")[1]] * 2.0 ** -dist.get_rank(group)
+        call = _Call(numerics, tensors["weight"], tensors["activation"])
+        makers = call.prepare(first, second, tensor, (0, 0), group)
+        for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
+            operand: Operand = getattr(case.recipe, name)
+            if maker is None or operand.format != "nvfp4":
+                continue
+            rows = transformed(source, call, name)
+            amax = _amax(rows)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+            yield Finding(case, f"{name} of {_size(group)} ranks", _codes_fault(maker(), rows, operand, amax))
 
 
 # ---------------------------------------------------------------------------------------------------------- products
 
 
-def _values(made: object) -> Tensor:
-    """FP64 [rows, k]: what an operand stands for, without the tensor scale."""
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        values = decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
-        return values.to(torch.float64)
-    return made.unpacked().to(torch.float64)  # type: ignore[attr-defined]
-
-
-def _scale(made: object) -> Tensor | float:
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        return decoded.decode_scale().to(torch.float64) if isinstance(decoded, NVFP4Tensor) else 1.0
-    scale = made.scale  # type: ignore[attr-defined]
-    return 1.0 if scale is None else scale.to(torch.float64)
-
-
 def _product_fault(product: Tensor, a: object, b: object) -> str:
-    left = _values(a)
+    left = operand_values(a)
     count = min(_PRODUCT_ROWS, left.shape[0])
     rows = torch.linspace(0, left.shape[0] - 1, count, device=product.device).long()
-    expected = left[rows] @ _values(b).t() * _scale(a) * _scale(b)
+    expected = left[rows] @ operand_values(b).t() * operand_scale(a) * operand_scale(b)
     del left
     if product.shape[1] != expected.shape[1]:
         return f"has {product.shape[1]} columns instead of {expected.shape[1]}"
@@ -344,14 +325,18 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
 
         numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend)
         call = _Call(numerics, tensors["weight"], tensor)
+        sources = {pair[0]: tensor, pair[1]: tensor.t()}
+        rows = {name: transformed(sources[name], call, name).contiguous() for name in stochastic}
         for name in stochastic:
-            source = transformed(tensor if name == pair[0] else tensor.t(), call, name).contiguous()
 
             def make(step: int, name: str = name) -> object:
                 return draw(step)[name]
 
-            fault = rounding_faults(source, Draws(make, _DRAWS), case.recipe, name)
+            fault = rounding_faults(rows[name], Draws(make, _DRAWS), case.recipe, name)
             yield Finding(case, f"{name} rounding", fault)
+        if len(stochastic) == 2:
+            fault = dependence_fault(rows, draw, case.recipe)
+            yield Finding(case, f"{pair[0]} and {pair[1]} draws", fault)
 
 
 def _byte_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
@@ -364,30 +349,7 @@ def _byte_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> 
         for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
             made = None if maker is None else maker()
             if isinstance(made, torch_scaled_mm.PackedOperand):
-                yield Finding(case, f"{name} bytes", _bytes_fault(made, transformed(source, call, name), call, name))
-
-
-def _bytes_fault(made: torch_scaled_mm.PackedOperand, rows: Tensor, call: _Call, name: str) -> str:
-    """rows: [n, k], after the transform."""
-    operand: Operand = getattr(call.recipe, name)
-    amax = rows.abs().amax().to(torch.float32)
-    codes, scales = made.plain()
-    size = max(128, _CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
-    for start in range(0, rows.shape[0], size):
-        here = slice(start, start + size)
-        key = call.numerics.key(call.step, call.micro_batch, name, start, 0)
-        expected = quantize_nvfp4(
-            rows[here], operand.block, operand.rounding, key=key, amax=amax, four_over_six=operand.four_over_six
-        )
-        parts = {
-            "codes": (codes[here], expected.codes),
-            "scales": (scales[here], expected.scales),
-            "tensor scale": (made.scale, expected.decode_scale()),
-        }
-        for part, (actual, right) in parts.items():
-            if fault := difference(actual, right, start):
-                return f"{part} {fault}"
-    return ""
+                yield Finding(case, f"{name} bytes", bytes_fault(made, transformed(source, call, name), call, name))
 
 
 # ----------------------------------------------------------------------------------------------------------- command

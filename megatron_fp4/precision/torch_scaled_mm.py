@@ -128,6 +128,7 @@ class TorchBackend:
 
     name = "torch"
     borrows_codes = False
+    accumulates = False  # scaled_mm has no beta
 
     def demands(self, recipe: Recipe) -> Demands:
         """Whole blocks are enough, as for the emulation: with other padding the draws would be others."""
@@ -152,8 +153,12 @@ class TorchBackend:
         other, _ = _makers(x, columns, None, dtype, amax_group)
         return along_columns if columns == rows else other, lambda: along_columns().transposed()
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: FP4 where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
+        product = self._product(a, b, out_dtype)
+        return product if total is None else total.add_(product)
+
+    def _product(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
             return gemm(a, b, out_dtype)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"

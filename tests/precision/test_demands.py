@@ -233,6 +233,16 @@ def test_groups_are_padded_alike_and_whole_tensors_too() -> None:
     assert (Demands().padded_group(5, 3), Demands().padded_tokens(7)) == (5, 7)
 
 
+def test_what_is_padded_anyway_is_padded_for_the_faster_kernel_where_that_costs_little() -> None:
+    demands = te.demands(NVFP4)
+    assert demands == Demands(32, 32, 32, 16, fast_outputs=128)
+    assert te.demands(replace(NVFP4, wgrad_rht=0)).fast_outputs == te.demands(FP8).fast_outputs == 1
+    assert demands.padded_group(2320, 1) == 2432 and demands.padded_group(2836, 2) == 2880
+    assert demands.padded_group(2836, 8) == 2848  # together a multiple of 128
+    assert demands.padded_group(2848, 1) == 2848  # not padded
+    assert demands.padded_group(40, 1) == 64  # 128 would be twice as much
+
+
 @pytest.mark.parametrize("recipe", [ref.nearest(NVFP4), ref.nearest(MXFP4), FP8, ref.QAF], ids=lambda r: r.name)
 def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe) -> None:
     """Against tensors that were padded beforehand; odd sizes in both directions."""

@@ -81,7 +81,7 @@ class Recorded:
 
     def __init__(self, inner: EmulatedBackend | TorchBackend) -> None:
         self.inner, self.gemms = inner, []
-        self.name, self.borrows_codes = inner.name, inner.borrows_codes
+        self.name, self.borrows_codes, self.accumulates = inner.name, inner.borrows_codes, False
         self.demands, self.operands, self.restored = inner.demands, inner.operands, inner.restored
 
     def gemm(self, a, b, out_dtype: torch.dtype) -> Tensor:
