@@ -46,6 +46,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     if quantized:
         _bf16_blocks(precision, config, key)
         _sizes(precision, gemms, config, key)
+    _recheck(precision, quantized, key)
     _switch(precision, key)
 
 
@@ -64,6 +65,7 @@ def _choices(precision: PrecisionConfig, key: str) -> None:
         "backend": (precision.backend, ("auto", "emulated", "transformer_engine")),
         "amax": (precision.amax, ("global", "shard")),
         "rht_signs": (precision.rht_signs, ("fixed", "none", "fresh")),
+        "recheck_action": (precision.recheck_action, ("end", "warn")),
         "switch.scope": (precision.switch.scope, ("both", "forward", "backward")),
     }
     for name, (value, allowed) in choices.items():
@@ -276,6 +278,17 @@ def _input_dims(config: Config, precision: PrecisionConfig) -> dict[str, tuple[i
         inner = model.mamba_inner_dim
         dims["model.mamba_num_heads x model.mamba_head_dim"] = (inner, True, "the Mamba output projection")
     return dims
+
+
+def _recheck(precision: PrecisionConfig, quantized: bool, key: str) -> None:
+    interval = precision.recheck_interval
+    if interval < 0:
+        raise ConfigError(f"{key}.recheck_interval={interval} is negative; give a number of steps, or 0 for never")
+    if interval and not quantized and precision.switch.when == "never":
+        raise ConfigError(
+            f"{key}.recheck_interval={interval}, but precision={precision.name} quantizes nothing that could be "
+            f"compared; set {key}.recheck_interval=0"
+        )
 
 
 def _switch(precision: PrecisionConfig, key: str) -> None:

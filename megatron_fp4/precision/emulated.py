@@ -104,7 +104,7 @@ class OperandRequest:
 
     rht, signs: size of the Hadamard transform applied first (input and result in BF16), 0 for none, and what its signs
     are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of stochastic rounding; None rounds
-    to nearest.
+    to nearest. name: of the operand in its recipe, for whoever watches.
     """
 
     operand: Operand
@@ -112,6 +112,7 @@ class OperandRequest:
     signs: str = "fixed"
     key: RoundingKey | None = None
     signs_key: RoundingKey | None = None
+    name: str = ""
 
 
 class EmulatedBackend:
@@ -274,12 +275,7 @@ def quantize_operand(
     rows = x.to(torch.float32)
     key = key if operand.rounding == "stochastic" else None
     if operand.format == "nvfp4":
-        amax = rows.abs().amax()
-        if amax_group is not None:
-            # As integers NaN is the largest of all; as floats a reduction may lose it.
-            bits = amax.view(torch.int32) & 0x7FFFFFFF
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=amax_group)
-            amax = bits.view(torch.float32)
+        amax = shared_amax(rows.abs().amax(), amax_group)
         nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
         # Division by a Python number would be a multiplication by its reciprocal on CUDA.
         scale = torch.div(amax, torch.full_like(amax, E2M1_MAX * nvfp4.scale_max))
@@ -294,6 +290,16 @@ def quantize_operand(
         # E4M3 times a power of two has four significant bits: exact in BF16.
         return GemmOperand(values.to(torch.bfloat16) if operand.power_of_two_scales else values, None, True)
     raise ValueError(f"operand format {operand.format!r} is not one of bf16, nvfp4, mxfp4, fp8")
+
+
+def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The largest of the FP32 0-dim maxima of `group`'s ranks; its own without a group."""
+    if group is None:
+        return amax
+    # As integers NaN is the largest of all; as floats a reduction may lose it.
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32)
 
 
 def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:

@@ -36,18 +36,15 @@ from megatron_fp4.precision.emulated import EMULATED, transform_signs
 from megatron_fp4.precision.fair_rounding import Draws, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, _Call
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.products import product_errors, product_rows
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
 
-# Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
-# rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
-PRODUCT_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
-ELEMENT_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
-_PRODUCT_ROWS = 256
 _CHUNK_ELEMENTS = 2**24
 _DRAWS = 16
 _DRAW_ELEMENTS = 2**21
@@ -75,11 +72,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: what was compared, and what differs (empty: nothing)."""
+    """One comparison: what was compared, what differs (empty: nothing), and of products the relative error."""
 
     case: Case
     what: str
     fault: str
+    measured: float | None = None
 
     def __str__(self) -> str:
         return f"{self.case}: {self.what}: {self.fault or 'as the reference'}"
@@ -140,7 +138,8 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
         dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
         if getattr(recipe, left).quantized or getattr(recipe, right).quantized:
             product = backend.gemm(made[left], made[right], dtype)
-            yield Finding(case, f"{gemm} product", _product_fault(product, made[left], made[right]))
+            errors = product_errors(product, made[left], made[right], product_rows(product))
+            yield Finding(case, f"{gemm} product", errors.fault, errors.total)
     yield from _rounding_findings(backend, case, tensors)
     yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
 
@@ -180,13 +179,14 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
 # ------------------------------------------------------------------------------------------------------------- codes
 
 
-def reference(rows: Tensor, operand: Operand, amax: Tensor) -> Quantized:
-    """`rows` [n, k] by the reference quantizer, to nearest. amax: of the whole tensor."""
+def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> Quantized:
+    """`rows` [n, k] by the reference quantizer. amax: of the whole tensor. key: of the draws; None: to nearest."""
+    rounding = "nearest" if key is None else "stochastic"
     if operand.format == "nvfp4":
-        return quantize_nvfp4(rows, operand.block, amax=amax, four_over_six=operand.four_over_six)
+        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
     if operand.format == "mxfp4":
-        return quantize_mxfp4(rows, operand.block)
-    return quantize_fp8(rows, operand.block, power_of_two_scales=operand.power_of_two_scales)
+        return quantize_mxfp4(rows, operand.block, rounding, key=key)
+    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
 
 
 def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
@@ -249,47 +249,6 @@ def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
 def _bits(t: Tensor) -> Tensor:
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return t.contiguous().view(sizes[t.element_size()])
-
-
-# ---------------------------------------------------------------------------------------------------------- products
-
-
-def _values(made: object) -> Tensor:
-    """FP64 [rows, k]: what an operand stands for, without the tensor scale."""
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        values = decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
-        return values.to(torch.float64)
-    return made.unpacked().to(torch.float64)  # type: ignore[attr-defined]
-
-
-def _scale(made: object) -> Tensor | float:
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        return decoded.decode_scale().to(torch.float64) if isinstance(decoded, NVFP4Tensor) else 1.0
-    scale = made.scale  # type: ignore[attr-defined]
-    return 1.0 if scale is None else scale.to(torch.float64)
-
-
-def _product_fault(product: Tensor, a: object, b: object) -> str:
-    left = _values(a)
-    count = min(_PRODUCT_ROWS, left.shape[0])
-    rows = torch.linspace(0, left.shape[0] - 1, count, device=product.device).long()
-    expected = left[rows] @ _values(b).t() * _scale(a) * _scale(b)
-    del left
-    if product.shape[1] != expected.shape[1]:
-        return f"has {product.shape[1]} columns instead of {expected.shape[1]}"
-    error = product[rows].to(torch.float64) - expected
-    total = (error.norm() / expected.norm()).item()
-    worst = (error.abs().amax() / expected.square().mean().sqrt()).item()
-    # NaN passes no comparison, and so is a fault.
-    if total <= PRODUCT_ERROR[product.dtype] and worst <= ELEMENT_ERROR[product.dtype] + 2**-8 * _peak(expected):
-        return ""
-    return f"relative error {total:.2e}, worst element {worst:.2e} of the root mean square"
-
-
-def _peak(expected: Tensor) -> float:
-    return (expected.abs().amax() / expected.square().mean().sqrt()).item()
 
 
 def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor) -> str:
