@@ -18,6 +18,7 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.te_releases import outdated
 from megatron_fp4.validate_precision import transformer_engine_refusal
 
 
@@ -72,8 +73,10 @@ def _refusal(precisions: Mapping[str, PrecisionConfig], config: Config, device_t
         return f"the run is on {device_type}"
     if torch.version.hip is not None:
         return "it is for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability()
     for precision in precisions.values():
-        if reason := te.unsupported(recipe_from_config(precision), torch.cuda.get_device_capability()):
+        recipe = recipe_from_config(precision)
+        if reason := te.unsupported(recipe, capability) or outdated(recipe, capability):
             return reason
     return te.not_installed()
 

@@ -9,6 +9,7 @@ from megatron_fp4 import backend_choice
 from megatron_fp4.backend_choice import BackendChoice, choose_backend
 from megatron_fp4.compose import precision_config
 from megatron_fp4.config import Config, ConfigError
+from megatron_fp4.precision import te_releases
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.emulated import EMULATED
 from tests.test_validate import CONFIGS, changed, composed
@@ -18,8 +19,9 @@ from tests.test_validate import CONFIGS, changed, composed
 def machine(monkeypatch):
     """Pretend to be on a machine with a GPU of some compute capability, and Transformer Engine installed or not."""
 
-    def pretend(capability: tuple[int, int], missing: str | None = None) -> None:
+    def pretend(capability: tuple[int, int], missing: str | None = None, version: str = "2.20.2") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(te_releases, "installed_version", lambda: None if missing else version)
         monkeypatch.setattr(te, "not_installed", lambda: missing)
         for name in te.FAST_MATH_VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -42,9 +44,9 @@ def chosen(config: Config, device_type: str = "cuda") -> BackendChoice:
     return choose_backend(config, target, device_type)
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
 @pytest.mark.parametrize("backend", ["auto", "transformer_engine"])
-def test_nvfp4_is_native_on_data_centre_blackwell(machine, capability, backend):
+def test_nvfp4_is_native_on_blackwell(machine, capability, backend):
     machine(capability)
     choice = chosen(configured(backend=backend))
     assert choice.name == "transformer_engine"
@@ -56,9 +58,7 @@ def test_nvfp4_is_native_on_data_centre_blackwell(machine, capability, backend):
     [
         ((8, 0), "this GPU has 8.0"),
         ((9, 0), "this GPU has 9.0"),
-        ((11, 0), "crash or round everything to zero"),
-        ((12, 0), "crash or round everything to zero"),
-        ((12, 1), "this GPU has 12.1"),
+        ((11, 0), "this GPU has 11.0"),
     ],
 )
 def test_nvfp4_elsewhere(machine, capability, why):
@@ -68,6 +68,54 @@ def test_nvfp4_elsewhere(machine, capability, why):
     with pytest.raises(ConfigError) as error:
         chosen(configured(backend="transformer_engine"))
     assert why in str(error.value) and "precision.backend=emulated" in str(error.value) and "\n" not in str(error.value)
+
+
+NEAREST = {"dgrad.gradient.rounding": "nearest", "wgrad.gradient.rounding": "nearest"}
+FOUR_OVER_SIX = {"fprop.activation.four_over_six": True}
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "version", "why"),
+    [
+        (
+            (10, 0),
+            {},
+            "2.9.0",
+            "needs 2.14 or newer: before 2.10 GEMMs want a workspace from their caller, before 2.1",
+        ),
+        ((10, 0), {}, "2.13.0", "needs 2.14 or newer: before 2.14 NVFP4 block scales are rounded in another order"),
+        ((10, 0), {}, "2.14.1", None),
+        ((10, 3), FOUR_OVER_SIX, "2.16.1", "needs 2.17 or newer: before 2.17 there is no four-over-six"),
+        ((10, 3), FOUR_OVER_SIX, "2.17.0+abc", None),
+        ((12, 0), {}, "2.18.0", "needs 2.19 or newer: before 2.19 stochastic rounding makes every gradient zero"),
+        ((12, 1), {}, "2.15.0", "before 2.16 the Hadamard transform takes a kernel that 12.x cannot run, before 2.19"),
+        ((12, 0), {}, "2.19.0", None),
+        ((12, 0), NEAREST, "2.16.0", None),
+        ((12, 0), {**NEAREST, "wgrad.rht": 0}, "2.14.0", None),
+    ],
+)
+def test_releases_that_lack_something_are_refused_by_name(machine, capability, changes, version, why):
+    machine(capability, version=version)
+    choice = chosen(configured(**changes))
+    assert (choice.name == "transformer_engine") == (why is None)
+    if why is not None:
+        assert f"Transformer Engine {version} is installed and precision=nvfp4 needs" in choice.reason
+        assert why in choice.reason
+        with pytest.raises(ConfigError) as error:
+            chosen(configured(backend="transformer_engine", **changes))
+        assert why in str(error.value) and "\n" not in str(error.value)
+
+
+def test_fp8_blocks_need_less(machine):
+    machine((9, 0), version="2.9.0")
+    assert "precision=fp8_block needs 2.10 or newer" in chosen(configured("fp8_block")).reason
+    machine((9, 0), version="2.10.0")
+    assert chosen(configured("fp8_block")).name == "transformer_engine"
+
+
+def test_the_version_of_a_package_that_is_not_here():
+    if te.importlib.util.find_spec("transformer_engine") is None:
+        assert te_releases.installed_version() is None
 
 
 def test_fp8_blocks_are_native_on_hopper_and_blackwell(machine):

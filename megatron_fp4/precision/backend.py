@@ -45,7 +45,8 @@ class Backend(Protocol):
     """See the two classes.
 
     name: as in `precision.backend`. borrows_codes: whether codes made along one dimension may serve a GEMM along the
-    other; tensor cores want scales along the dot product.
+    other; tensor cores want scales along the dot product. accumulates: whether wgrad's GEMM adds to the gradient of
+    earlier micro-batches itself; that rounds once where a GEMM and an addition round twice.
     """
 
     @property
@@ -53,6 +54,9 @@ class Backend(Protocol):
 
     @property
     def borrows_codes(self) -> bool: ...
+
+    @property
+    def accumulates(self) -> bool: ...
 
     def column_multiple(self, recipe: Recipe) -> int:
         """What the local output features, all groups together, must be a multiple of (of `recipe.column_multiple`)."""
@@ -75,8 +79,11 @@ class Backend(Protocol):
         second waits for the backward pass. amax_group: ranks that hold the other shards and share the maximum.
         """
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
-        """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`."""
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+        """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`.
+
+        total: contiguous [m, n] in `out_dtype`, to add the product to and to return.
+        """
 
     def restored(self, tensors: Sequence[Tensor | None], kind: Any) -> Any:
         """An operand again from its `tensors()` and its `kind`."""

@@ -120,6 +120,7 @@ class EmulatedBackend:
 
     name = "emulated"
     borrows_codes = True
+    accumulates = False
 
     def column_multiple(self, recipe: Recipe) -> int:
         """Whole blocks are enough."""
@@ -157,9 +158,10 @@ class EmulatedBackend:
                 makers[i] = functools.partial(plain, request, i == 1)
         return makers[0], makers[1]
 
-    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
+    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T, see `gemm`."""
-        return gemm(a, b, out_dtype)
+        product = gemm(a, b, out_dtype)
+        return product if total is None else total.add_(product)
 
     def restored(self, tensors: Sequence[Tensor | None], kind: tuple[str | None, bool]) -> GemmOperand:
         """An operand again from its `tensors()` and its `kind`."""

@@ -8,7 +8,9 @@ Every operand is laid out with its dot product along the last dimension and quan
 twice, once per GEMM that uses them, each time with its own tensor scale and (where rounding is stochastic) its own
 draws; 16x16-scaled weights once, since their transposed codes are those of the transposed weight.
 
-The function takes the weight as a DTensor and returns its gradient as an FP32 one (precision/fp32_gradients.py).
+The function takes the weight as a DTensor and returns its gradient as an FP32 one (precision/fp32_gradients.py). Where
+a backend's GEMM can add to a gradient, that of the second and later micro-batches goes into the weight's `.grad` from
+inside the function, which then returns None: `.backward()` sees no difference, `torch.autograd.grad` would.
 
 Output features come in `num_groups` equal groups (the heads of a packed projection), each padded with zeros to the
 recipe's block size inside the function: block boundaries then depend on the model alone, not on how many ranks share
@@ -116,6 +118,7 @@ class _QuantizedLinear(torch.autograd.Function):
         saved = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
         ctx.save_for_backward(*(tensor for operand in saved for tensor in operand.tensors()))
         ctx.call, ctx.kinds = call, [operand.kind for operand in saved]
+        ctx.weight = weight
         ctx.probed = None if numerics.probe is None else numerics.probe.forward(call, x, y)
         return y
 
@@ -137,8 +140,10 @@ class _QuantizedLinear(torch.autograd.Function):
         if make_dgrad is not None:
             dx = call.backend.gemm(make_dgrad(), call.backend.restored(saved[:3], ctx.kinds[0]), dy.dtype)
         if make_wgrad is not None:
-            dw = call.backend.gemm(make_wgrad(), call.backend.restored(saved[3:], ctx.kinds[1]), torch.float32)
-            dw = gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
+            x_wgrad = call.backend.restored(saved[3:], ctx.kinds[1])
+            total = call.running_gradient(ctx.weight) if ctx.probed is None else None
+            dw = call.backend.gemm(make_wgrad(), x_wgrad, torch.float32, total)
+            dw = None if total is not None else gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
         if ctx.probed is not None:
             ctx.probed.backward(grad_outputs[0], dx, dw)
         return dx, dw, None, None
@@ -228,6 +233,14 @@ class _Call:
         recipe = self.recipe
         stochastic = "stochastic" in (recipe.fprop_weight.rounding, recipe.dgrad_weight.rounding)
         return not stochastic and not ((recipe.fprop_rht or recipe.dgrad_rht) and recipe.rht_signs == "fresh")
+
+    def running_gradient(self, weight: Tensor) -> Tensor | None:
+        """The gradient of earlier micro-batches if wgrad's GEMM can add to it itself: FP32 [out, in], local."""
+        if not self.backend.accumulates or not weight.is_leaf or weight.grad is None:
+            return None
+        total = local_part(weight.grad)
+        plain = total.dtype == torch.float32 and total.is_contiguous()
+        return total if plain and self.padded_group_rows == self.group_rows else None
 
     def _signs(self, size: int, gemm_name: str) -> Tensor:
         return transform_signs(size, self.recipe.rht_signs, self._signs_key(gemm_name), self.device)

@@ -17,10 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.comparison import (
+    actual_parts,
+    difference,
+    expected_parts,
+    operand_scale,
+    operand_values,
+    reference,
+)
 from megatron_fp4.precision.emulated import OperandRequest, shared_amax, transform_signs
 from megatron_fp4.precision.fair_rounding import grid_values
-from megatron_fp4.precision.products import operand_scale, operand_values
-from megatron_fp4.precision.selftest import actual_parts, difference, expected_parts, reference
 from megatron_fp4.precision.transformer_engine import NativeOperand
 from megatron_fp4.quantization.formats import E2M1_MAX, E2M1_VALUES, FP32_MAX
 from megatron_fp4.quantization.hadamard import random_hadamard_transform

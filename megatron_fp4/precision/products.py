@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.quantization.tensor import NVFP4Tensor
+from megatron_fp4.precision.comparison import operand_scale, operand_values
 
 # Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
 # rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
@@ -17,23 +16,6 @@ PRODUCT_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
 ELEMENT_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
 _ROWS = 256
 _CHUNK_ELEMENTS = 2**24
-
-
-def operand_values(made: object) -> Tensor:
-    """[rows, k]: what an operand stands for, without the tensor scale."""
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        return decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
-    return made.unpacked()  # type: ignore[attr-defined]
-
-
-def operand_scale(made: object) -> Tensor | float:
-    """FP64 factor from `operand_values` to real values, or 1."""
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        return decoded.decode_scale().to(torch.float64) if isinstance(decoded, NVFP4Tensor) else 1.0
-    scale = made.scale  # type: ignore[attr-defined]
-    return 1.0 if scale is None else scale.to(torch.float64)
 
 
 @dataclass(frozen=True)

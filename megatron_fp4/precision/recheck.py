@@ -158,9 +158,11 @@ class _Watcher:
             None if makers[1] is None or rows is None else functools.partial(watched, makers[1], rows, True),
         )
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, **settings: Any) -> Tensor:
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """The backend's product, compared; which GEMM it is, the left side knows."""
-        product = self.backend.gemm(a, b, out_dtype, **settings)
+        product = self.backend.gemm(a, b, out_dtype, total)
+        if total is not None:
+            return product  # of a later micro-batch: a sum
         name = next((name for made, name in self._left_sides if made is a), None)
         self._left_sides = [(made, name) for made, name in self._left_sides if made is not a]
         if name is not None and name not in self._seen and (a.quantized or b.quantized):

@@ -6,10 +6,13 @@ and, before the first step of a run whose backend is transformer_engine, for the
 Native kernels were wrong before in ways that a loss curve shows late or never: stochastic rounding that returned zeros
 on one GPU generation, scales blocked along the wrong dimension. For each linear's shape and recipe:
 
-    codes      every operand, rounded to nearest: codes, block scales and tensor maximum, bit for bit
-    rounding   operands that round stochastically: scales bit for bit, every value one of the two neighbours, mean
-               within 0.01 of a spacing for values anywhere between them, spread that of a fair draw, not the same
-               draws twice, the same again for the same key
+    codes      every operand, rounded to nearest: codes, block scales and tensor maximum, bit for bit but for the sign
+               of a zero
+    rounding   operands that round stochastically: scales and maximum bit for bit, every value one of the two
+               neighbours, mean within 0.01 of a spacing for values anywhere between them, spread that of a fair draw,
+               not the same draws twice, the same again for the same key
+    draws      where two operands of one tensor round stochastically, their draws are independent
+    maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
     poison     NaN and inf in x, W or dy reach the products
 
@@ -32,24 +35,18 @@ from torch import Tensor
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts, reference
 from megatron_fp4.precision.emulated import EMULATED, transform_signs
-from megatron_fp4.precision.fair_rounding import Draws, rounding_faults
+from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, _Call
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.products import product_errors, product_rows
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
 
 _CHUNK_ELEMENTS = 2**24
 _DRAWS = 16
 _DRAW_ELEMENTS = 2**21
-
-Quantized = NVFP4Tensor | MXFP4Tensor | FP8Tensor
 
 
 class SelfTestError(RuntimeError):
@@ -58,13 +55,18 @@ class SelfTestError(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """The local shape of a linear on this rank (output features unpadded) and its recipe."""
+    """The local shape of a linear on this rank (output features unpadded) and its recipe.
+
+    in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
+    """
 
     tokens: int
     inputs: int
     outputs: int
     num_groups: int
     recipe: Recipe
+    in_shards: dist.ProcessGroup | None = None
+    out_shards: dist.ProcessGroup | None = None
 
     def __str__(self) -> str:
         return f"{self.recipe.name}, {self.tokens} tokens, {self.inputs} -> {self.outputs}"
@@ -92,7 +94,8 @@ def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearNumerics], token
             if row.recipe.quantized:
                 inputs = linear.in_features // _size(numerics.in_shards)
                 outputs = linear.out_features // _size(numerics.out_shards)
-                cases[Case(tokens, inputs, outputs, numerics.num_groups, row.recipe)] = None
+                shards = (numerics.in_shards, numerics.out_shards)
+                cases[Case(tokens, inputs, outputs, numerics.num_groups, row.recipe, *shards)] = None
     return list(cases)
 
 
@@ -105,19 +108,27 @@ def require(backend: Backend, cases: Iterable[Case], device: torch.device) -> st
 
     Raises SelfTestError on all ranks if any rank found a fault, with its own faults where there are some.
     """
-    findings = [finding for case in cases for finding in check(backend, case, device)]
+    findings = [finding for case in cases for finding in _findings(backend, case, device)]
     faults = [str(finding) for finding in findings if finding.fault]
     count = torch.tensor(len(faults), device=device)
     dist.all_reduce(count)
     if faults:
-        raise SelfTestError(f"self-test of the backend {backend.name} on {device}:\n  " + "\n  ".join(faults))
+        heading = f"self-test of the backend {backend.name} on {device}, without which precision.backend=emulated does:"
+        raise SelfTestError("\n  ".join((heading, *faults)))
     if count.item():
         raise SelfTestError(f"self-test of the backend {backend.name}: faults on other ranks, none on this one")
     return f"self-test of {backend.name}: {len(findings)} comparisons with the reference, no difference"
 
 
+def _findings(backend: Backend, case: Case, device: torch.device) -> list[Finding]:
+    try:
+        return list(check(backend, case, device))
+    except RuntimeError as error:  # what a kernel that this chip cannot run ends in
+        return [Finding(case, "kernels", f"failed: {str(error).splitlines()[0]}")]
+
+
 def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Finding]:
-    """All comparisons for one case."""
+    """All comparisons for one case; a collective of the case's groups."""
     x, w, dy = sample_tensors(case, device)
     recipe = nearest(case.recipe)
     numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
@@ -133,7 +144,8 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
             made[name] = maker()
             operand: Operand = getattr(recipe, name)
             if operand.quantized:
-                yield Finding(case, f"{name} codes", _codes_fault(made[name], source, operand, call, name))
+                rows = transformed(source, call, name)
+                yield Finding(case, f"{name} codes", _codes_fault(made[name], rows, operand, _amax(rows)))
     for gemm, (left, right) in GEMMS.items():
         dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
         if getattr(recipe, left).quantized or getattr(recipe, right).quantized:
@@ -141,6 +153,7 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
             errors = product_errors(product, made[left], made[right], product_rows(product))
             yield Finding(case, f"{gemm} product", errors.fault, errors.total)
     yield from _rounding_findings(backend, case, tensors)
+    yield from _maximum_findings(backend, case, tensors)
     yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
 
 
@@ -179,16 +192,6 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
 # ------------------------------------------------------------------------------------------------------------- codes
 
 
-def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> Quantized:
-    """`rows` [n, k] by the reference quantizer. amax: of the whole tensor. key: of the draws; None: to nearest."""
-    rounding = "nearest" if key is None else "stochastic"
-    if operand.format == "nvfp4":
-        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
-    if operand.format == "mxfp4":
-        return quantize_mxfp4(rows, operand.block, rounding, key=key)
-    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
-
-
 def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
     """`x` [n, k] as the operand `name` is quantized: after the transform, if its GEMM has one."""
     gemm = name.split("_")[0]
@@ -198,57 +201,42 @@ def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
     return random_hadamard_transform(x, size, transform_signs(size, call.recipe.rht_signs, None, x.device))
 
 
-def _codes_fault(made: object, source: Tensor, operand: Operand, call: _Call, name: str) -> str:
-    """What of an operand differs from the reference. source: [n, k], before the transform."""
-    rows = transformed(source, call, name)
-    amax = rows.abs().amax().to(torch.float32)
+def _amax(rows: Tensor) -> Tensor:
+    return rows.abs().amax().to(torch.float32)
+
+
+def _codes_fault(made: object, rows: Tensor, operand: Operand, amax: Tensor) -> str:
+    """What of an operand differs from the reference of `rows` [n, k]; of a stochastic one only what is no draw."""
     size = max(128, _CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
     for start in range(0, rows.shape[0], size):
         expected = expected_parts(reference(rows[start : start + size], operand, amax), made)
         actual = actual_parts(made, slice(start, start + size))
         for part, value in expected.items():
-            if fault := difference(actual[part], value, start):
+            drawn = operand.rounding == "stochastic" and part in ("codes", "values")
+            if not drawn and (fault := difference(actual[part], value, start)):
                 return f"{part} {fault}"
     return ""
 
 
-def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
-    """An operand in comparable parts: codes and scales of native operands, values of emulated ones."""
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        parts = {"codes": decoded.codes[rows], "scales": decoded.scales[rows]}
-        return parts | ({"amax": decoded.amax} if isinstance(decoded, NVFP4Tensor) else {})
-    values, scale = made.unpacked(), made.scale  # type: ignore[attr-defined]
-    # Products do not see the sign of a zero, and the emulation does not keep it.
-    return {"values": values[rows].to(torch.float32) + 0.0} | ({} if scale is None else {"tensor scale": scale})
-
-
-def expected_parts(quantized: Quantized, made: object) -> dict[str, Tensor]:
-    """The reference in the parts that `actual_parts` has of `made`."""
-    if isinstance(made, te.NativeOperand):
-        parts = {"codes": quantized.codes, "scales": quantized.scales}
-        return parts | ({"amax": quantized.amax} if isinstance(quantized, NVFP4Tensor) else {})
-    if isinstance(quantized, NVFP4Tensor):
-        return {"values": quantized.block_values() + 0.0, "tensor scale": quantized.decode_scale()}
-    return {"values": quantized.dequantize() + 0.0}
-
-
-def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
-    """Where two tensors differ in any bit, in words; empty if nowhere."""
-    if actual.shape != expected.shape:
-        return f"have shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    unequal = _bits(actual) != _bits(expected)
-    if not unequal.any():
-        return ""
-    at = unequal.nonzero()[0].tolist()
-    found, right = actual[tuple(at)].to(torch.float32).item(), expected[tuple(at)].to(torch.float32).item()
-    where = [at[0] + first_row, *at[1:]] if at else "the tensor"
-    return f"differ in {int(unequal.sum())} of {unequal.numel()}, first at {where}: {found:g} instead of {right:g}"
-
-
-def _bits(t: Tensor) -> Tensor:
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    return t.contiguous().view(sizes[t.element_size()])
+def _maximum_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Operands of a tensor whose maximum is shared; each rank's is half as large as that of the one before."""
+    shards = {"in_shards": case.in_shards, "out_shards": case.out_shards}
+    numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend, **shards)
+    groups = (numerics.in_group, numerics.weight_group, numerics.out_group)
+    for (first, second), group in zip(PAIRS, groups, strict=True):
+        if group is None:
+            continue
+        tensor = tensors[first.split("_")[1]] * 2.0 ** -dist.get_rank(group)
+        call = _Call(numerics, tensors["weight"], tensors["activation"])
+        makers = call.prepare(first, second, tensor, (0, 0), group)
+        for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
+            operand: Operand = getattr(case.recipe, name)
+            if maker is None or operand.format != "nvfp4":
+                continue
+            rows = transformed(source, call, name)
+            amax = _amax(rows)
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+            yield Finding(case, f"{name} of {_size(group)} ranks", _codes_fault(maker(), rows, operand, amax))
 
 
 def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor) -> str:
@@ -297,14 +285,18 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
 
         numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend)
         call = _Call(numerics, tensors["weight"], tensor)
+        sources = {pair[0]: tensor, pair[1]: tensor.t()}
+        rows = {name: transformed(sources[name], call, name).contiguous() for name in stochastic}
         for name in stochastic:
-            source = transformed(tensor if name == pair[0] else tensor.t(), call, name).contiguous()
 
             def make(step: int, name: str = name) -> object:
                 return draw(step)[name]
 
-            fault = rounding_faults(source, Draws(make, _DRAWS), case.recipe, name)
+            fault = rounding_faults(rows[name], Draws(make, _DRAWS), case.recipe, name)
             yield Finding(case, f"{name} rounding", fault)
+        if len(stochastic) == 2:
+            fault = dependence_fault(rows, draw, case.recipe)
+            yield Finding(case, f"{pair[0]} and {pair[1]} draws", fault)
 
 
 # ----------------------------------------------------------------------------------------------------------- command

@@ -3,23 +3,29 @@
 A linear of Transformer Engine is three calls, and so is this one: a quantizer makes both operands of a tensor in one
 launch (`rowwise` along its columns, `columnwise` along its rows, after the Hadamard transform where there is one), and
 `general_gemm` multiplies them. Calling them here rather than `te.Linear` gives each GEMM its own precision, a weight
-gradient that leaves the GEMM in FP32, DTensor parameters, and weights quantized once a step.
+gradient that leaves the GEMM in FP32 (and is added to that of earlier micro-batches by the GEMM itself), DTensor
+parameters, and weights quantized once a step.
 
     our operand                   what Transformer Engine has
     x, dy  [n, k] along columns   rowwise_data     [n, k],  one scale for 16 (FP8: 128) columns
     x, dy  transposed, [m, n]     columnwise_data  [m, n],  the same of the (transformed) transpose
     W                             both, from 16x16 (FP8: 128x128) blocks
 
-Where it can run: NVFP4 on compute capability 10.0 and 10.3, FP8 blocks on 9.0 and 10.x (`unsupported` says why not).
+Where it can run: NVFP4 on compute capability 10.0, 10.3, 12.0 and 12.1, FP8 blocks on 9.0 and 10.x (`unsupported` says
+why not, `te_releases.py` which release each needs).
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
 Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the
 emulation draws from: they depend on seed, step, micro-batch, linear and shard, so a resumed run repeats them, but not
-on the mesh. Its kernels convert NaN to the largest code; here NaN or inf in a tensor makes its scale NaN instead,
-which costs one more read of the tensor.
+on the mesh. (Transformer Engine builds the state of each launch from that generator, which lives on the host, and takes
+no other: seeding it starts nothing on the device.)
 
-What it chooses not to do: let quantizers write scales in the order that cuBLAS wants (`optimize_for_gemm`). The
-self-test reads the scales that training uses, and reordering them is 1/16 of a byte per element.
+NaN and inf: Transformer Engine's kernels take the maximum by instructions that drop NaN, and convert NaN to the largest
+code; nothing that they return shows it. So the tensor is read once more, right after the quantizer, and NaN or inf in
+it makes its maximum (FP8: its scales) NaN.
+
+Quantizers may write NVFP4 scales in the order that cuBLAS reads (`optimize_for_gemm`), where their kernels can; GEMMs
+would otherwise reorder them at every call. `NativeOperand.decoded` puts them back for whoever reads them.
 """
 
 from __future__ import annotations
@@ -50,7 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NVFP4_CAPABILITIES = ((10, 0), (10, 3))
+NVFP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
 # The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too.
 GEMM_MULTIPLES = {"nvfp4": 32, "fp8": 16}
 # They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
@@ -58,16 +64,14 @@ FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MAT
 
 
 def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why Transformer Engine cannot train `recipe` on a GPU of this compute capability, or None if it can."""
+    """Why Transformer Engine cannot train `recipe` on a GPU of this compute capability, or None if it can.
+
+    A release new enough is presumed; `te_releases.outdated` asks the installed one.
+    """
     chip = f"this GPU has {capability[0]}.{capability[1]}"
     formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
     if "nvfp4" in formats and capability not in NVFP4_CAPABILITIES:
-        if capability[0] >= 11:
-            return (
-                f"native NVFP4 training needs compute capability 10.0 or 10.3 and {chip}, where Transformer Engine "
-                "calls NVFP4 available but its training kernels crash or round everything to zero"
-            )
-        return f"native NVFP4 training needs compute capability 10.0 or 10.3 and {chip}"
+        return f"native NVFP4 training needs compute capability 10.0, 10.3, 12.0 or 12.1 and {chip}"
     if "fp8" in formats:
         if capability != (9, 0) and capability[0] != 10:
             return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
@@ -174,7 +178,9 @@ class NativeOperand:
         operand, rows = self.kind.operand, self.data.shape[0]
         if operand.format == "nvfp4":
             assert self.amax is not None
-            scales = self.scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
+            swizzled = dict(self.kind.settings).get("with_gemm_swizzled_scales", False)
+            scales = unswizzled(self.scales) if swizzled else self.scales
+            scales = scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
             scale_max = FOUR_OVER_SIX_SCALE_MAX if operand.four_over_six else E4M3_MAX
             return NVFP4Tensor(self.data.view(torch.uint8), scales, self.amax[0], operand.block, scale_max)
         num_blocks = self.data.shape[1] // 128
@@ -183,6 +189,17 @@ class NativeOperand:
         else:
             scales = self.scales[:, :num_blocks].repeat_interleave(128, dim=0)[:rows]
         return FP8Tensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
+
+
+def unswizzled(scales: Tensor) -> Tensor:
+    """Block scales [rows, columns] (multiples of 128 and 4) in rows, out of cuBLAS's order.
+
+    That is tiles of 128 x 4 after each other, each 32 times 16 bytes: 4 columns of the rows r, r + 32, r + 64, r + 96
+    (cuBLAS documentation, "1D block scaling factors layout").
+    """
+    rows, columns = scales.shape
+    tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)
 
 
 @dataclass(frozen=True)
@@ -200,6 +217,7 @@ class TransformerEngineBackend:
 
     name = "transformer_engine"
     borrows_codes = False
+    accumulates = True
 
     def __init__(self) -> None:
         _library()
@@ -239,16 +257,24 @@ class TransformerEngineBackend:
             None if rows is None else functools.partial(alone, rows, "rows"),
         )
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            return gemm(a, b, out_dtype)
+            product = gemm(a, b, out_dtype)
+            return product if total is None else total.add_(product)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
         # As general_gemm counts: its A is our b, T where the dot product lies along stored rows.
         layout = ("T" if b.kind.along == "columns" else "N") + ("N" if a.kind.along == "columns" else "T")
         left, right = b.storage(), a.storage()
         out = _library().general_gemm(
-            left, right, out_dtype=out_dtype, layout=layout, grad=layout != "TN", use_split_accumulator=True
+            left,
+            right,
+            out_dtype=out_dtype,
+            layout=layout,
+            grad=layout != "TN",
+            use_split_accumulator=True,
+            out=total,
+            accumulate=total is not None,
         )
         return out[0]
 
@@ -273,13 +299,13 @@ class TransformerEngineBackend:
         with torch.cuda.device(x.device), draws:
             storage = self._quantizer(settings, group, x.device)(x)
         parts = storage.get_metadata()
-        # Zero, or NaN if any element is NaN or inf.
-        poison = torch.linalg.vector_norm(x, math.inf).to(torch.float32) * 0
+        # Neither drops a NaN; zero times it, added below, changes nothing unless it is NaN or inf.
+        largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
         plain = tuple((k, None if k == "quantizer" else v) for k, v in parts.items() if k not in _TENSORS)
 
         def side(name: str, along: str) -> NativeOperand:
             scales, amax = parts[f"{name}_scale_inv"], parts.get(f"amax_{name}")
-            (scales if amax is None else amax).add_(poison)
+            (scales if amax is None else amax).add_(largest, alpha=0)
             form = _Form(request.operand, along, type(storage), plain)
             return NativeOperand(parts[f"{name}_data"], scales, amax, form)
 
@@ -314,7 +340,7 @@ def _new_quantizer(settings: _Settings, group: ProcessGroup | None) -> Any:
     flags: dict[str, Any] = {}
     if operand.four_over_six:
         flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": int(FOUR_OVER_SIX_SCALE_MAX)}
-    return library.NVFP4Quantizer(
+    quantizer = library.NVFP4Quantizer(
         rowwise=True,
         columnwise=settings.rows,
         with_amax_reduction=group is not None,
@@ -326,6 +352,8 @@ def _new_quantizer(settings: _Settings, group: ProcessGroup | None) -> Any:
         with_random_sign_mask=settings.signs,
         **flags,
     )
+    quantizer.optimize_for_gemm = True
+    return quantizer
 
 
 @contextmanager

@@ -92,8 +92,8 @@ class Spoiled(EmulatedBackend):
         pairs = zip(made, (columns, rows), strict=True)
         return tuple(maker and changed(maker, request) for maker, request in pairs)
 
-    def gemm(self, a, b, out_dtype):
-        product = super().gemm(a, b, out_dtype)
+    def gemm(self, a, b, out_dtype, total=None):
+        product = super().gemm(a, b, out_dtype, total)
         self.calls += 1
         return self.spoil(product) if self.calls - 1 == self.number else product
 

@@ -7,14 +7,15 @@ import reference as ref
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import selftest
+from megatron_fp4.precision import fair_rounding, selftest
 from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.comparison import actual_parts, difference, unsigned_zeros
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
-from megatron_fp4.precision.fair_rounding import Draws, rounding_faults
+from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
-from megatron_fp4.precision.selftest import Case, SelfTestError, check, difference
+from megatron_fp4.precision.selftest import Case, SelfTestError, check
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from tests.training.harness import alone
@@ -104,6 +105,65 @@ def test_a_case_that_rounds_otherwise_than_its_recipe_is_noticed():
     assert any("two draws are the same" in fault for fault in faults(Nearest()))
 
 
+def test_two_operands_that_share_their_draws_are_noticed():
+    """As where two launches start from one state of a generator: the same draws at the same place."""
+
+    class Shared(EmulatedBackend):
+        def operands(self, x, columns, rows, **settings):
+            if columns is not None and rows is not None:
+                rows = replace(rows, key=columns.key)
+            return super().operands(x, columns, rows, **settings)
+
+    for case in (CASE, replace(CASE, recipe=replace(NVFP4, wgrad_rht=0)), replace(CASE, tokens=256, outputs=128)):
+        found = faults(Shared(), case)
+        assert len(found) == 1, found
+        assert "dgrad_gradient and wgrad_gradient draws: go together at the same place: correlation" in found[0]
+
+
+def test_one_draw_for_both_copies_of_an_element_is_noticed():
+    rows = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    made_from = {"dgrad_gradient": rows, "wgrad_gradient": rows.t().contiguous()}
+    recipe = replace(NVFP4, wgrad_rht=0)
+
+    def draw(number: int, shared: bool) -> dict[str, GemmOperand]:
+        uniform = torch.rand(2, *rows.shape, generator=torch.Generator().manual_seed(number))
+        draws = {"dgrad_gradient": uniform[0], "wgrad_gradient": uniform[0 if shared else 1].t()}
+        made = {}
+        for name, x in made_from.items():
+            grid = fair_rounding._Grid.of(x, quantize_nvfp4(x))
+            codes = torch.where(grid.between & (draws[name] < grid.position), grid.high, grid.low)
+            values = codes * grid.scales.repeat_interleave(16, 1)
+            made[name] = GemmOperand(values, None, True)
+        return made
+
+    assert dependence_fault(made_from, lambda number: draw(number, False), recipe) == ""
+    found = dependence_fault(made_from, lambda number: draw(number, True), recipe)
+    assert "go together at the same element: correlation +0." in found
+
+
+def test_a_zero_has_no_sign():
+    codes = torch.arange(256).to(torch.uint8)
+    free = unsigned_zeros(codes)
+    for code, found in zip(codes.tolist(), free.tolist(), strict=True):
+        assert found == (0 if code & 15 == 8 else code & 15) | (0 if code >> 4 == 8 else code >> 4) << 4
+
+
+def test_the_hardware_s_negative_zero_is_no_fault():
+    """The samples have exact -0.0 in them, which the instruction may give code 8 and the reference gives 0."""
+    x, _, _ = selftest.sample_tensors(CASE, CPU)
+    exact = (x == 0) & x.signbit()
+    assert exact.any()
+    quantized = quantize_nvfp4(x)
+    low, high = exact[:, 0::2] * 8, exact[:, 1::2] * 128
+    signed = quantized.codes | low.to(torch.uint8) | high.to(torch.uint8)
+    assert not torch.equal(signed, quantized.codes)
+    form = te._Form(Operand("nvfp4", (1, 16)), "columns", dict, ())
+    padded = torch.nn.functional.pad(quantized.scales.view(torch.uint8), (0, 0, 0, 0))
+    native = te.NativeOperand(signed, padded, quantized.amax.view(1), form)
+    assert selftest._codes_fault(native, x, form.operand, quantized.amax) == ""
+    assert actual_parts(native, slice(None))["codes"].shape == signed.shape
+
+
 def draws_of(rows: Tensor, up: float = 0.0, spread: float = 1.0) -> Draws:
     """Fair draws of NVFP4 codes, made unfair: `up` adds to the chance of going up, `spread` < 1 repeats draws."""
     reference = quantize_nvfp4(rows)
@@ -138,9 +198,9 @@ def test_rounding_that_leans_one_way_is_noticed():
     fair = draws_of(rows)
 
     def leaning(number: int) -> GemmOperand:
-        first, second = fair.make(number).values, fair.make(number + 100).values
-        again = torch.rand(first.shape, generator=torch.Generator().manual_seed(number)) < 0.1
-        return GemmOperand(torch.where(again, torch.maximum(first, second), first), None, True)
+        made, second = fair.make(number), fair.make(number + 100).values
+        again = torch.rand(second.shape, generator=torch.Generator().manual_seed(number)) < 0.1
+        return replace(made, values=torch.where(again, torch.maximum(made.values, second), made.values))
 
     assert "goes up too often" in rounding_faults(rows, Draws(leaning, 16), NVFP4, "dgrad_gradient")
 
@@ -163,6 +223,16 @@ def test_a_fault_stops_the_run_and_is_named():
         with pytest.raises(SelfTestError) as error:
             selftest.require(Spoiled(values=one_changed), [CASE], CPU)
     assert "nvfp4, 128 tokens, 128 -> 256: fprop_activation codes" in str(error.value)
+    assert "precision.backend=emulated" in str(error.value)
+
+
+def test_a_kernel_that_fails_is_a_fault_of_its_own():
+    def fail(product: Tensor) -> Tensor:
+        raise RuntimeError("CUDA Error: invalid argument\nin some file")
+
+    with alone(), pytest.raises(SelfTestError) as error:
+        selftest.require(Spoiled(product=fail), [CASE], CPU)
+    assert str(error.value).endswith("nvfp4, 128 tokens, 128 -> 256: kernels: failed: CUDA Error: invalid argument")
 
 
 def test_cases_are_the_different_quantized_linears_of_the_plans():
@@ -178,7 +248,7 @@ def test_the_command_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert selftest.main(["--shape", "128,128,128"]) == 0
     printed = capsys.readouterr().out
-    assert "nvfp4, emulated: 12 comparisons, 0 faults" in printed
+    assert "nvfp4, emulated: 13 comparisons, 0 faults" in printed
     assert "nvfp4, transformer_engine: not tested: there is no CUDA device" in printed
 
 

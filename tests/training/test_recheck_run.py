@@ -114,10 +114,10 @@ def faulty_products(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
     gemm = EmulatedBackend.gemm
 
-    def spoiled(self: EmulatedBackend, a: Any, b: Any, out_dtype: torch.dtype) -> torch.Tensor:
+    def spoiled(self: EmulatedBackend, a: Any, b: Any, out_dtype: torch.dtype, total: Any = None) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        product = gemm(self, a, b, out_dtype)
+        product = gemm(self, a, b, out_dtype, total)
         return product * 1.02 if calls > 120 else product
 
     monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)

@@ -1,0 +1,96 @@
+"""An operand of any backend beside the reference: in comparable parts, and where they differ.
+
+A zero's sign is free: no product sees it, the emulation does not keep it, and hardware that rounds to E2M1 keeps the
+sign of a number that becomes zero (code 8), of an exact -0.0 perhaps as well, where the reference has code 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
+
+Quantized = NVFP4Tensor | MXFP4Tensor | FP8Tensor
+
+
+def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> Quantized:
+    """`rows` [n, k] by the reference quantizer. amax: of the whole tensor. key: of the draws; None: to nearest."""
+    rounding = "nearest" if key is None else "stochastic"
+    if operand.format == "nvfp4":
+        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
+    if operand.format == "mxfp4":
+        return quantize_mxfp4(rows, operand.block, rounding, key=key)
+    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
+
+
+def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
+    """An operand in comparable parts: codes and scales of native operands, values of emulated ones."""
+    if isinstance(made, te.NativeOperand):
+        decoded = made.decoded()
+        return _code_parts(decoded, rows)
+    values, scale = made.unpacked(), made.scale  # type: ignore[attr-defined]
+    return {"values": values[rows].to(torch.float32) + 0.0} | ({} if scale is None else {"tensor scale": scale})
+
+
+def _code_parts(quantized: Quantized, rows: slice) -> dict[str, Tensor]:
+    parts = {"codes": quantized.codes[rows], "scales": quantized.scales[rows]}
+    if isinstance(quantized, NVFP4Tensor):
+        parts |= {"codes": unsigned_zeros(parts["codes"]), "amax": quantized.amax}
+    return parts
+
+
+def unsigned_zeros(codes: Tensor) -> Tensor:
+    """Packed E2M1 codes (uint8, two a byte) with code 8, the negative zero, as code 0."""
+    low = torch.where((codes & 0x0F) == 0x08, codes & 0xF0, codes)
+    return torch.where((low & 0xF0) == 0x80, low & 0x0F, low)
+
+
+def expected_parts(quantized: Quantized, made: object) -> dict[str, Tensor]:
+    """The reference in the parts that `actual_parts` has of `made`."""
+    if isinstance(made, te.NativeOperand):
+        return _code_parts(quantized, slice(None))
+    if isinstance(quantized, NVFP4Tensor):
+        return {"values": quantized.block_values() + 0.0, "tensor scale": quantized.decode_scale()}
+    return {"values": quantized.dequantize() + 0.0}
+
+
+def difference(actual: Tensor, expected: Tensor, first_row: int = 0) -> str:
+    """Where two tensors differ in any bit, in words; empty if nowhere."""
+    if actual.shape != expected.shape:
+        return f"have shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    unequal = _bits(actual) != _bits(expected)
+    if not unequal.any():
+        return ""
+    at = unequal.nonzero()[0].tolist()
+    found, right = actual[tuple(at)].to(torch.float32).item(), expected[tuple(at)].to(torch.float32).item()
+    where = [at[0] + first_row, *at[1:]] if at else "the tensor"
+    return f"differ in {int(unequal.sum())} of {unequal.numel()}, first at {where}: {found:g} instead of {right:g}"
+
+
+def _bits(t: Tensor) -> Tensor:
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return t.contiguous().view(sizes[t.element_size()])
+
+
+def operand_values(made: object) -> Tensor:
+    """[rows, k]: what an operand stands for, without the tensor scale."""
+    if isinstance(made, te.NativeOperand):
+        decoded = made.decoded()
+        return decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
+    return made.unpacked()  # type: ignore[attr-defined]
+
+
+def operand_scale(made: object) -> Tensor | float:
+    """FP64 0-dim: the tensor scale of an operand."""
+    if isinstance(made, te.NativeOperand):
+        decoded = made.decoded()
+        return decoded.decode_scale().to(torch.float64) if isinstance(decoded, NVFP4Tensor) else 1.0
+    scale = made.scale  # type: ignore[attr-defined]
+    return 1.0 if scale is None else scale.to(torch.float64)

@@ -1,0 +1,56 @@
+"""The self-test of ranks that share a tensor's maximum notices one that scales by its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_fp4.precision import selftest
+from megatron_fp4.precision.emulated import EmulatedBackend
+from megatron_fp4.precision.selftest import Case, SelfTestError, check
+from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
+from tests.precision import te_stand_in
+from tests.training.harness import launch
+
+NVFP4 = selftest.RECIPES[0]
+# The tensors that are sharded with the input features, and with the output features.
+SHARED = {
+    "in_shards": ["fprop_activation", "wgrad_activation", "fprop_weight", "dgrad_weight"],
+    "out_shards": ["fprop_weight", "dgrad_weight", "dgrad_gradient", "wgrad_gradient"],
+}
+CPU = torch.device("cpu")
+
+
+class Own(EmulatedBackend):
+    """Each rank scales by its own maximum."""
+
+    def operands(self, x: Any, columns: Any, rows: Any, **settings: Any) -> Any:
+        return super().operands(x, columns, rows, **{**settings, "amax_group": None})
+
+
+def shared_findings(rank: int, shards: str, spoil: str | None) -> list[tuple[str, str]]:
+    """What was compared over the ranks, and what differed. spoil: of the stand-in; None: the emulation, spoiled."""
+    case = Case(128, 128, 128, 1, NVFP4, **{shards: dist.group.WORLD})
+    with te_stand_in.installed(spoil or ""):
+        backend = Own() if spoil is None else TransformerEngineBackend()
+        found = [(f.what, f.fault) for f in check(backend, case, CPU)]
+        if spoil in (None, "own maximum"):
+            with pytest.raises(SelfTestError, match="of 2 ranks" if rank else "none on this one"):
+                selftest.require(backend, [case], CPU)
+    others = [what for what, fault in found if fault and "ranks" not in what]
+    assert not others, found
+    return [(what, fault) for what, fault in found if "ranks" in what]
+
+
+@pytest.mark.parametrize("shards", SHARED)
+@pytest.mark.parametrize("spoil", ["", "own maximum", None], ids=["right", "native", "emulated"])
+def test_every_operand_is_scaled_by_the_largest_maximum(shards, spoil):
+    first, second = launch(shared_findings, 2, shards, spoil)
+    names = [f"{name} of 2 ranks" for name in SHARED[shards]]
+    assert [what for what, _ in first] == [what for what, _ in second] == names
+    # Rank 0 has the larger values.
+    assert not any(fault for _, fault in first)
+    assert all(bool(fault) == (spoil != "") for _, fault in second), second

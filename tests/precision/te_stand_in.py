@@ -1,0 +1,275 @@
+"""Transformer Engine on a CPU: its quantizers and its GEMM by the reference quantizers, in its storage layouts.
+
+What its kernels do and the reference does not: NaN is dropped from maxima and becomes the largest code, every negative
+zero has code 8, draws have 8 bits and come from CUDA's default generator, padding is left as it was found, and scales
+are in cuBLAS's order where the kernels of compute capability 10.0 would write them so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.quantization import nvfp4
+from megatron_fp4.quantization.formats import (
+    e2m1_codes,
+    e2m1_values,
+    pack_codes,
+    round_e2m1_nearest,
+    round_e2m1_stochastic,
+    unpack_codes,
+)
+from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
+
+FOUND = 0x5A  # what padding holds
+
+
+class Storage:
+    """What both quantizers return, and what the GEMM takes: named tensors and settings."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, **parts: Any) -> None:
+        assert set(parts) == set(self.names), set(parts) ^ set(self.names)
+        self.parts = parts
+
+    def get_metadata(self) -> dict[str, Any]:
+        return dict(self.parts)
+
+
+_BOTH = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "quantizer", "fake_dtype")
+
+
+class NVFP4TensorStorage(Storage):
+    names = (
+        *_BOTH,
+        *("amax_rowwise", "amax_columnwise", "fp4_dtype", "with_gemm_swizzled_scales"),
+        *("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"),
+    )
+
+
+class Float8BlockwiseQTensorStorage(Storage):
+    names = (*_BOTH, "fp8_dtype", "is_2D_scaled")
+
+
+class NVFP4Quantizer:
+    """Attributes `log` and `spoil` are the tests': quantizers made, and what to do wrong."""
+
+    log: list[dict[str, Any]]
+    spoil: str
+
+    def __init__(
+        self,
+        fp4_dtype=None,
+        rowwise=True,
+        columnwise=True,
+        with_amax_reduction=False,
+        amax_reduction_group=None,
+        with_rht=False,
+        with_post_rht_amax=False,
+        with_2d_quantization=False,
+        stochastic_rounding=False,
+        row_scaled_nvfp4=False,
+        nvfp4_use_4over6=False,
+        nvfp4_e4m3_max=448,
+        nvfp4_4over6_err_mode="MAE",
+        with_random_sign_mask=True,
+    ) -> None:
+        self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
+        self.internal = self.optimize_for_gemm = False
+        assert not (nvfp4_use_4over6 and (with_rht or stochastic_rounding))
+        assert with_post_rht_amax == with_rht, "no maximum from before the transform"
+
+    def __call__(self, x: Tensor) -> NVFP4TensorStorage:
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.dim() == 2
+        assert not any(size % 16 for size in x.shape) and self.internal and self.rowwise
+        self.log.append({"shape": tuple(x.shape), "quantizer": self})
+        transposed = x.t().contiguous()
+        if self.with_rht:
+            signs = fixed_signs(16) if self.with_random_sign_mask and self.spoil != "signs" else torch.ones(16)
+            transposed = random_hadamard_transform(transposed, 16, signs)
+        fused = self.with_rht and x.shape[0] % 64 == 0 and x.shape[1] % 128 == 0
+        square = self.with_2d_quantization and not any(size % 128 for size in x.shape) and not self.nvfp4_use_4over6
+        swizzled = self.optimize_for_gemm and (fused or square)
+        generator = torch.cuda.default_generators[0]
+        if self.spoil == "unseeded":
+            generator = torch.default_generator
+        state = generator.get_state()
+        parts: dict[str, Any] = {}
+        for name, rows, wanted in (("rowwise", x, True), ("columnwise", transposed, self.columnwise)):
+            if self.spoil == "one state":
+                generator.set_state(state)
+            data, scales, amax = self.side(rows, generator) if wanted else (None, None, None)
+            if wanted and swizzled and self.spoil != "order":
+                scales = swizzle(scales)
+            parts |= {f"{name}_data": data, f"{name}_scale_inv": scales, f"amax_{name}": amax}
+        return NVFP4TensorStorage(
+            **parts,
+            fp4_dtype="E2M1",
+            quantizer=self,
+            with_gemm_swizzled_scales=swizzled,
+            row_scaled_nvfp4=False,
+            nvfp4_use_4over6=self.nvfp4_use_4over6,
+            nvfp4_e4m3_max=self.nvfp4_e4m3_max if self.nvfp4_use_4over6 else 448,
+            fake_dtype=torch.bfloat16,
+        )
+
+    def side(self, rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, padded scales and maximum of `rows` [n, k]."""
+        known = rows.to(torch.float32).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
+        amax = known.abs().amax()
+        if self.with_amax_reduction and self.spoil != "own maximum":
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.amax_reduction_group)
+        block = (16, 16) if self.with_2d_quantization else (1, 16)
+        made = nvfp4.quantize_nvfp4(known, block, amax=amax, four_over_six=self.nvfp4_use_4over6)
+        tensor_scale = nvfp4.encode_tensor_scale(amax, made.scale_max)
+        scaled = nvfp4._encode(known, made.scales, tensor_scale)
+        scales, amax, nan = made.scales.view(torch.uint8), made.amax.reshape(1).clone(), rows.isnan()
+        if self.stochastic_rounding:
+            draws = torch.randint(256, rows.shape, generator=generator)
+            values = round_e2m1_stochastic(scaled, (draws.to(torch.float32) + 0.5) * 2.0**-8)
+            if self.spoil == "half scales":
+                scales = (made.scales.to(torch.float32) * 0.5).to(torch.float8_e4m3fn).view(torch.uint8)
+            if self.spoil == "triple maximum":
+                amax *= 3
+            if self.spoil == "zeros":
+                values = torch.zeros_like(values)
+        else:
+            values = round_e2m1_nearest(scaled)
+        codes = e2m1_codes(torch.where(nan, 6.0, values), rows.signbit())
+        return pack_codes(codes), padded(scales, 128, 4), amax
+
+
+class Float8BlockQuantizer:
+    log: list[dict[str, Any]]
+
+    def __init__(
+        self, fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2
+    ) -> None:
+        self.__dict__.update({name: value for name, value in locals().items() if name != "self"})
+        self.internal = False
+
+    def __call__(self, x: Tensor) -> Float8BlockwiseQTensorStorage:
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and self.internal and self.rowwise
+        self.log.append({"shape": tuple(x.shape), "quantizer": self})
+        square = self.block_scaling_dim == 2
+        parts: dict[str, Any] = {}
+        for name, rows, wanted in (("rowwise", x, True), ("columnwise", x.t(), self.columnwise)):
+            block = (128, 128) if square else (1, 128)
+            made = quantize_fp8(rows.nan_to_num(nan=0.0), block, power_of_two_scales=self.force_pow_2_scales)
+            scales = padded(made.scales[::128], 1, 4) if square else padded(made.scales.t(), 1, 4)
+            parts |= {f"{name}_data": made.codes.view(torch.uint8) if wanted else None}
+            parts |= {f"{name}_scale_inv": scales if wanted else None}
+        return Float8BlockwiseQTensorStorage(
+            **parts, quantizer=self, fake_dtype=torch.bfloat16, fp8_dtype=self.fp8_dtype, is_2D_scaled=square
+        )
+
+
+def general_gemm(
+    A,
+    B,
+    out_dtype=None,
+    quantization_params=None,
+    gelu=False,
+    gelu_in=None,
+    alpha=1.0,
+    beta=None,
+    accumulate=False,
+    layout="TN",
+    out=None,
+    bias=None,
+    use_split_accumulator=False,
+    grad=False,
+    ub=None,
+    ub_type=None,
+    extra_output=None,
+    bulk_overlap=False,
+) -> tuple[Any, ...]:
+    """op(B) op(A)^T in rows, as cuBLAS's op(A) op(B) in columns."""
+    assert layout in ("TN", "NN", "NT") and (out is None or out.is_contiguous())
+    GEMMS.append({"layout": layout, "out_dtype": out_dtype, "grad": grad, "accumulate": accumulate})
+    right = decoded(A, "rowwise" if layout[0] == "T" else "columnwise")
+    left = decoded(B, "columnwise" if layout[1] == "T" else "rowwise")
+    assert left.shape[1] == right.shape[1] and left.shape[1] % 16 == 0
+    product = left @ right.t()
+    if out is None:
+        return product.to(out_dtype), None, None, None
+    assert out.dtype == out_dtype and out.shape == product.shape
+    out.copy_(product + out if accumulate else product)
+    return out, None, None, None
+
+
+GEMMS: list[dict[str, Any]] = []
+
+
+def decoded(storage: Storage, side: str) -> Tensor:
+    """FP64 [rows, k] of one direction; the other is not there."""
+    parts = storage.parts
+    other = "columnwise" if side == "rowwise" else "rowwise"
+    assert parts[f"{other}_data"] is None and parts[f"{other}_scale_inv"] is None
+    data, scales = parts[f"{side}_data"], parts[f"{side}_scale_inv"]
+    if isinstance(storage, Float8BlockwiseQTensorStorage):
+        num_blocks = data.shape[1] // 128
+        values = data.view(torch.float8_e4m3fn).to(torch.float64).unflatten(1, (-1, 128))
+        if parts["is_2D_scaled"]:
+            scales = scales[:, :num_blocks].repeat_interleave(128, 0)[: data.shape[0]]
+        else:
+            scales = scales[:num_blocks, : data.shape[0]].t()
+        return (values * scales.to(torch.float64)[..., None]).flatten(1)
+    if parts["with_gemm_swizzled_scales"]:
+        scales = scales.flatten()[places(*scales.shape)]
+    scales = scales[: data.shape[0], : data.shape[1] // 8].view(torch.float8_e4m3fn).to(torch.float64)
+    values = e2m1_values(unpack_codes(data)).to(torch.float64).unflatten(1, (-1, 16))
+    factor = parts[f"amax_{side}"].to(torch.float64) / (6 * parts["nvfp4_e4m3_max"])
+    return (values * scales[..., None]).flatten(1) * factor
+
+
+def padded(scales: Tensor, rows: int, columns: int) -> Tensor:
+    extra = (-scales.shape[0] % rows, -scales.shape[1] % columns)
+    return torch.nn.functional.pad(scales, (0, extra[1], 0, extra[0]), value=FOUND)
+
+
+def places(rows: int, columns: int) -> Tensor:
+    """Where cuBLAS reads the scale of each row and column, in bytes (its documentation's formula)."""
+    r, c = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    return ((r // 128) * (columns // 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
+
+
+def swizzle(scales: Tensor) -> Tensor:
+    swizzled = torch.empty_like(scales).flatten()
+    swizzled[places(*scales.shape)] = scales
+    return swizzled.view(scales.shape)
+
+
+@contextlib.contextmanager
+def installed(spoil: str = "") -> Iterator[list[dict[str, Any]]]:
+    """Have the backend find this instead of the package; yields the log of what was quantized.
+
+    spoil: `half scales`, `triple maximum`, `zeros` (all of stochastic operands), `one state` (of the generator for both
+    copies), `unseeded`, `signs` (of the transform), `order` (of scales), `own maximum` (of each rank).
+    """
+    log: list[dict[str, Any]] = []
+    settings = {"log": log, "spoil": spoil}
+    library = SimpleNamespace(
+        e4m3="E4M3",
+        general_gemm=general_gemm,
+        NVFP4Quantizer=type("NVFP4Quantizer", (NVFP4Quantizer,), settings),
+        Float8BlockQuantizer=type("Float8BlockQuantizer", (Float8BlockQuantizer,), settings),
+    )
+    GEMMS.clear()
+    with (
+        mock.patch.object(te, "_library", lambda: library),
+        mock.patch.object(torch.cuda, "device", lambda _: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
+    ):
+        yield log

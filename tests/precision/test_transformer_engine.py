@@ -1,0 +1,260 @@
+"""The native backend's plumbing on a CPU: what it asks of Transformer Engine, in which order, and what it makes of it.
+
+Transformer Engine is stood in for (te_stand_in.py); its signatures are those of its releases.
+"""
+
+import contextlib
+import inspect
+from dataclasses import replace
+
+import pytest
+import reference as ref
+import te_stand_in as stand_in
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from megatron_fp4.precision import selftest
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.selftest import Case, check
+from megatron_fp4.precision.te_releases import needed_release
+from megatron_fp4.quantization.rounding import rounding_key
+from tests.training.harness import alone
+
+NVFP4, FP8, FP8_POWERS = selftest.RECIPES
+X_46, W_46 = (Operand("nvfp4", block, four_over_six=True) for block in ((1, 16), (16, 16)))
+FOUR_OVER_SIX = Recipe("four over six", X_46, W_46, X_46, W_46, X_46, X_46)
+NO_TRANSFORM = replace(NVFP4, name="no transform", wgrad_rht=0)
+CPU = torch.device("cpu")
+# Which the fused kernels take, and which they do not.
+ALIGNED, ODD = (128, 128, 256), (96, 160, 224)
+
+
+def faults(spoil: str = "", recipe: Recipe = NVFP4, shape: tuple[int, int, int] = ALIGNED) -> list[str]:
+    with stand_in.installed(spoil):
+        backend = te.TransformerEngineBackend()
+        return [str(f) for f in check(backend, Case(*shape, 1, recipe), CPU) if f.fault]
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, NO_TRANSFORM, FOUR_OVER_SIX, ref.QAF], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("shape", [ALIGNED, ODD], ids=["aligned", "odd"])
+def test_the_self_test_passes_what_hardware_would_return(recipe, shape):
+    """Code 8 for negative zeros, NaN that kernels drop, 8-bit draws, garbage in the padding, scales in either order."""
+    assert faults(recipe=recipe, shape=shape) == []
+
+
+@pytest.mark.parametrize("recipe", [FP8, FP8_POWERS], ids=lambda recipe: recipe.name)
+def test_fp8_blocks_pass(recipe):
+    assert faults(recipe=recipe, shape=(256, 128, 384)) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "seen"),
+    [
+        ("half scales", "dgrad_gradient rounding: scales differ in"),
+        ("triple maximum", "wgrad_gradient rounding: amax differ in 1 of 1"),
+        ("zeros", "dgrad_gradient rounding: every code is zero"),
+        ("one state", "dgrad_gradient and wgrad_gradient draws: go together at the same index"),
+        ("unseeded", "dgrad_gradient rounding: the same key gives other draws"),
+        ("signs", "wgrad_activation codes: codes differ in"),
+        ("order", "fprop_weight codes: scales differ in"),
+    ],
+)
+def test_what_kernels_may_do_wrong_is_named(spoil, seen):
+    found = faults(spoil)
+    assert any(seen in fault for fault in found), found
+
+
+def test_which_side_which_flags_in_which_order():
+    x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 384))
+    with stand_in.installed() as log:
+        numerics = ref.numerics_of(NVFP4, backend=te.TransformerEngineBackend())
+        ref.run(x, w, dy, numerics)
+        names = ("columnwise", "with_rht", "with_2d_quantization", "stochastic_rounding", "with_random_sign_mask")
+        flags = [(call["shape"], *(getattr(call["quantizer"], name) for name in names)) for call in log]
+        assert flags == [
+            ((384, 256), True, False, True, False, True),  # W
+            ((128, 256), True, True, False, False, True),  # x
+            ((128, 384), True, True, False, True, True),  # dy
+        ]
+        assert [
+            {"layout": "TN", "out_dtype": torch.bfloat16, "grad": False, "accumulate": False},
+            {"layout": "NN", "out_dtype": torch.bfloat16, "grad": True, "accumulate": False},
+            {"layout": "NT", "out_dtype": torch.float32, "grad": True, "accumulate": False},
+        ] == stand_in.GEMMS
+        ref.run(x, w, dy, replace(numerics, recipe=replace(NVFP4, rht_signs="none"), weight_cache=None))
+        assert not log[-1]["quantizer"].with_random_sign_mask
+        ref.run(x, w, dy, replace(numerics, recipe=FOUR_OVER_SIX, weight_cache=None))
+        assert {(c["quantizer"].nvfp4_use_4over6, c["quantizer"].nvfp4_e4m3_max) for c in log[-3:]} == {(True, 256)}
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, NO_TRANSFORM, FOUR_OVER_SIX, FP8], ids=lambda recipe: recipe.name)
+def test_a_linear_is_the_emulated_one_but_for_accumulation(recipe):
+    recipe = ref.nearest(recipe)
+    x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 384))
+    expected = ref.run(x, w, dy, ref.numerics_of(recipe))
+    with stand_in.installed():
+        found = ref.run(x, w, dy, ref.numerics_of(recipe, backend=te.TransformerEngineBackend()))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_draws_are_a_function_of_the_key_and_the_generator_is_left_as_it_was():
+    with stand_in.installed():
+        generator = torch.cuda.default_generators[0]
+        before = generator.get_state()
+        keys = [rounding_key("a"), rounding_key("a"), rounding_key("b"), rounding_key("a", row_offset=16)]
+        drawn = []
+        for key in keys:
+            with te._seeded(key, CPU):
+                drawn.append(torch.rand(4, generator=generator).tolist())
+        assert torch.equal(generator.get_state(), before)
+    assert drawn[0] == drawn[1]
+    assert len({tuple(d) for d in drawn}) == 3
+
+
+def test_scales_come_back_out_of_cublas_order():
+    scales = torch.arange(256 * 8, dtype=torch.int32).view(256, 8)
+    assert torch.equal(te.unswizzled(stand_in.swizzle(scales)), scales)
+
+
+class Sharded(torch.nn.Module):
+    """One linear under FSDP."""
+
+    def __init__(self, w: torch.Tensor, numerics: LinearNumerics) -> None:
+        super().__init__()
+        self.weight, self.numerics = torch.nn.Parameter(w), numerics
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return quantized_linear(x, self.weight, self.numerics)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
+def test_gemms_add_the_gradients_of_micro_batches(sharded):
+    recipe = ref.nearest(NVFP4)
+    x, w, dy = ref.tensors(3 * 128, 256, 384)
+    x, dy = x.bfloat16().chunk(3), dy.bfloat16().chunk(3)
+    expected = sum(ref.run(a, w.bfloat16(), b, ref.numerics_of(recipe))[2] for a, b in zip(x, dy, strict=True))
+    with stand_in.installed(), alone() as mesh:
+        model = Sharded(w, ref.numerics_of(recipe, backend=te.TransformerEngineBackend()))
+        if sharded:
+            from torch.distributed.fsdp import MixedPrecisionPolicy
+
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            fully_shard(model, mesh=mesh.fsdp, mp_policy=policy)
+        sums = []
+        for i in range(3):
+            if sharded:
+                model.set_requires_gradient_sync(i == 2)
+            model(x[i].requires_grad_()).backward(dy[i])
+            sums.append(model.weight.grad)
+        accumulated = [gemm["accumulate"] for gemm in stand_in.GEMMS if gemm["layout"] == "NT"]
+        assert accumulated == [False, True, True]
+        found = ref_whole(model.weight.grad)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+    if not sharded:
+        assert sums[0] is sums[1] is sums[2]
+
+
+def ref_whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def test_padded_gradients_are_added_up_outside_the_gemm():
+    recipe = ref.nearest(NVFP4)
+    x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 3 * 40))
+    expected = ref.run(x, w, dy, ref.numerics_of(recipe, num_groups=3))[2]
+    with stand_in.installed():
+        numerics = ref.numerics_of(recipe, num_groups=3, backend=te.TransformerEngineBackend())
+        w = w.float().requires_grad_()
+        for _ in range(2):
+            quantized_linear(x, w, numerics).backward(dy)
+        assert not any(gemm["accumulate"] for gemm in stand_in.GEMMS)
+    torch.testing.assert_close(w.grad, 2 * expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+# ------------------------------------------------------------------------------------------------- releases
+
+# Arguments by name and order since each release, read from the sources of 2.9 to 2.20 (`*`: those after it by name
+# only; `=`: has a default).
+_NVFP4 = (
+    "fp4_dtype= rowwise= columnwise= with_amax_reduction= amax_reduction_group= with_rht= with_post_rht_amax= "
+    "with_2d_quantization= stochastic_rounding= {}with_random_sign_mask="
+)
+_FOUR_OVER_SIX = "row_scaled_nvfp4= nvfp4_use_4over6= nvfp4_e4m3_max= nvfp4_4over6_err_mode= "
+_FP8 = "fp8_dtype * rowwise columnwise amax_epsilon= force_pow_2_scales= block_scaling_dim={}"
+_GEMM = (
+    "A B {}out_dtype= quantization_params= gelu= gelu_in= alpha= beta= accumulate= layout= out= bias= "
+    "use_split_accumulator= grad= ub= ub_type= extra_output= bulk_overlap="
+)
+SIGNATURES = {
+    "NVFP4Quantizer": {
+        (2, 9): _NVFP4.format(""),
+        (2, 16): _NVFP4.format("row_scaled_nvfp4= "),
+        (2, 17): _NVFP4.format(_FOUR_OVER_SIX),
+    },
+    "Float8BlockQuantizer": {(2, 9): _FP8.format(" all_gather_usage="), (2, 12): _FP8.format("")},
+    "general_gemm": {(2, 9): _GEMM.format("workspace "), (2, 10): _GEMM.format("")},
+}
+RELEASES = [(2, minor) for minor in range(9, 21)]
+
+
+def signature(name: str, release: tuple[int, int]) -> inspect.Signature:
+    text = SIGNATURES[name][max(since for since in SIGNATURES[name] if since <= release)]
+    kind, parameters = inspect.Parameter.POSITIONAL_OR_KEYWORD, []
+    for word in text.split():
+        if word == "*":
+            kind = inspect.Parameter.KEYWORD_ONLY
+            continue
+        default = None if word.endswith("=") else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(word.rstrip("="), kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def calls(recipe: Recipe) -> list[tuple[str, tuple, dict]]:
+    """What the backend passes to the three, under `recipe`."""
+    made: list[tuple[str, tuple, dict]] = []
+
+    def recording(name, function):
+        def call(*arguments, **named):
+            made.append((name, arguments, named))
+            return function(*arguments, **named)
+
+        return call
+
+    with stand_in.installed():
+        library = te._library()
+        for name in SIGNATURES:
+            setattr(library, name, recording(name, getattr(library, name)))
+        x, w, dy = (t.bfloat16() for t in ref.tensors(128, 128, 128))
+        ref.run(x, w, dy, ref.numerics_of(recipe, backend=te.TransformerEngineBackend()))
+    assert made
+    return made
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, NO_TRANSFORM, FOUR_OVER_SIX, FP8], ids=lambda recipe: recipe.name)
+def test_calls_fit_every_release_that_is_not_refused(recipe):
+    made = calls(recipe)
+    first = needed_release(recipe, (10, 0))
+    assert first in RELEASES[1:]
+    for release in RELEASES:
+        expectation = contextlib.nullcontext()
+        if release == (2, 9) or (recipe is FOUR_OVER_SIX and release < first):
+            expectation = pytest.raises(TypeError)
+        elif release < first:
+            continue  # refused for its numbers, not its arguments
+        with expectation:
+            for name, arguments, named in made:
+                signature(name, release).bind(*arguments, **named)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_stand_in_has_the_newest_signatures(name):
+    theirs = signature(name, RELEASES[-1]).parameters
+    mine = inspect.signature(getattr(stand_in, name)).parameters
+    assert list(mine) == list(theirs)
+    for parameter, other in zip(mine.values(), theirs.values(), strict=True):
+        assert (parameter.kind, parameter.default is parameter.empty) == (other.kind, other.default is other.empty)
