@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig
 
 BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
+BACKENDS = ("emulated", "transformer_engine")
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
 _TRANSFORMER_ENGINE_FORMATS = ("bf16", "nvfp4", "fp8")
 _FP4_GEMM_MULTIPLE = 32  # of cuBLAS: whole 16 bytes of packed codes
@@ -62,7 +63,7 @@ def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
 def _choices(precision: PrecisionConfig, key: str) -> None:
     choices = {
         "compute_dtype": (precision.compute_dtype, ("bfloat16", "float32")),
-        "backend": (precision.backend, ("auto", "emulated", "transformer_engine")),
+        "backend": (precision.backend, ("auto", *BACKENDS)),
         "amax": (precision.amax, ("global", "shard")),
         "rht_signs": (precision.rht_signs, ("fixed", "none", "fresh")),
         "recheck_action": (precision.recheck_action, ("end", "warn")),
