@@ -232,8 +232,8 @@ def report(
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",
         table(["precision", "backend", "comparisons", "NaN, inf arrive", *_GEMMS], compared),
-        "Stochastic rounding to NVFP4, 16 draws: goes up more often than it should, in spacings (fair: 0); its variance "
-        "over that of a fair draw (1):",
+        "Stochastic rounding to NVFP4, 16 draws: goes up more often than it should, in spacings (fair: 0); its "
+        "variance over that of a fair draw (1):",
         table(["precision, backend", "operand", "bias", "spread"], fair),
         f"Forward and backward of one linear, the weight quantized in each call ({how}):",
         table(["linear", "precision, backend", "ms", "of BF16"], timed),

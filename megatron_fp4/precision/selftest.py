@@ -220,8 +220,8 @@ def _codes_fault(made: object, rows: Tensor, operand: Operand, amax: Tensor) -> 
 
 def _maximum_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Operands of a tensor whose maximum is shared; each rank's is half as large as that of the one before."""
-    shards = {"in_shards": case.in_shards, "out_shards": case.out_shards}
-    numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend, **shards)
+    numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend)
+    numerics.in_shards, numerics.out_shards = case.in_shards, case.out_shards
     groups = (numerics.in_group, numerics.weight_group, numerics.out_group)
     for (first, second), group in zip(PAIRS, groups, strict=True):
         if group is None:
