@@ -117,7 +117,7 @@ class Recheck:
 
 @dataclass
 class _Watcher:
-    """A linear's backend for one step: does what the backend does, and looks at it in the first micro-batch."""
+    """A linear's backend for one step: does what the backend does, and looks at the first operand of each name."""
 
     backend: Backend
     numerics: LinearNumerics
@@ -125,7 +125,6 @@ class _Watcher:
     turn: int
     faults: list[str] = field(default_factory=list)
     comparisons: int = 0
-    _micro_batch: int | None = None
     _seen: set[str] = field(default_factory=set)
     _left_sides: list[tuple[Any, str]] = field(default_factory=list)
 
@@ -137,16 +136,12 @@ class _Watcher:
     ) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
         """The backend's operands, compared when they are made."""
         makers = self.backend.operands(x, columns, rows, **settings)
-        if self._micro_batch is None:
-            self._micro_batch = self.numerics.clock.micro_batch
-        if self.numerics.clock.micro_batch != self._micro_batch:
-            return makers
 
         def watched(maker: Callable[[], Any], request: OperandRequest, transposed: bool) -> Any:
             made = maker()
             if request.name in _LEFT_SIDES:
                 self._left_sides.append((made, f"{_LEFT_SIDES[request.name]} product"))
-            # A recomputed block comes by twice.
+            # Later micro-batches come by too, and recomputed blocks twice.
             if made.quantized and request.name not in self._seen:
                 rounded = x.to(settings["dtype"])
                 source = rounded.t() if transposed else rounded
@@ -161,11 +156,9 @@ class _Watcher:
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """The backend's product, compared; which GEMM it is, the left side knows."""
         product = self.backend.gemm(a, b, out_dtype, total)
-        if total is not None:
-            return product  # of a later micro-batch: a sum
         name = next((name for made, name in self._left_sides if made is a), None)
         self._left_sides = [(made, name) for made, name in self._left_sides if made is not a]
-        if name is not None and name not in self._seen and (a.quantized or b.quantized):
+        if total is None and name is not None and name not in self._seen and (a.quantized or b.quantized):
             size, count = product.shape[0], min(_PRODUCT_ROWS, product.shape[0])
             rows = (torch.arange(count, device=product.device) * size // count + self.turn) % size
             self._note(name, product_errors(product, a, b, rows, cancelling=True).fault)

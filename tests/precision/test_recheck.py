@@ -236,6 +236,16 @@ def test_native_operands_may_draw_and_add_up_by_themselves(operand, rht):
     assert operand_fault(native(rows, operand, rht), rows, request_of(operand, rht), None) == ""
 
 
+@pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
+def test_only_behind_a_transform_values_may_be_one_step_of_bf16_off(operand):
+    rows = rows_of()
+    after = random_hadamard_transform(rows, 16, fixed_signs(16))
+    step = torch.randint(-1, 2, after.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int16)
+    moved = (after.view(torch.int16) + step).view(torch.bfloat16)
+    assert operand_fault(native(moved, operand), rows, request_of(operand, 16), None) == ""
+    assert operand_fault(native(moved, operand), after, request_of(operand, 0), None) != ""
+
+
 @pytest.mark.parametrize("rht", [0, 16])
 @pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
 @pytest.mark.parametrize("part", ["codes", "scales", "amax", "rounding"])
