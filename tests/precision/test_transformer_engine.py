@@ -22,7 +22,7 @@ from megatron_fp4.precision.te_releases import needed_release
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.training.harness import alone
 
-NVFP4, FP8, FP8_POWERS = selftest.RECIPES
+NVFP4, FP8, FP8_POWERS, *_ = selftest.RECIPES
 X_46, W_46 = (Operand("nvfp4", block, four_over_six=True) for block in ((1, 16), (16, 16)))
 FOUR_OVER_SIX = Recipe("four over six", X_46, W_46, X_46, W_46, X_46, X_46)
 NO_TRANSFORM = replace(NVFP4, name="no transform", wgrad_rht=0)
