@@ -33,7 +33,7 @@ from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.validate import validate
-from megatron_fp4.validate_precision import validate_precision
+from megatron_fp4.validate_precision import validate_precision, validate_switch
 from models.execution import Execution, choose_execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
@@ -53,6 +53,7 @@ def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
     target = precision_config(name, config, CONFIGS)
     if config.precision.switch.when != "never":
         validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
+    validate_switch(config.precision, target)  # the plan after the switch is made in any case
     if not config.run.dry:
         backend_of(config, target)
     return config, target

@@ -9,6 +9,7 @@ import pytest
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import Config, ConfigError, PhaseConfig
 from megatron_fp4.validate import data_parallel_size, validate, validate_precision
+from megatron_fp4.validate_precision import validate_switch
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DATA = ("data.sources={web: /d/web}", "data.blends={first: {web: 1.0}, second: {web: 1.0}, third: {web: 1.0}}")
@@ -368,3 +369,15 @@ def test_a_target_is_named_by_its_own_key():
     target = changed(precision_config("fp8_block", config, CONFIGS), {"wgrad.rht": 3})
     with pytest.raises(ConfigError, match=re.escape("target.wgrad.rht=3")):
         validate_precision(target, config, "cpu", key="target")
+
+
+def test_a_target_that_a_linear_cannot_share_with_the_recipe_is_refused():
+    config = composed("precision.switch.scope=backward", "precision.fprop.rht=16")
+    target = precision_config("mxfp4", config, CONFIGS)
+    validate_switch(config.precision, target)
+    fresh = changed(config, {"precision.rht_signs": "fresh"}).precision
+    with pytest.raises(ConfigError, match=r"precision\.rht_signs=fresh goes on in fprop .* mxfp4 has fixed"):
+        validate_switch(fresh, target)
+    validate_switch(changed(fresh, {"switch.scope": "both"}), target)
+    validate_switch(changed(fresh, {"fprop.rht": 0}), target)
+    validate_switch(fresh, precision_config("bf16", config, CONFIGS))
