@@ -97,6 +97,12 @@ def test_the_shapes_of_a_model() -> None:
     assert {shape[0] for shape in prove_backend.shapes_of(config, True, "cpu")} == {256}
 
 
+def test_the_command_line() -> None:
+    options = prove_backend.parse(["model=tiny", "parallel.tensor=2", "--precision", "nvfp4", "mxfp4"])
+    assert options.overrides == ["model=tiny", "parallel.tensor=2"] and options.precision == ["nvfp4", "mxfp4"]
+    assert options.backend == ["all"]
+
+
 def test_misuse(capsys) -> None:
     assert prove_backend.main(["model.hidden_dims=3"]) == 2
     assert "did you mean" in capsys.readouterr().err
