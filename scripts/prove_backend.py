@@ -4,11 +4,11 @@
     python scripts/prove_backend.py model=nemotron_h_8b parallel.tensor=8     the linears of one rank of that run
     python scripts/prove_backend.py precision.wgrad.rht=0 --precision nvfp4 --backend transformer_engine
 
-Arguments are overrides of pretrain.py, before the options. Compared are: the reference quantizers with the formats' definition, by brute
-force; every operand's codes, scales and maxima with the reference; the fairness of stochastic rounding; the three
-products with FP64; what becomes of NaN and inf (precision/selftest.py); and timed is every linear against BF16. What
-this machine cannot run is listed with the reason. The end is a block of Markdown for a report. Exit codes: 0 all
-agrees, 1 something does not, 2 the arguments are wrong.
+Arguments are overrides of pretrain.py, before the options. Compared are: the reference quantizers with the formats'
+definition, by brute force; every operand's codes, scales and maxima with the reference; the fairness of stochastic
+rounding; the three products with FP64; what becomes of NaN and inf (precision/selftest.py); and timed is every linear
+against BF16. What this machine cannot run is listed with the reason. The end is a block of Markdown for a report. Exit
+codes: 0 all agrees, 1 something does not, 2 the arguments are wrong.
 """
 
 from __future__ import annotations
