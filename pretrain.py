@@ -42,6 +42,7 @@ from megatron_fp4.config import Config, PrecisionConfig
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.plan import apply_plan
+from megatron_fp4.precision.recheck import Recheck, RecheckError
 from megatron_fp4.training.autotuning import pin_kernels
 from megatron_fp4.training.console import RunConsole
 from megatron_fp4.training.diagnostics import Diagnostics, diagnostics_scalars
@@ -74,6 +75,10 @@ def main(arguments: list[str]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
         return 2
+    except RecheckError as error:
+        if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
+            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+        return 1
     except selftest.SelfTestError as error:
         print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
         return 1
@@ -171,6 +176,7 @@ def train(
     steps, tokens_per_step = config.train.steps, config.train.global_batch_size * config.train.sequence_length
     flops_per_token = training_flops_per_token(config.model, config.train.sequence_length)
     diagnostics = Diagnostics(config.precision.diagnostics.interval, run.linears)
+    recheck = Recheck(config.precision.recheck_interval, run.linears, mesh.device)
     losses: dict[str, float] = {}
     for step, micro_batches in enumerate(run.loader.steps(start, steps), start=start):
         began = time.perf_counter()
@@ -187,7 +193,7 @@ def train(
             writer.event(step + 1, "switch", scope=switch.config.scope, target=switch.config.target)
             console.event(step, f"precision switches to {switch.config.target} ({switch.config.scope})")
 
-        with diagnostics.measuring(step), window.step(step):
+        with diagnostics.measuring(step), recheck.watching(step), window.step(step):
             result = train_step(
                 run.model,
                 run.optimizer.optimizer,
@@ -200,6 +206,11 @@ def train(
                 reshard=config.parallel.reshard,
                 stop_requested=stop.requested,
             )
+        if (rechecked := recheck.collect()) is not None and rechecked.faults:
+            writer.event(step + 1, "recheck", linear=rechecked.linear, faults=rechecked.faults)
+            if config.precision.recheck_action == "end":
+                raise RecheckError(f"{rechecked}; set precision.recheck_action=warn to go on all the same")
+            console.event(step + 1, str(rechecked))
         guard.observe(result, step, lambda: diagnose_nonfinite(run.model, micro_batches, mesh, run.clock))  # noqa: B023
         if (record := diagnostics.collect()) is not None:
             writer.record(step + 1, "diagnostics", record, diagnostics_scalars(record))

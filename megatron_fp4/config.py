@@ -171,6 +171,8 @@ class PrecisionConfig:
     amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
         `shard` is Transformer Engine's per-shard behaviour.
     rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
+    recheck_interval: every so many steps one quantized linear is computed again by the reference and compared, the
+        linears taking turns; 0: never. recheck_action: what a difference does: `end` the run, or `warn`.
     """
 
     name: str = "bf16"
@@ -178,6 +180,8 @@ class PrecisionConfig:
     backend: str = "auto"
     amax: str = "global"
     rht_signs: str = "fixed"
+    recheck_interval: int = 0
+    recheck_action: str = "end"
     fprop: FpropConfig = field(default_factory=FpropConfig)
     dgrad: DgradConfig = field(default_factory=DgradConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)

@@ -16,6 +16,7 @@ from megatron_fp4.validate_effects import validate_effects
 from megatron_fp4.validate_torch_backend import validate_torch_backend
 
 BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
+BACKENDS = ("emulated", "transformer_engine", "torch")
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
 _TRANSFORMER_ENGINE_FORMATS = ("bf16", "nvfp4", "fp8")
 
@@ -51,6 +52,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     if quantized:
         _bf16_blocks(precision, config, key)
         _sizes(precision, config, key)
+    _recheck(precision, quantized, key)
     _switch(precision, key)
     validate_effects(precision, key)
 
@@ -75,9 +77,10 @@ def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
 def _choices(precision: PrecisionConfig, key: str) -> None:
     choices = {
         "compute_dtype": (precision.compute_dtype, ("bfloat16", "float32")),
-        "backend": (precision.backend, ("auto", "emulated", "transformer_engine", "torch")),
+        "backend": (precision.backend, ("auto", *BACKENDS)),
         "amax": (precision.amax, ("global", "shard")),
         "rht_signs": (precision.rht_signs, ("fixed", "none", "fresh")),
+        "recheck_action": (precision.recheck_action, ("end", "warn")),
         "switch.scope": (precision.switch.scope, ("both", "forward", "backward")),
     }
     for name, (value, allowed) in choices.items():
@@ -262,6 +265,17 @@ def _input_dims(config: Config, precision: PrecisionConfig) -> dict[str, tuple[i
         inner = model.mamba_inner_dim
         dims["model.mamba_num_heads x model.mamba_head_dim"] = (inner, True, "the Mamba output projection")
     return dims
+
+
+def _recheck(precision: PrecisionConfig, quantized: bool, key: str) -> None:
+    interval = precision.recheck_interval
+    if interval < 0:
+        raise ConfigError(f"{key}.recheck_interval={interval} is negative; give a number of steps, or 0 for never")
+    if interval and not quantized and precision.switch.when == "never":
+        raise ConfigError(
+            f"{key}.recheck_interval={interval}, but precision={precision.name} quantizes nothing that could be "
+            f"compared; set {key}.recheck_interval=0"
+        )
 
 
 def _switch(precision: PrecisionConfig, key: str) -> None:

@@ -258,6 +258,8 @@ OPERANDS = [
     ({"switch.rewarm_steps": -1}, "precision.switch.rewarm_steps=-1", "0 or more"),
     ({"switch.threshold": 0.0}, "precision.switch.threshold=0.0", "1.732"),
     ({"diagnostics.interval": -1}, "precision.diagnostics.interval=-1", "0 or more"),
+    ({"recheck_interval": -1}, "precision.recheck_interval=-1", "0 for never"),
+    ({"recheck_action": "stop"}, "precision.recheck_action=stop", "end, warn"),
 ]
 
 
@@ -266,6 +268,12 @@ def test_recipes_that_cannot_be_computed(changes, value, remedy):
     message = refusal({f"precision.{key}": change for key, change in changes.items()})
     assert value in message
     assert remedy in message
+
+
+def test_a_recheck_of_nothing_is_refused():
+    message = refusal({"precision.recheck_interval": 10}, "precision=bf16")
+    assert "precision.recheck_interval=10, but precision=bf16 quantizes nothing" in message
+    assert "set precision.recheck_interval=0" in message
 
 
 @pytest.mark.parametrize(

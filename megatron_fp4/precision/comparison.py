@@ -17,6 +17,7 @@ from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
 
 # Elements that are compared at once: bounds the memory.
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
 Quantized = NVFP4Tensor | MXFP4Tensor | FP8Tensor
 
 
-def reference(rows: Tensor, operand: Operand, amax: Tensor) -> Quantized:
-    """`rows` [n, k] by the reference quantizer, to nearest. amax: of the whole tensor."""
+def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> Quantized:
+    """`rows` [n, k] by the reference quantizer. amax: of the whole tensor. key: of the draws; None: to nearest."""
+    rounding = "nearest" if key is None else "stochastic"
     if operand.format == "nvfp4":
-        return quantize_nvfp4(rows, operand.block, amax=amax, four_over_six=operand.four_over_six)
+        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
     if operand.format == "mxfp4":
-        return quantize_mxfp4(rows, operand.block)
-    return quantize_fp8(rows, operand.block, power_of_two_scales=operand.power_of_two_scales)
+        return quantize_mxfp4(rows, operand.block, rounding, key=key)
+    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
 
 
 def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
@@ -111,12 +113,11 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def operand_values(made: object) -> Tensor:
-    """FP64 [rows, k]: what an operand stands for, without the tensor scale."""
+    """[rows, k]: what an operand stands for, without the tensor scale."""
     if isinstance(made, te.NativeOperand):
         decoded = made.decoded()
-        values = decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
-        return values.to(torch.float64)
-    return made.unpacked().to(torch.float64)  # type: ignore[attr-defined]
+        return decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
+    return made.unpacked()  # type: ignore[attr-defined]
 
 
 def operand_scale(made: object) -> Tensor | float:

@@ -105,7 +105,7 @@ class OperandRequest:
 
     rht, signs: size of the Hadamard transform applied first (input and result in BF16), 0 for none, and what its signs
     are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of stochastic rounding; None rounds
-    to nearest.
+    to nearest. name: of the operand in its recipe, for whoever watches.
     """
 
     operand: Operand
@@ -113,6 +113,7 @@ class OperandRequest:
     signs: str = "fixed"
     key: RoundingKey | None = None
     signs_key: RoundingKey | None = None
+    name: str = ""
 
 
 class EmulatedBackend:
@@ -307,15 +308,20 @@ def encode_with_scale(
     rows: Tensor, operand: Operand, key: RoundingKey | None, amax_group: ProcessGroup | None
 ) -> tuple[EncodedNVFP4, Tensor]:
     """FP32 `rows` [rows, k] in NVFP4, and the FP32 0-dim factor from `code * block scale` to real values."""
-    amax = rows.abs().amax()
-    if amax_group is not None:
-        # As integers NaN is the largest of all; as floats a reduction may lose it.
-        bits = amax.view(torch.int32) & 0x7FFFFFFF
-        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=amax_group)
-        amax = bits.view(torch.float32)
+    amax = shared_amax(rows.abs().amax(), amax_group)
     nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
     # Division by a Python number would be a multiplication by its reciprocal on CUDA.
     return nvfp4, torch.div(amax, torch.full_like(amax, E2M1_MAX * nvfp4.scale_max))
+
+
+def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The largest of the FP32 0-dim maxima of `group`'s ranks; its own without a group."""
+    if group is None:
+        return amax
+    # As integers NaN is the largest of all; as floats a reduction may lose it.
+    bits = amax.view(torch.int32) & 0x7FFFFFFF
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32)
 
 
 def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:

@@ -98,6 +98,18 @@ def rounding_faults(rows: Tensor, draws: Draws, recipe: Recipe, name: str) -> st
     return _unfairness(ups, grid.position[between], draws.count)
 
 
+def fairness(rows: Tensor, draws: Draws, operand: Operand) -> tuple[float, float]:
+    """Of NVFP4 draws made from `rows` [n, k]: how often values go up beyond their chance, in spacings (fair: 0); and
+    the variance of that as a share of a fair draw's (fair: 1)."""
+    grid = _Grid.of(rows, quantize_nvfp4(rows, operand.block))
+    total, variance = torch.zeros_like(grid.position), torch.zeros_like(grid.position)
+    for number in range(draws.count):
+        excess, variance = grid.excess(draws.make(number))
+        total += excess
+    bias = total[grid.between].mean() / draws.count
+    return float(bias), float(total.square().sum() / (draws.count * variance[grid.between].sum()))
+
+
 def _scale_fault(made: object, exact: NVFP4Tensor) -> str:
     """Scales and maximum are no matter of chance."""
     expected = expected_parts(exact, made)

@@ -200,7 +200,8 @@ class _Call:
         key = None
         if operand.rounding == "stochastic":
             key = self.numerics.key(self.step, self.micro_batch, name, *offsets)
-        return OperandRequest(operand, rht, self.recipe.rht_signs, key, self._signs_key(gemm_name) if rht else None)
+        signs_key = self._signs_key(gemm_name) if rht else None
+        return OperandRequest(operand, rht, self.recipe.rht_signs, key, signs_key, name)
 
     def weight_operands(self) -> tuple[BackendOperand, BackendOperand]:
         """The weight as fprop's and as dgrad's operand, kept for all micro-batches of a step."""

@@ -44,22 +44,16 @@ from megatron_fp4.precision.comparison import (
     bytes_fault,
     difference,
     expected_parts,
-    operand_scale,
-    operand_values,
     reference,
 )
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, _Call
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.products import product_errors, product_rows
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
-# Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
-# rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
-PRODUCT_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
-ELEMENT_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
-_PRODUCT_ROWS = 256
 _DRAWS = 16
 _DRAW_ELEMENTS = 2**21
 
@@ -89,11 +83,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """One comparison: what was compared, and what differs (empty: nothing)."""
+    """One comparison: what was compared, what differs (empty: nothing), and of products the relative error."""
 
     case: Case
     what: str
     fault: str
+    measured: float | None = None
 
     def __str__(self) -> str:
         return f"{self.case}: {self.what}: {self.fault or 'as the reference'}"
@@ -164,7 +159,8 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
         dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
         if getattr(recipe, left).quantized or getattr(recipe, right).quantized:
             product = backend.gemm(made[left], made[right], dtype)
-            yield Finding(case, f"{gemm} product", _product_fault(product, made[left], made[right]))
+            errors = product_errors(product, made[left], made[right], product_rows(product))
+            yield Finding(case, f"{gemm} product", errors.fault, errors.total)
     if isinstance(backend, torch_scaled_mm.TorchBackend):
         yield from _byte_findings(backend, case, tensors)
     else:
@@ -253,30 +249,6 @@ def _maximum_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) 
             amax = _amax(rows)
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
             yield Finding(case, f"{name} of {_size(group)} ranks", _codes_fault(maker(), rows, operand, amax))
-
-
-# ---------------------------------------------------------------------------------------------------------- products
-
-
-def _product_fault(product: Tensor, a: object, b: object) -> str:
-    left = operand_values(a)
-    count = min(_PRODUCT_ROWS, left.shape[0])
-    rows = torch.linspace(0, left.shape[0] - 1, count, device=product.device).long()
-    expected = left[rows] @ operand_values(b).t() * operand_scale(a) * operand_scale(b)
-    del left
-    if product.shape[1] != expected.shape[1]:
-        return f"has {product.shape[1]} columns instead of {expected.shape[1]}"
-    error = product[rows].to(torch.float64) - expected
-    total = (error.norm() / expected.norm()).item()
-    worst = (error.abs().amax() / expected.square().mean().sqrt()).item()
-    # NaN passes no comparison, and so is a fault.
-    if total <= PRODUCT_ERROR[product.dtype] and worst <= ELEMENT_ERROR[product.dtype] + 2**-8 * _peak(expected):
-        return ""
-    return f"relative error {total:.2e}, worst element {worst:.2e} of the root mean square"
-
-
-def _peak(expected: Tensor) -> float:
-    return (expected.abs().amax() / expected.square().mean().sqrt()).item()
 
 
 def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor) -> str:

@@ -1,0 +1,148 @@
+"""An operand that a backend made of a run's own tensor, against the reference quantizer.
+
+The emulation's draws are functions of keys, so its operands must be the reference's bit for bit, stochastic ones
+included. Transformer Engine's are too where they are rounded to nearest without a transform. Its draws are its own:
+there every code must be one of its value's two neighbours. And behind a Hadamard transform two correct sums of a run's
+values may round to neighbouring BF16 numbers (the self-test's samples avoid that): there amax may be off by one such
+step, a block scale by one E4M3 step, and codes must follow from values within one step, under the operand's own scales.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.precision.comparison import (
+    actual_parts,
+    difference,
+    expected_parts,
+    operand_scale,
+    operand_values,
+    reference,
+)
+from megatron_fp4.precision.emulated import OperandRequest, shared_amax, transform_signs
+from megatron_fp4.precision.fair_rounding import grid_values
+from megatron_fp4.precision.transformer_engine import NativeOperand
+from megatron_fp4.quantization.formats import E2M1_MAX, E2M1_VALUES, FP32_MAX
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
+from megatron_fp4.quantization.tensor import NVFP4Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# One step of BF16 where it is widest, relative; and what FP32 sums of 16 may be off near zero, in units of the E2M1
+# grid, whose largest value is that of the tile.
+_BF16_STEP, _NEAR_ZERO = 2.0**-7, 2.0**-14
+_CHUNK_ELEMENTS = 2**22
+_CHUNK_ROWS = 128  # whole blocks of every format
+
+
+def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: ProcessGroup | None) -> str:
+    """What of the operand `made` differs from the reference, or an empty string.
+
+    rows: [n, k], what it was made of, before the transform. group: ranks that share the tensor's maximum; then a
+    collective of theirs (nvfp4).
+    """
+    operand = request.operand
+    signs = None
+    if request.rht:
+        signs = transform_signs(request.rht, request.signs, request.signs_key, rows.device)
+
+    def source(chunk: slice) -> Tensor:
+        part = rows[chunk]
+        return part if signs is None else random_hadamard_transform(part.to(torch.bfloat16), request.rht, signs)
+
+    amax = functools.reduce(torch.maximum, (source(chunk).abs().amax() for chunk in _chunks(rows))).to(torch.float32)
+    amax = shared_amax(amax, group) if operand.format == "nvfp4" else amax
+    if not amax.isfinite():
+        return "" if _poisoned(made) else "is finite although it was made of NaN or inf"
+    native = isinstance(made, NativeOperand)
+    for chunk in _chunks(rows):
+        if native and (request.key is not None or request.rht):
+            fault = _native_fault(made, chunk, source(chunk), request, amax)
+        else:
+            fault = _exact_fault(made, chunk, source(chunk), request, amax)
+        if fault:
+            return fault
+    return ""
+
+
+def _chunks(rows: Tensor) -> Iterator[slice]:
+    size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // rows.shape[1] // _CHUNK_ROWS * _CHUNK_ROWS)
+    return (slice(start, start + size) for start in range(0, rows.shape[0], size))
+
+
+def _poisoned(made: object) -> bool:
+    scale = operand_scale(made)
+    return not torch.as_tensor(scale).isfinite() or not bool(operand_values(made).isfinite().all())
+
+
+def _exact_fault(made: object, chunk: slice, source: Tensor, request: OperandRequest, amax: Tensor) -> str:
+    key = None
+    if request.key is not None:
+        key = replace(request.key, row_offset=request.key.row_offset + chunk.start)
+    expected = expected_parts(reference(source, request.operand, amax, key), made)
+    actual = actual_parts(made, chunk)
+    for part, value in expected.items():
+        if fault := difference(actual[part], value, chunk.start):
+            return f"{part} {fault}"
+    return ""
+
+
+def _native_fault(made: object, chunk: slice, source: Tensor, request: OperandRequest, amax: Tensor) -> str:
+    """Codes with Transformer Engine's draws or behind its transform, which exist in NVFP4 alone."""
+    assert isinstance(made, NativeOperand)
+    decoded = made.decoded()
+    assert isinstance(decoded, NVFP4Tensor)
+    step = _BF16_STEP if request.rht else 0.0
+    if not (decoded.amax - amax).abs() <= step * amax:
+        return f"amax is {decoded.amax.item():g} instead of {amax.item():g}"
+    right = reference(source, request.operand, decoded.amax)
+    scales = decoded.scales[chunk]
+    assert isinstance(right, NVFP4Tensor)
+    apart = (scales.view(torch.uint8).to(torch.int16) - right.scales.view(torch.uint8).to(torch.int16)).abs()
+    if (apart > (1 if request.rht else 0)).any():
+        return f"scales {difference(scales, right.scales, chunk.start)}"
+
+    scales = scales.to(torch.float32)
+    codes = grid_values(made, decoded.scales.to(torch.float32))[chunk]
+    encode = (scales * encode_tensor_scale(decoded.amax).reciprocal()).reciprocal().clamp(max=FP32_MAX)
+    positions = (source.to(torch.float32).unflatten(-1, (-1, 16)) * encode[..., None]).flatten(-2)
+    slack = positions.abs() * step + (_NEAR_ZERO if request.rht else 0.0)
+    lowest, highest = ((positions + side).clamp(-E2M1_MAX, E2M1_MAX) for side in (-slack, slack))
+    if request.key is None:
+        least, most = _nearest(lowest, up=False), _nearest(highest, up=True)
+    else:
+        least, most = _neighbour(lowest, up=False), _neighbour(highest, up=True)
+    # Under a scale of zero the codes do not show.
+    strangers = ((codes < least) | (codes > most)) & (scales > 0).repeat_interleave(16, dim=1)
+    if not strangers.any():
+        return ""
+    row, column = strangers.nonzero()[0].tolist()
+    return (
+        f"codes differ in {int(strangers.sum())} of {strangers.numel()}, first at {[row + chunk.start, column]}: "
+        f"{codes[row, column].item():g} for {positions[row, column].item():g}"
+    )
+
+
+def _grid(device: torch.device) -> Tensor:
+    return torch.tensor([*(-value for value in E2M1_VALUES[:0:-1]), *E2M1_VALUES], device=device)
+
+
+def _neighbour(positions: Tensor, up: bool) -> Tensor:
+    """The E2M1 value at or above (`up`), or at or below, FP32 |positions| <= 6."""
+    grid = _grid(positions.device)
+    index = torch.searchsorted(grid, positions.contiguous(), right=not up) - (0 if up else 1)
+    return grid[index.clamp(0, grid.numel() - 1)]
+
+
+def _nearest(positions: Tensor, up: bool) -> Tensor:
+    """The nearest E2M1 value of FP32 |positions| <= 6, of two equally near the one above (`up`) or below."""
+    grid = _grid(positions.device)
+    return grid[torch.searchsorted((grid[1:] + grid[:-1]) / 2, positions.contiguous(), right=up)]

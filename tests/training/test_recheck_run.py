@@ -1,0 +1,158 @@
+"""Rechecks in training steps of a real model on several ranks, and what a fault does to a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain
+from megatron_fp4.precision.emulated import EmulatedBackend
+from megatron_fp4.precision.recheck import Recheck, Rechecked
+from tests.test_pretrain import SMALL
+from tests.training.harness import launch, toy_mesh
+from tests.training.test_diagnostics_run import ALL_THE_WAY, LINEARS, NVFP4, Run, _same
+
+NUM_STEPS = 5
+
+
+class Faulty(EmulatedBackend):
+    """Spoils one code of dgrad's gradients from step `step` on."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self.run, self.step = run, step
+
+    def operands(self, x: Any, columns: Any, rows: Any, **settings: Any) -> Any:
+        along_columns, along_rows = super().operands(x, columns, rows, **settings)
+        if self.run.clock.step < self.step or columns is None or columns.name != "dgrad_gradient":
+            return along_columns, along_rows
+
+        def spoiled() -> Any:
+            made = along_columns()
+            values = made.unpacked().clone()
+            values.view(-1)[values.abs().argmax()] *= -1
+            return replace(made, values=values)
+
+        return spoiled, along_rows
+
+
+def _train(run: Run, interval: int, start: int = 0) -> tuple[list[Any], list[Rechecked | None]]:
+    recheck, losses, found = Recheck(interval, run.linears, torch.device("cpu")), [], []
+    for step in range(start, NUM_STEPS):
+        with recheck.watching(step):
+            losses.append(run.step(step))
+        found.append(recheck.collect())
+    return losses, found
+
+
+def _on_and_off(rank: int, tp_size: int, recipe: Any, reshard: bool) -> Any:
+    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
+    off, on = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard)
+    generator = torch.get_rng_state()
+    losses, found = _train(on, 1)
+    same = torch.equal(generator, torch.get_rng_state())
+    losses_off, none = _train(off, 0)
+    assert none == [None] * NUM_STEPS
+    return same and losses == losses_off and _same(on.weights(), off.weights()), found
+
+
+@pytest.mark.parametrize(
+    ("world", "tp_size", "recipe", "reshard"),
+    [(1, 1, NVFP4, False), (2, 1, ALL_THE_WAY, True), (2, 2, NVFP4, False), (2, 2, ALL_THE_WAY, True)],
+    ids=["alone", "data parallel", "tensor parallel", "tensor parallel, all the way"],
+)
+def test_a_rechecked_run_is_the_same_run_and_has_no_fault(world: int, tp_size: int, recipe: Any, reshard: bool) -> None:
+    for same, found in launch(_on_and_off, world, tp_size, recipe, reshard):
+        assert same
+        assert [rechecked.linear for rechecked in found] == [*LINEARS, LINEARS[0]]
+        assert [rechecked.faults for rechecked in found] == [[]] * NUM_STEPS
+        assert all(rechecked.comparisons == (8 if recipe is NVFP4 else 9) for rechecked in found)
+
+
+def _spoiled_on_one_rank(rank: int, tp_size: int) -> Any:
+    run = Run(toy_mesh(tp_size), NVFP4)
+    if rank == 1:
+        for numerics in run.linears.values():
+            numerics.backend = Faulty(run, step=2)
+
+    recheck, found = Recheck(2, run.linears, torch.device("cpu")), []
+    for step in range(NUM_STEPS):
+        with recheck.watching(step):
+            run.step(step)
+        found.append(recheck.collect())
+    return found
+
+
+@pytest.mark.parametrize("tp_size", [1, 2], ids=["data parallel", "tensor parallel"])
+def test_a_fault_on_one_rank_is_known_to_all(tp_size: int) -> None:
+    for found in launch(_spoiled_on_one_rank, 2, tp_size):
+        assert found[1] is found[3] is None
+        assert found[0].faults == []
+        for rechecked in (found[2], found[4]):
+            assert rechecked.linear == LINEARS[rechecked.step // 2]
+            (fault,) = rechecked.faults
+            assert fault.startswith("rank 1: dgrad_gradient: values differ in 1 of ")
+
+
+def test_a_resumed_run_keeps_the_turns() -> None:
+    straight = launch(_turns, 1, 0)[0]
+    assert launch(_turns, 1, 3)[0] == straight[3:]
+
+
+def _turns(rank: int, start: int) -> list[Any]:
+    found = _train(Run(toy_mesh(), NVFP4), 1, start)[1]
+    return [(rechecked.linear, rechecked.step) for rechecked in found if rechecked is not None]
+
+
+@pytest.fixture
+def faulty_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the 121st product on, some way into the second or third step, all products are two percent off."""
+    calls = 0
+    gemm = EmulatedBackend.gemm
+
+    def spoiled(self: EmulatedBackend, a: Any, b: Any, out_dtype: torch.dtype, total: Any = None) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        product = gemm(self, a, b, out_dtype, total)
+        return product * 1.02 if calls > 120 else product
+
+    monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
+
+
+def _pretrain(folder: Path, *overrides: str) -> int:
+    fast = [
+        "data.num_workers=0",
+        "train.steps=4",
+        "validation.interval=0",
+        "run.device=cpu",
+        "logging.tensorboard=false",
+    ]
+    return pretrain.main([*SMALL, *fast, f"run.dir={folder}", f"data.cache_dir={folder}/cache", *overrides])
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(faulty_products, tmp_path, capsys) -> None:
+    assert _pretrain(tmp_path, "precision.recheck_interval=1") == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    (event,) = [record for record in _records(tmp_path) if record.get("event") == "recheck"]
+    step = event["step"]
+    assert 1 < step < 4
+    assert f"pretrain.py: recheck of {event['linear']} in step {step}: rank 0: " in line
+    assert "product: relative error 2.0" in line and "recheck_action=warn" in line
+    saved = [int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_*")]
+    assert sorted(saved) == list(range(1, step))
+
+
+def test_warned_the_run_goes_on(faulty_products, tmp_path, capsys) -> None:
+    assert _pretrain(tmp_path, "precision.recheck_interval=1", "precision.recheck_action=warn") == 0
+    events = [record for record in _records(tmp_path) if record.get("event") == "recheck"]
+    assert events and all("rank 0: " in fault for event in events for fault in event["faults"])
+    assert f"recheck of {events[0]['linear']} in step {events[0]['step']}: rank 0:" in capsys.readouterr().out
+    assert (tmp_path / "summary.json").exists()
