@@ -64,10 +64,10 @@ class ModelConfig:
 class OperandConfig:
     """How one GEMM operand is quantized.
 
-    format: `bf16` (not quantized), `nvfp4`, `mxfp4` or `fp8`.
+    format: `bf16` (not quantized), `nvfp4`, `mxfp4`, `mxfp8` or `fp8`.
     block: elements that share a scale, rows x columns with the columns along the dot product: nvfp4 `1x16` or
-        `16x16`, mxfp4 `1x32` or `32x32`, fp8 `1x128` or `128x128`. Ignored for `bf16`.
-    rounding: `nearest` or `stochastic`.
+        `16x16`, mxfp4 and mxfp8 `1x32` or `32x32`, fp8 `1x128` or `128x128`. Ignored for `bf16`.
+    rounding: `nearest` or `stochastic` (not mxfp8).
     four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
     power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
     reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot

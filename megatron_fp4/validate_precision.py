@@ -10,9 +10,14 @@ from dataclasses import dataclass, replace
 
 from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig
 
-BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
+BLOCKS = {
+    "nvfp4": ("1x16", "16x16"),
+    "mxfp4": ("1x32", "32x32"),
+    "mxfp8": ("1x32", "32x32"),
+    "fp8": ("1x128", "128x128"),
+}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
-_TRANSFORMER_ENGINE_FORMATS = ("bf16", "nvfp4", "fp8")
+_TRANSFORMER_ENGINE_FORMATS = {"nvfp4": "1x16", "mxfp8": "1x32", "fp8": "1x128"}  # and activations' blocks there
 _FP4_GEMM_MULTIPLE = 32  # of cuBLAS: whole 16 bytes of packed codes
 
 
@@ -77,6 +82,11 @@ def _operand(operand: OperandConfig, key: str) -> None:
         raise ConfigError(f"{key}.format={operand.format} is not known; choose one of {', '.join(formats)}")
     if operand.rounding not in ("nearest", "stochastic"):
         raise ConfigError(f"{key}.rounding={operand.rounding} is not known; choose nearest or stochastic")
+    if operand.format == "mxfp8" and operand.rounding != "nearest":
+        raise ConfigError(
+            f"{key}.rounding={operand.rounding} does not go with format=mxfp8: its codes are rounded to nearest, as "
+            "every MXFP8 training recipe does; use nearest, or another format"
+        )
     if operand.format != "bf16" and operand.block not in BLOCKS[operand.format]:
         raise ConfigError(
             f"{key}.block={operand.block} does not go with format={operand.format}; choose "
@@ -87,7 +97,8 @@ def _operand(operand: OperandConfig, key: str) -> None:
             f"{key}.four_over_six=true does not go with format={operand.format}; it is for nvfp4: set it to false"
         )
     if operand.power_of_two_scales and operand.format != "fp8":
-        always = " (mxfp4 scales always are powers of two)" if operand.format == "mxfp4" else ""
+        microscaled = operand.format in ("mxfp4", "mxfp8")
+        always = f" ({operand.format} scales always are powers of two)" if microscaled else ""
         raise ConfigError(
             f"{key}.power_of_two_scales=true does not go with format={operand.format}; it is for fp8: set "
             f"it to false{always}"
@@ -168,14 +179,14 @@ def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -
     if operand.format == "bf16":
         return None
     if operand.format not in _TRANSFORMER_ENGINE_FORMATS:
-        formats = ", ".join(_TRANSFORMER_ENGINE_FORMATS)
+        formats = ", ".join(("bf16", *_TRANSFORMER_ENGINE_FORMATS))
         return f"{key}.format={operand.format}", f"it has no such GEMM; use {formats}, {emulated}"
     if operand.reuse_fprop:
         return f"{key}.reuse_fprop=true", f"tensor cores want scales along the dot product; set it to false, {emulated}"
     if operand.rounding == "stochastic" and (operand.format != "nvfp4" or name != "gradient"):
         return f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {emulated}"
-    if name != "weight" and operand.block not in ("1x16", "1x128"):
-        block = "1x16" if operand.format == "nvfp4" else "1x128"
+    block = _TRANSFORMER_ENGINE_FORMATS[operand.format]
+    if name != "weight" and operand.block != block:
         return f"{key}.block={operand.block}", f"square blocks are for weights there; use {block}, {emulated}"
     if operand.four_over_six and (gemm.rht or operand.rounding == "stochastic"):
         with_it = f"rht={gemm.rht}" if gemm.rht else "rounding=stochastic"

@@ -147,7 +147,7 @@ def test_one_override_changes_the_weight_in_both_gemms():
     assert precision.dgrad.weight.block == "1x16"
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nvfp4_all_the_way", "fp8_block", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nvfp4_all_the_way", "fp8_block", "mxfp8", "bf16"])
 def test_recipes_are_those_of_the_papers(name):
     precision = make(f"precision={name}").precision
     fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
@@ -158,6 +158,7 @@ def test_recipes_are_those_of_the_papers(name):
         "mxfp4": ("mxfp4", ["1x32"] * 6, [n, n, s, n, s, n], 32),
         "nvfp4_all_the_way": ("nvfp4", ["1x16"] * 6, [n, n, s, n, s, s], 0),
         "fp8_block": ("fp8", ["1x128", "128x128", "1x128", "128x128", "1x128", "1x128"], [n] * 6, 0),
+        "mxfp8": ("mxfp8", ["1x32"] * 6, [n] * 6, 0),
         "bf16": ("bf16", ["1x16"] * 6, [n] * 6, 0),
     }[name]
     assert {operand.format for operand in table} == {expected[0]}

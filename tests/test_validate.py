@@ -36,7 +36,7 @@ def refusal(changes: dict[str, Any], *overrides: str, world_size: int = 1, devic
     return str(error.value)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "mxfp4", "fp8_block", "nvfp4_all_the_way"])
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "nvfp4_all_the_way"])
 @pytest.mark.parametrize("model", ["tiny", "hybrid_60m", "transformer_60m"])
 def test_every_small_model_goes_with_every_recipe(model, precision):
     config = composed(f"model={model}", f"precision={precision}")
@@ -52,7 +52,7 @@ def test_every_small_model_goes_with_every_recipe(model, precision):
     [("transformer_1_2b", 64, 8), ("nemotron_h_8b", 256, 4), ("nemotron_h_12b", 32, 8), ("nemotron_h_12b", 736, 1)],
 )
 def test_the_papers_runs_are_possible(experiment, world_size, tensor):
-    for precision in ("nvfp4", "fp8_block", "mxfp4", "bf16"):
+    for precision in ("nvfp4", "fp8_block", "mxfp4", "mxfp8", "bf16"):
         config = composed(f"experiment={experiment}", f"precision={precision}", *DATA)
         validate(changed(config, {"parallel.tensor": tensor}), world_size, "cuda")
 
@@ -212,7 +212,7 @@ def test_data():
 
 
 OPERANDS = [
-    ({"fprop.weight.format": "int4"}, "precision.fprop.weight.format=int4", "bf16, nvfp4, mxfp4, fp8"),
+    ({"fprop.weight.format": "int4"}, "precision.fprop.weight.format=int4", "bf16, nvfp4, mxfp4, mxfp8, fp8"),
     ({"dgrad.gradient.rounding": "up"}, "precision.dgrad.gradient.rounding=up", "nearest or stochastic"),
     ({"fprop.activation.block": "1x32"}, "precision.fprop.activation.block=1x32", "1x16 or 16x16"),
     ({"fprop.weight.format": "mxfp4"}, "precision.fprop.weight.block=16x16", "1x32 or 32x32"),
@@ -222,6 +222,17 @@ OPERANDS = [
         "precision.fprop.weight.four_over_six=true",
         "set it to false",
     ),
+    (
+        {"fprop.weight.format": "mxfp8", "fprop.weight.block": "1x32", "fprop.weight.power_of_two_scales": True},
+        "does not go with format=mxfp8",
+        "mxfp8 scales always are powers of two",
+    ),
+    (
+        {"dgrad.gradient.format": "mxfp8", "dgrad.gradient.block": "1x32"},
+        "precision.dgrad.gradient.rounding=stochastic does not go with format=mxfp8",
+        "use nearest, or another format",
+    ),
+    ({"fprop.weight.format": "mxfp8"}, "precision.fprop.weight.block=16x16", "1x32 or 32x32"),
     (
         {"fprop.weight.power_of_two_scales": True},
         "precision.fprop.weight.power_of_two_scales=true does not go with format=nvfp4",
@@ -322,6 +333,7 @@ def test_sizes_that_an_fp4_gemm_cannot_take(changes, value):
         ({"model.head_dim": 33}, (), "model.num_query_heads x model.head_dim=264", "256 or 272"),
         ({"model.mamba_head_dim": 65}, (), "model.mamba_num_heads x model.mamba_head_dim=520", "512 or 528"),
         ({"model.ffn_dim": 1040}, ("precision=mxfp4",), "model.ffn_dim=1040", "1024 or 1056"),
+        ({"model.ffn_dim": 1040}, ("precision=mxfp8",), "model.ffn_dim=1040", "1024 or 1056"),
         ({"model.hidden_dim": 64}, ("precision=fp8_block",), "model.hidden_dim=64", "128 work"),
         ({"precision.fprop.rht": 128, "model.hidden_dim": 320}, (), "precision.fprop.rht", "256 or 384"),
         (

@@ -40,8 +40,9 @@ from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
 
 # Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
 # rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
@@ -52,7 +53,7 @@ _CHUNK_ELEMENTS = 2**24
 _DRAWS = 16
 _DRAW_ELEMENTS = 2**21
 
-Quantized = NVFP4Tensor | MXFP4Tensor | FP8Tensor
+Quantized = NVFP4Tensor | MXFP4Tensor | MXFP8Tensor | FP8Tensor
 
 
 class SelfTestError(RuntimeError):
@@ -186,6 +187,8 @@ def reference(rows: Tensor, operand: Operand, amax: Tensor) -> Quantized:
         return quantize_nvfp4(rows, operand.block, amax=amax, four_over_six=operand.four_over_six)
     if operand.format == "mxfp4":
         return quantize_mxfp4(rows, operand.block)
+    if operand.format == "mxfp8":
+        return quantize_mxfp8(rows, operand.block)
     return quantize_fp8(rows, operand.block, power_of_two_scales=operand.power_of_two_scales)
 
 
@@ -351,12 +354,14 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
 # ----------------------------------------------------------------------------------------------------------- command
 
 _X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
+_M8 = Operand("mxfp8", (1, 32))
 _F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 _F8P, _F8P_W = replace(_F8, power_of_two_scales=True), replace(_F8_W, power_of_two_scales=True)
 RECIPES = (
     Recipe("nvfp4", _X, _W, _DY, _W, _DY, _X, wgrad_rht=16),
     Recipe("fp8_block", _F8, _F8_W, _F8, _F8_W, _F8, _F8),
     Recipe("fp8_block, powers of two", _F8P, _F8P_W, _F8P, _F8P_W, _F8P, _F8P),
+    Recipe("mxfp8", _M8, _M8, _M8, _M8, _M8, _M8),
 )
 SHAPES = [[1024, 512, 2048], [512, 2048, 512], [256, 1024, 1280]]
 

@@ -15,6 +15,7 @@ PUBLISHED = {
     "bf16": BF16,
     "nvfp4": ref.NVFP4,
     "mxfp4": ref.MXFP4,
+    "mxfp8": ref.MXFP8,
     "fp8_block": replace(ref.FP8, name="fp8_block"),
     "nvfp4_all_the_way": replace(ref.ALL_THE_WAY, name="nvfp4_all_the_way"),
 }

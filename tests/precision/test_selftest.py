@@ -19,7 +19,7 @@ from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from tests.training.harness import alone
 
-NVFP4, FP8, FP8_POWERS = selftest.RECIPES
+NVFP4, FP8, FP8_POWERS, MXFP8 = selftest.RECIPES
 CASE = Case(128, 128, 256, 1, NVFP4)
 CPU = torch.device("cpu")
 
