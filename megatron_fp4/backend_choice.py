@@ -17,8 +17,8 @@ from megatron_fp4.config import Config, ConfigError, PrecisionConfig
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.recipe import recipe_from_config
-from megatron_fp4.validate_precision import transformer_engine_refusal
+from megatron_fp4.precision.recipe import Recipe, recipe_from_config
+from megatron_fp4.validate_precision import parts, transformer_engine_refusal
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def choose_backend(config: Config, target: PrecisionConfig, device_type: str) ->
     precisions = {"precision": config.precision}
     if config.precision.switch.when != "never":
         precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = target
-    if wanted == "auto" and not any(recipe_from_config(precision).quantized for precision in precisions.values()):
+    if wanted == "auto" and not any(recipe.quantized for recipe in _recipes(precisions)):
         return BackendChoice("emulated", "nothing is quantized")
     refusal = _refusal(precisions, config, device_type)
     if refusal is not None and wanted == "transformer_engine":
@@ -72,10 +72,15 @@ def _refusal(precisions: Mapping[str, PrecisionConfig], config: Config, device_t
         return f"the run is on {device_type}"
     if torch.version.hip is not None:
         return "it is for NVIDIA GPUs"
-    for precision in precisions.values():
-        if reason := te.unsupported(recipe_from_config(precision), torch.cuda.get_device_capability()):
+    for recipe in _recipes(precisions):
+        if reason := te.unsupported(recipe, torch.cuda.get_device_capability()):
             return reason
     return te.not_installed()
+
+
+def _recipes(precisions: Mapping[str, PrecisionConfig]) -> list[Recipe]:
+    """Of the precision configs and of their exceptions."""
+    return [recipe_from_config(part) for key, whole in precisions.items() for _, part in parts(whole, key)]
 
 
 def agreed_backend(choice: BackendChoice) -> BackendChoice:

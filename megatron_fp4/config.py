@@ -126,6 +126,39 @@ class Bf16BlocksConfig:
 
 
 @dataclass(frozen=True)
+class RecipeConfig:
+    """What the GEMMs of a linear get: of a precision config the part that is a recipe (see `PrecisionConfig`)."""
+
+    name: str = "bf16"
+    amax: str = "global"
+    rht_signs: str = "fixed"
+    fprop: FpropConfig = field(default_factory=FpropConfig)
+    dgrad: DgradConfig = field(default_factory=DgradConfig)
+    wgrad: WgradConfig = field(default_factory=WgradConfig)
+
+
+@dataclass(frozen=True)
+class ExceptionConfig:
+    """Linears that have another recipe than the run's.
+
+    names: shell patterns over the names of linears, as in `bf16_blocks.names`.
+    blocks: letters of `model.pattern`: only linears of these kinds of blocks. Empty: of all.
+    precision: whose recipe they take, a name under `configs/precision/`.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["*"])
+    blocks: str = ""
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True)
+class ComposedException(ExceptionConfig):
+    """An exception with its recipe written out: what every one is once the configuration is composed."""
+
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+
+
+@dataclass(frozen=True)
 class SwitchConfig:
     """The change of plan during a run (paper, section 5 and appendix D).
 
@@ -166,6 +199,7 @@ class PrecisionConfig:
     amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
         `shard` is Transformer Engine's per-shard behaviour.
     rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
+    bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
     """
 
     name: str = "bf16"
@@ -177,6 +211,7 @@ class PrecisionConfig:
     dgrad: DgradConfig = field(default_factory=DgradConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)
     bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
+    exceptions: list[ExceptionConfig] = field(default_factory=list)
     switch: SwitchConfig = field(default_factory=SwitchConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
 

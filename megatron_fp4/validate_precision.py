@@ -6,9 +6,10 @@ are what the user chose, so they must divide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig
+from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.precision.plan import first_exception, recipe_of
 
 BLOCKS = {
     "nvfp4": ("1x16", "16x16"),
@@ -16,6 +17,8 @@ BLOCKS = {
     "mxfp8": ("1x32", "32x32"),
     "fp8": ("1x128", "128x128"),
 }
+# The linears of each kind of block: the first reads the hidden state, the second the width that the block works in.
+_PROJECTIONS = {"M": ("in_proj", "out_proj"), "*": ("qkv_proj", "out_proj"), "-": ("up_proj", "down_proj")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
 _TRANSFORMER_ENGINE_FORMATS = {"nvfp4": "1x16", "mxfp8": "1x32", "fp8": "1x128"}  # and activations' blocks there
 _FP4_GEMM_MULTIPLE = 32  # of cuBLAS: whole 16 bytes of packed codes
@@ -35,23 +38,49 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
 
     key: how messages call it; for a switch's target, something like `precision.switch.target=NAME: precision`.
     """
-    gemms = _gemms(precision)
-    _choices(precision, key)
-    for gemm in gemms:
-        for name, operand in gemm.operands.items():
-            _operand(operand, f"{key}.{gemm.name}.{name}")
-        if gemm.rht not in RHT_SIZES:
-            raise ConfigError(
-                f"{key}.{gemm.name}.rht={gemm.rht} is no size of a Hadamard transform; use a power of two "
-                "up to 128, or 0 for none"
-            )
-    _reuse(precision, gemms, key)
+    _exceptions(precision, key)
+    quantized = False
+    for part, (where, of_part) in enumerate(parts(precision, key), -1):
+        gemms = _gemms(of_part)
+        _choices(of_part, where)
+        for gemm in gemms:
+            for name, operand in gemm.operands.items():
+                _operand(operand, f"{where}.{gemm.name}.{name}")
+            if gemm.rht not in RHT_SIZES:
+                raise ConfigError(
+                    f"{where}.{gemm.name}.rht={gemm.rht} is no size of a Hadamard transform; use a power of two "
+                    "up to 128, or 0 for none"
+                )
+        _reuse(of_part, gemms, where)
+        if any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values()):
+            quantized = True
+            _sizes(of_part, gemms, config, where, part)
     _backend(precision, config, device_type, key)
-    quantized = any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values())
     if quantized:
         _bf16_blocks(precision, config, key)
-        _sizes(precision, gemms, config, key)
     _switch(precision, key)
+
+
+def parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
+    """`precision` itself, and for each exception what `precision` would be with its recipe, all with their keys."""
+    found = [(key, precision)]
+    for i, exception in enumerate(precision.exceptions):
+        recipe = recipe_of(exception)
+        taken = {field.name: getattr(recipe, field.name) for field in fields(RecipeConfig)}
+        found.append((f"{key}.exceptions[{i}].precision={exception.precision}: precision", replace(precision, **taken)))
+    return found
+
+
+def _exceptions(precision: PrecisionConfig, key: str) -> None:
+    for i, exception in enumerate(precision.exceptions):
+        if not exception.names:
+            raise ConfigError(f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception")
+        for letter in exception.blocks:
+            if letter not in _PROJECTIONS:
+                raise ConfigError(
+                    f"{key}.exceptions[{i}].blocks={exception.blocks} has {letter!r}; block letters are "
+                    f"{', '.join(_PROJECTIONS)}, and an empty string means all"
+                )
 
 
 def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
@@ -152,6 +181,13 @@ def transformer_engine_refusal(precision: PrecisionConfig, config: Config, key: 
 
     Which chip can do what is in `precision/transformer_engine.py`.
     """
+    for part, (where, of_part) in enumerate(parts(precision, key), -1):
+        if refusal := _recipe_refusal(of_part, config, where, part):
+            return refusal
+    return None
+
+
+def _recipe_refusal(precision: PrecisionConfig, config: Config, key: str, part: int) -> tuple[str, str] | None:
     emulated = "or backend=emulated"
     if precision.compute_dtype != "bfloat16":
         return f"{key}.compute_dtype={precision.compute_dtype}", f"use bfloat16, {emulated}"
@@ -170,7 +206,7 @@ def transformer_engine_refusal(precision: PrecisionConfig, config: Config, key: 
         if gemm.rht not in allowed:
             return f"{key}.{gemm.name}.rht={gemm.rht}", f"use {' or '.join(map(str, allowed))}, {emulated}"
     if any(operand.format == "nvfp4" for gemm in gemms for operand in gemm.operands.values()):
-        return _fp4_size_refusal(config, precision)
+        return _fp4_size_refusal(config, precision, part)
     return None
 
 
@@ -194,10 +230,10 @@ def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -
     return None
 
 
-def _fp4_size_refusal(config: Config, precision: PrecisionConfig) -> tuple[str, str] | None:
+def _fp4_size_refusal(config: Config, precision: PrecisionConfig, part: int) -> tuple[str, str] | None:
     """Output features are padded; what else an FP4 GEMM sums over must be whole 16 bytes of codes."""
     multiple, tensor = _FP4_GEMM_MULTIPLE, config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision).items():
+    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
         shards = tensor if sharded else 1
         if size % (shards * multiple):
             each = f" / parallel.tensor={tensor}" if shards > 1 else ""
@@ -225,7 +261,7 @@ def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
         )
 
 
-def _sizes(precision: PrecisionConfig, gemms: list[_Gemm], config: Config, key: str) -> None:
+def _sizes(precision: PrecisionConfig, gemms: list[_Gemm], config: Config, key: str, part: int) -> None:
     """Blocks and transforms must tile the input features of every quantized linear, and the tokens."""
     fprop, _, wgrad = gemms
     along_inputs = {
@@ -236,7 +272,7 @@ def _sizes(precision: PrecisionConfig, gemms: list[_Gemm], config: Config, key: 
         f"{key}.wgrad.activation.block": _block(precision.wgrad.activation)[0],
     }
     tensor = config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision).items():
+    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
         shards = tensor if sharded else 1
         for source, multiple in along_inputs.items():
             if multiple > 1 and size % (shards * multiple):
@@ -273,17 +309,28 @@ def _block(operand: OperandConfig) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _input_dims(config: Config, precision: PrecisionConfig) -> dict[str, tuple[int, bool, str]]:
-    """Key -> (input features, whether tensor-parallel ranks share them, the linear), of quantized blocks."""
+def _input_dims(config: Config, precision: PrecisionConfig, part: int) -> dict[str, tuple[int, bool, str]]:
+    """Key -> (input features, whether tensor-parallel ranks share them, the linear), of linears under one recipe.
+
+    part: -1 for the run's own recipe, else the number of an exception.
+    """
     model, blocks = config.model, precision.bf16_blocks
-    pattern = model.pattern[blocks.first : model.num_blocks - blocks.last]
-    dims = {"model.hidden_dim": (model.hidden_dim, False, "the projections into every block")}
-    if "-" in pattern:
+    projections = set()
+    for block in range(blocks.first, model.num_blocks - blocks.last):
+        kind = model.pattern[block]
+        for projection in _PROJECTIONS[kind]:
+            found = first_exception(f"blocks.{block}.mixer.{projection}", kind, precision.exceptions)
+            if (-1 if found is None else found[0]) == part:
+                projections.add((kind, projection))
+    dims = {}
+    if any((kind, into) in projections for kind, (into, _) in _PROJECTIONS.items()):
+        dims["model.hidden_dim"] = (model.hidden_dim, False, "the projections into every block")
+    if ("-", "down_proj") in projections:
         dims["model.ffn_dim"] = (model.ffn_dim, True, "the FFN's down projection")
-    if "*" in pattern:
+    if ("*", "out_proj") in projections:
         q_dim = model.num_query_heads * model.head_dim
         dims["model.num_query_heads x model.head_dim"] = (q_dim, True, "the attention's output projection")
-    if "M" in pattern:
+    if ("M", "out_proj") in projections:
         inner = model.mamba_inner_dim
         dims["model.mamba_num_heads x model.mamba_head_dim"] = (inner, True, "the Mamba output projection")
     return dims
