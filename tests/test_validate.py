@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import Config, ConfigError, PhaseConfig
 from megatron_fp4.validate import data_parallel_size, validate, validate_precision
+from megatron_fp4.validate_precision import _PROJECTIONS
+from models.hybrid import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DATA = ("data.sources={web: /d/web}", "data.blends={first: {web: 1.0}, second: {web: 1.0}, third: {web: 1.0}}")
@@ -324,6 +327,50 @@ def test_sizes_that_an_fp4_gemm_cannot_take(changes, value):
     assert "multiple of 32" in message
     assert "backend=emulated" in message
     validate(changed(composed(), changes), 1, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "parts"),
+    [
+        ({}, "{blocks: X}", ("exceptions[0].blocks=X has 'X'", "M, *, -")),
+        ({}, "{names: []}", ("exceptions[0].names=[]", "drop the exception")),
+        (
+            {"model.mamba_head_dim": 66},
+            "{names: ['*.out_proj'], precision: fp8_block}",
+            ("model.mamba_num_heads x model.mamba_head_dim=528", "exceptions[0].precision=fp8_block: precision.", "512"),
+        ),
+    ],
+)
+def test_exceptions_that_cannot_be(changes, given, parts):
+    message = refusal(changes, f"precision.exceptions=[{given}]")
+    assert all(part in message for part in parts), message
+
+
+def test_sizes_are_asked_of_the_linears_that_a_recipe_is_for():
+    narrow = {"model.mamba_head_dim": 66}  # 528 = 33 * 16
+    for given in ("{names: ['*.in_proj'], precision: fp8_block}", "{blocks: '*', precision: fp8_block}"):
+        validate(changed(composed(f"precision.exceptions=[{given}]"), narrow), 1, "cpu")
+    # What is in BF16 need not divide at all; linears that the exception leaves to the run's recipe must.
+    odd = {"model.mamba_head_dim": 65}
+    validate(changed(composed("precision.exceptions=[{blocks: M, precision: bf16}]"), odd), 1, "cpu")
+    assert "=520" in refusal(odd, "precision.exceptions=[{names: ['*.in_proj'], precision: bf16}]")
+
+
+def test_projections_are_those_of_the_models(mesh):
+    model = composed().model
+    with torch.device("meta"):
+        names = [name for name, _ in build_model(model, mesh, torch.bfloat16).linears()]
+    expected = [f"blocks.{i}.mixer.{p}" for i, kind in enumerate(model.pattern) for p in _PROJECTIONS[kind]]
+    assert sorted(names) == sorted(expected)
+
+
+def test_transformer_engine_is_asked_about_exceptions():
+    native = {"precision.backend": "transformer_engine"}
+    exceptions = "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"
+    message = refusal(native, exceptions, device_type="cuda")
+    assert "precision.exceptions[0].precision=mxfp4: precision.fprop.activation.format=mxfp4" in message
+    for name in ("nvfp4_nemotron_3", "mxfp8"):
+        validate(changed(composed(f"precision={name}"), native), 1, "cuda")
 
 
 @pytest.mark.parametrize(

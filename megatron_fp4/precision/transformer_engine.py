@@ -10,7 +10,9 @@ gradient that leaves the GEMM in FP32, DTensor parameters, and weights quantized
     x, dy  transposed, [m, n]     columnwise_data  [m, n],  the same of the (transformed) transpose
     W                             both, from 16x16 (FP8: 128x128) blocks
 
-Where it can run: NVFP4 on compute capability 10.0 and 10.3, FP8 blocks on 9.0 and 10.x (`unsupported` says why not).
+MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows.
+
+Where it can run: NVFP4 on compute capability 10.0 and 10.3, MXFP8 on 10.x, FP8 blocks on 9.0 and 10.x (`unsupported` says why not).
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
 Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the
@@ -43,7 +45,7 @@ from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.formats import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
-from megatron_fp4.quantization.tensor import FP8Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP8Tensor, NVFP4Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,8 +53,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NVFP4_CAPABILITIES = ((10, 0), (10, 3))
-# The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too.
-GEMM_MULTIPLES = {"nvfp4": 32, "fp8": 16}
+# The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too; MXFP8 wants whole blocks both ways.
+GEMM_MULTIPLES = {"nvfp4": 32, "mxfp8": 32, "fp8": 16}
 # They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
 FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 
@@ -68,6 +70,8 @@ def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
                 "calls NVFP4 available but its training kernels crash or round everything to zero"
             )
         return f"native NVFP4 training needs compute capability 10.0 or 10.3 and {chip}"
+    if "mxfp8" in formats and capability[0] != 10:
+        return f"native MXFP8 needs compute capability 10.x and {chip}"
     if "fp8" in formats:
         if capability != (9, 0) and capability[0] != 10:
             return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
@@ -114,12 +118,14 @@ def _library() -> SimpleNamespace:
     from transformer_engine.pytorch.cpp_extensions import general_gemm  # isort: skip
     import transformer_engine_torch as tex  # isort: skip
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     return SimpleNamespace(
         e4m3=tex.DType.kFloat8E4M3,
         general_gemm=general_gemm,
         Float8BlockQuantizer=Float8BlockQuantizer,
+        MXFP8Quantizer=MXFP8Quantizer,
         NVFP4Quantizer=NVFP4Quantizer,
     )
 
@@ -142,7 +148,7 @@ class _Form:
 class NativeOperand:
     """One direction of a tensor that Transformer Engine quantized: [rows, k], the dot product along k.
 
-    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k]. scales: as Transformer Engine lays them out, padded. amax: FP32
+    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k] (MXFP8 along the rows: [k, rows]). scales: as Transformer Engine lays them out, padded. amax: FP32
     [1] of NVFP4, else None.
     """
 
@@ -169,9 +175,14 @@ class NativeOperand:
             parts |= {f"amax_{name}": self.amax, f"amax_{other}": None}
         return self.kind.storage(**parts, **dict(self.kind.settings))
 
-    def decoded(self) -> NVFP4Tensor | FP8Tensor:
+    def decoded(self) -> NVFP4Tensor | MXFP8Tensor | FP8Tensor:
         """Codes and scales in our layout."""
         operand, rows = self.kind.operand, self.data.shape[0]
+        if operand.format == "mxfp8":
+            codes, scales = self.data.view(torch.float8_e4m3fn), self.scales.view(torch.uint8)
+            if self.kind.along == "rows":
+                codes, scales = codes.t(), scales.t()
+            return MXFP8Tensor(codes, scales[: codes.shape[0], : codes.shape[1] // 32], operand.block)
         if operand.format == "nvfp4":
             assert self.amax is not None
             scales = self.scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
@@ -279,7 +290,10 @@ class TransformerEngineBackend:
 
         def side(name: str, along: str) -> NativeOperand:
             scales, amax = parts[f"{name}_scale_inv"], parts.get(f"amax_{name}")
-            (scales if amax is None else amax).add_(poison)
+            if request.operand.format == "mxfp8":
+                scales.masked_fill_(poison.isnan(), 255)
+            else:
+                (scales if amax is None else amax).add_(poison)
             form = _Form(request.operand, along, type(storage), plain)
             return NativeOperand(parts[f"{name}_data"], scales, amax, form)
 
@@ -311,6 +325,9 @@ def _new_quantizer(settings: _Settings, group: ProcessGroup | None) -> Any:
             force_pow_2_scales=operand.power_of_two_scales,
             block_scaling_dim=2 if square else 1,
         )
+    if operand.format == "mxfp8":
+        square_blocks = {"with_2d_quantization": True} if square else {}
+        return library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=settings.rows, **square_blocks)
     flags: dict[str, Any] = {}
     if operand.four_over_six:
         flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": int(FOUR_OVER_SIX_SCALE_MAX)}
