@@ -107,7 +107,9 @@ def test_what_it_cannot_compute_is_emulated_under_auto(machine):
     assert "rounding=stochastic" in chosen(configured("nvfp4_all_the_way")).reason
 
 
-@pytest.mark.parametrize(("capability", "native"), [((10, 0), True), ((10, 3), True), ((9, 0), False), ((12, 0), False)])
+@pytest.mark.parametrize(
+    ("capability", "native"), [((10, 0), True), ((10, 3), True), ((9, 0), False), ((12, 0), False)]
+)
 def test_mxfp8_is_native_on_data_centre_blackwell_alone(machine, capability, native):
     machine(capability)
     choice = chosen(configured("mxfp8"))

@@ -337,7 +337,11 @@ def test_sizes_that_an_fp4_gemm_cannot_take(changes, value):
         (
             {"model.mamba_head_dim": 66},
             "{names: ['*.out_proj'], precision: fp8_block}",
-            ("model.mamba_num_heads x model.mamba_head_dim=528", "exceptions[0].precision=fp8_block: precision.", "512"),
+            (
+                "model.mamba_num_heads x model.mamba_head_dim=528",
+                "exceptions[0].precision=fp8_block: precision.",
+                "512",
+            ),
         ),
     ],
 )

@@ -2,7 +2,8 @@
 
 Selective high precision (paper, sections 4.1 and E.2): linears are quantized by the run's recipe except those of the
 first and last blocks, those whose names match a pattern, and those that a plan file lists, which are in BF16; and those
-of `precision.exceptions`, which have a recipe of their own. Embedding, head, norms and everything between the linears are never quantized and do not appear.
+of `precision.exceptions`, which have a recipe of their own. Embedding, head, norms and everything between the linears
+are never quantized and do not appear.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
 
 
 def first_exception(name: str, kind: str, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
-    """The first exception that a linear of a block of this `kind` falls under, with the pattern that its name matches."""
+    """The first exception that a linear of a `kind` of block falls under, with the pattern that its name matches."""
     for i, exception in enumerate(exceptions):
         if not exception.blocks or kind in exception.blocks:
             for pattern in exception.names:
@@ -154,7 +155,8 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
         if shapes and not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in shapes):
             names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
             raise ValueError(
-                f"{key} has {pattern!r}, which matches no linear; names are blocks.<0..{num_blocks - 1}>.<one of {names}>"
+                f"{key} has {pattern!r}, which matches no linear; names are "
+                f"blocks.<0..{num_blocks - 1}>.<one of {names}>"
             )
 
 

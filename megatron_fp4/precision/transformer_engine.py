@@ -12,7 +12,8 @@ gradient that leaves the GEMM in FP32, DTensor parameters, and weights quantized
 
 MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows.
 
-Where it can run: NVFP4 on compute capability 10.0 and 10.3, MXFP8 on 10.x, FP8 blocks on 9.0 and 10.x (`unsupported` says why not).
+Where it can run: NVFP4 on compute capability 10.0 and 10.3, MXFP8 on 10.x, FP8 blocks on 9.0 and 10.x (`unsupported`
+says why not).
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
 Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the
@@ -148,8 +149,8 @@ class _Form:
 class NativeOperand:
     """One direction of a tensor that Transformer Engine quantized: [rows, k], the dot product along k.
 
-    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k] (MXFP8 along the rows: [k, rows]). scales: as Transformer Engine lays them out, padded. amax: FP32
-    [1] of NVFP4, else None.
+    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k] (MXFP8 along the rows: [k, rows]). scales: as Transformer
+    Engine lays them out, padded. amax: FP32 [1] of NVFP4, else None.
     """
 
     data: Tensor

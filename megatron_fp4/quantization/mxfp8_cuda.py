@@ -18,7 +18,7 @@ _KERNELS = "megatron_fp4.quantization.triton_mxfp8"
 
 @dataclass(frozen=True)
 class PackedMXFP8:
-    """An operand along the rows as E4M3 bytes: codes uint8 [rows, columns], scales uint8 (UE8M0) [rows / 32, columns]."""
+    """An operand along the rows: E4M3 codes uint8 [rows, columns], UE8M0 scales uint8 [rows / 32, columns]."""
 
     codes: Tensor
     scales: Tensor

@@ -23,9 +23,7 @@ RECIPES = {
     "mxfp4": ref.MXFP4,
     "mxfp4_2d": ref.MXFP4_2D,
     "mxfp8": ref.MXFP8,
-    "mxfp8_2d": replace(
-        ref.MXFP8, fprop_weight=Operand("mxfp8", (32, 32)), dgrad_weight=Operand("mxfp8", (32, 32))
-    ),
+    "mxfp8_2d": replace(ref.MXFP8, fprop_weight=Operand("mxfp8", (32, 32)), dgrad_weight=Operand("mxfp8", (32, 32))),
     "fp8": ref.FP8,
     "fp8_powers_of_two": Recipe(
         "fp8p",
@@ -125,7 +123,9 @@ def test_mxfp8_blocks_lie_along_each_dot_product(gemm):
     x, w, dy = ref.tensors(128, 128, 128)
     far = torch.where(torch.arange(128) % 2 == 0, 2.0**8, 2.0**-8)
     # Along the dot product of one GEMM, one operand times what the other is divided by: all terms stay alike.
-    x, w, dy = ((x * far, w / far, dy), (x, (w.t() / far).t(), dy * far), ((x.t() * far).t(), w, (dy.t() / far).t()))[gemm]
+    x, w, dy = ((x * far, w / far, dy), (x, (w.t() / far).t(), dy * far), ((x.t() * far).t(), w, (dy.t() / far).t()))[
+        gemm
+    ]
     exact = [ref.double(t) for t in (x, w, dy)]
     expected = ref.linear(*exact, ref.MXFP8)[gemm]
     assert relative(ref.run(x, w, dy, ref.numerics_of(ref.MXFP8))[gemm], expected) < 2e-6

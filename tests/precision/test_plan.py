@@ -142,7 +142,9 @@ def test_the_first_exception_counts_and_a_run_in_bf16_can_have_some():
 
 def test_exceptions_that_match_nothing_are_refused_unless_the_model_lacks_such_blocks():
     assert plan_of(exceptions=[excepted(["*.experts"], "bf16", "E")]).num_quantized == 12
-    with pytest.raises(ValueError, match=r"precision.exceptions\[1\].names has '\*.up_proj', which matches no") as error:
+    with pytest.raises(
+        ValueError, match=r"precision.exceptions\[1\].names has '\*.up_proj', which matches no"
+    ) as error:
         plan_of(exceptions=[excepted(["*"], "bf16", "*"), excepted(["*.out_proj", "*.up_proj"], "mxfp8", "M")])
     assert str(error.value).endswith("names are blocks.<0..5>.<one of mixer.in_proj, mixer.out_proj>")
     with pytest.raises(AssertionError, match="without its recipe"):

@@ -5,7 +5,8 @@ round once each), double precision where a result is to be exact. The small form
 nearest entry of the table, an even code on a tie. Nothing is fast and nothing is shared with the package.
 
 Sources: arXiv 2509.25149 appendix B (NVFP4), B.4 and section 5 (MXFP4), A.1 (FP8 blocks), appendix C (Hadamard);
-arXiv 2512.02010 (four over six); the OCP microscaling specification 1.0 and arXiv 2506.08027, appendix (MXFP8). Shapes: every function takes a matrix (rows, columns), blocks run along columns.
+arXiv 2512.02010 (four over six); the OCP microscaling specification 1.0 and arXiv 2506.08027
+(MXFP8). Shapes: every function takes a matrix (rows, columns), blocks run along columns.
 """
 
 from dataclasses import dataclass
