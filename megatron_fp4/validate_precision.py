@@ -1,7 +1,7 @@
 """Refuses recipes that cannot be computed: formats against blocks, blocks against model and batch.
 
-Output features never appear here: the linear layer pads them to whole blocks itself. Input features and tokens
-are what the user chose, so they must divide.
+Tokens and output features never appear here: the linear layer pads them to what kernels demand. Input features are what
+the user chose, so they must divide (precision/demands.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.demands import TILES, block_demands
 from megatron_fp4.precision.plan import first_exception, recipe_of
+from megatron_fp4.precision.recipe import recipe_from_config
 
 BLOCKS = {
     "nvfp4": ("1x16", "16x16"),
@@ -21,7 +24,6 @@ BLOCKS = {
 _PROJECTIONS = {"M": ("in_proj", "out_proj"), "*": ("qkv_proj", "out_proj"), "-": ("up_proj", "down_proj")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
 _TRANSFORMER_ENGINE_FORMATS = {"nvfp4": "1x16", "mxfp8": "1x32", "fp8": "1x128"}  # and activations' blocks there
-_FP4_GEMM_MULTIPLE = 32  # of cuBLAS: whole 16 bytes of packed codes
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
         _reuse(of_part, gemms, where)
         if any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values()):
             quantized = True
-            _sizes(of_part, gemms, config, where, part)
+            _sizes(of_part, config, where, part)
     _backend(precision, config, device_type, key)
     if quantized:
         _bf16_blocks(precision, config, key)
@@ -231,20 +233,13 @@ def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -
 
 
 def _fp4_size_refusal(config: Config, precision: PrecisionConfig, part: int) -> tuple[str, str] | None:
-    """Output features are padded; what else an FP4 GEMM sums over must be whole 16 bytes of codes."""
-    multiple, tensor = _FP4_GEMM_MULTIPLE, config.parallel.tensor
+    """What an FP4 GEMM sums over must be whole 16 bytes of codes; tokens and output features are padded."""
+    multiple, tensor = te.demands(recipe_from_config(precision)).inputs, config.parallel.tensor
     for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
         shards = tensor if sharded else 1
         if size % (shards * multiple):
             each = f" / parallel.tensor={tensor}" if shards > 1 else ""
             return f"{name}={size}{each}, the input of {linear},", f"use a multiple of {multiple}, or backend=emulated"
-    tokens = config.train.micro_batch_size * config.train.sequence_length
-    if tokens % multiple:
-        return (
-            f"train.micro_batch_size={config.train.micro_batch_size} x train.sequence_length="
-            f"{config.train.sequence_length}",
-            f"its FP4 GEMM needs a multiple of {multiple} tokens; use a longer sequence, or backend=emulated",
-        )
     return None
 
 
@@ -261,52 +256,31 @@ def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
         )
 
 
-def _sizes(precision: PrecisionConfig, gemms: list[_Gemm], config: Config, key: str, part: int) -> None:
-    """Blocks and transforms must tile the input features of every quantized linear, and the tokens."""
-    fprop, _, wgrad = gemms
-    along_inputs = {
-        f"{key}.fprop.activation.block": _block(precision.fprop.activation)[1],
-        f"{key}.fprop.weight.block": _block(precision.fprop.weight)[1],
-        f"{key}.fprop.rht": fprop.rht,
-        f"{key}.dgrad.weight.block": _block(precision.dgrad.weight)[0],
-        f"{key}.wgrad.activation.block": _block(precision.wgrad.activation)[0],
-    }
+def _sizes(precision: PrecisionConfig, config: Config, key: str, part: int) -> None:
+    """The input features of every quantized linear must be what blocks and transforms demand."""
+    multiple = block_demands(recipe_from_config(precision)).inputs
     tensor = config.parallel.tensor
     for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
         shards = tensor if sharded else 1
-        for source, multiple in along_inputs.items():
-            if multiple > 1 and size % (shards * multiple):
-                each = f" / parallel.tensor={tensor}" if shards > 1 else ""
-                below = size // (shards * multiple) * shards * multiple
-                working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
-                fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
-                ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
-                raise ConfigError(
-                    f"{name}={size}{each} is the input of {linear} and not a multiple of {multiple}, as "
-                    f"{source} needs; {working} work{ranks}, or choose another format or block"
-                )
-    along_tokens = {
-        f"{key}.fprop.activation.block": _block(precision.fprop.activation)[0],
-        f"{key}.dgrad.gradient.block": _block(precision.dgrad.gradient)[0],
-        f"{key}.wgrad.gradient.block": _block(precision.wgrad.gradient)[1],
-        f"{key}.wgrad.activation.block": _block(precision.wgrad.activation)[1],
-        f"{key}.wgrad.rht": wgrad.rht,
-    }
-    micro, length = config.train.micro_batch_size, config.train.sequence_length
-    for source, multiple in along_tokens.items():
-        if multiple > 1 and (micro * length) % multiple:
+        if size % (shards * multiple):
+            each = f" / parallel.tensor={tensor}" if shards > 1 else ""
+            below = size // (shards * multiple) * shards * multiple
+            working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
+            fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
+            ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
             raise ConfigError(
-                f"train.micro_batch_size={micro} x train.sequence_length={length} = {micro * length} tokens "
-                f"is not a multiple of {multiple}, as {source} needs; use "
-                f"train.sequence_length={-(-length // multiple) * multiple}"
+                f"{name}={size}{each} is the input of {linear} and not a multiple of {multiple}, as "
+                f"{_what_demands(precision, multiple, key)} needs; {working} work{ranks}, or choose another format"
             )
 
 
-def _block(operand: OperandConfig) -> tuple[int, int]:
-    if operand.format == "bf16":
-        return 1, 1
-    rows, columns = operand.block.split("x")
-    return int(rows), int(columns)
+def _what_demands(precision: PrecisionConfig, multiple: int, key: str) -> str:
+    """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
+    for gemm in _gemms(precision):
+        for name, operand in gemm.operands.items():
+            if TILES.get(operand.format) == multiple:
+                return f"{key}.{gemm.name}.{name}.format={operand.format}"
+    return f"{key}.fprop.rht={precision.fprop.rht}"
 
 
 def _input_dims(config: Config, precision: PrecisionConfig, part: int) -> dict[str, tuple[int, bool, str]]:

@@ -318,7 +318,6 @@ def test_what_transformer_engine_cannot_do(changes, value, remedy):
     [
         ({"model.hidden_dim": 272}, "model.hidden_dim=272"),
         ({"model.ffn_dim": 1040, "parallel.tensor": 1}, "model.ffn_dim=1040"),
-        ({"train.sequence_length": 16, "train.micro_batch_size": 1}, "train.sequence_length=16"),
     ],
 )
 def test_sizes_that_an_fp4_gemm_cannot_take(changes, value):
@@ -387,18 +386,6 @@ def test_transformer_engine_is_asked_about_exceptions():
         ({"model.ffn_dim": 1040}, ("precision=mxfp8",), "model.ffn_dim=1040", "1024 or 1056"),
         ({"model.hidden_dim": 64}, ("precision=fp8_block",), "model.hidden_dim=64", "128 work"),
         ({"precision.fprop.rht": 128, "model.hidden_dim": 320}, (), "precision.fprop.rht", "256 or 384"),
-        (
-            {"train.micro_batch_size": 1, "train.sequence_length": 80, "train.global_batch_size": 4},
-            ("precision=fp8_block",),
-            "80 tokens is not a multiple of 128",
-            "train.sequence_length=128",
-        ),
-        (
-            {"train.micro_batch_size": 1, "train.sequence_length": 48, "train.global_batch_size": 4},
-            ("precision=mxfp4",),
-            "48 tokens is not a multiple of 32",
-            "train.sequence_length=64",
-        ),
     ],
 )
 def test_blocks_that_do_not_tile(changes, overrides, value, remedy):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.demands import Demands
 from megatron_fp4.precision.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class Backend(Protocol):
     @property
     def borrows_codes(self) -> bool: ...
 
-    def column_multiple(self, recipe: Recipe) -> int:
-        """What the local output features, all groups together, must be a multiple of (of `recipe.column_multiple`)."""
+    def demands(self, recipe: Recipe) -> Demands:
+        """What its kernels demand of a linear's local sizes under `recipe`."""
 
     def operands(
         self,

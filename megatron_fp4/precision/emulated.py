@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.cuda import Measured, PackedColumns, Side, kernels_unavailable
 from megatron_fp4.quantization.formats import E2M1_MAX, ue8m0_values
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger(__name__)
+
+_EIGHT_BITS = ("fp8", "mxfp8")
 
 Maker = Callable[[], "GemmOperand"]
 
@@ -124,9 +127,9 @@ class EmulatedBackend:
     name = "emulated"
     borrows_codes = True
 
-    def column_multiple(self, recipe: Recipe) -> int:
+    def demands(self, recipe: Recipe) -> Demands:
         """Whole blocks are enough."""
-        return recipe.column_multiple
+        return block_demands(recipe)
 
     def operands(
         self,
@@ -202,6 +205,11 @@ def fused_operands(
         columns, rows = (None if eight[0] else columns), (None if eight[1] else rows)
         others = fused_operands(x, columns, rows, pack_rows=pack_rows, amax_group=amax_group)
         return eight[0] or others[0], eight[1] or others[1]
+    if rows is not None and _codes_transpose(rows):
+        # The kernels make square blocks along the columns.
+        square = fused_operands(x, rows, None, amax_group=amax_group)[0]
+        along_columns_alone = fused_operands(x, columns, None, amax_group=amax_group)[0]
+        return along_columns_alone, None if square is None else lambda: square().transposed()
     sides = (_fused_side(x, columns, "columns"), _fused_side(x, rows, "rows"))
     if sides[0] is not None and sides[1] is not None and sides[0].format != sides[1].format:
         return (
@@ -222,9 +230,16 @@ def fused_operands(
     return along_columns if sides[0] is not None else None, along_rows if sides[1] is not None else None
 
 
+def _codes_transpose(request: OperandRequest) -> bool:
+    """Whether the operand's codes are those of the transposed tensor, transposed."""
+    operand = request.operand
+    square = operand.quantized and operand.block[0] == operand.block[1]
+    return square and operand.format not in _EIGHT_BITS and not request.rht and request.key is None
+
+
 def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:
     """What makes an FP8 or MXFP8 operand by the kernels, or None if PyTorch has to do it or it is neither."""
-    if request is None or request.rht or request.key is not None or request.operand.format not in ("fp8", "mxfp8"):
+    if request is None or request.rht or request.key is not None or request.operand.format not in _EIGHT_BITS:
         return None
     if not x.is_cuda or not _kernels_available(x.device):
         return None

@@ -10,9 +10,9 @@ draws; 16x16-scaled weights once, since their transposed codes are those of the 
 
 The function takes the weight as a DTensor and returns its gradient as an FP32 one (precision/fp32_gradients.py).
 
-Output features come in `num_groups` equal groups (the heads of a packed projection), each padded with zeros to the
-recipe's block size inside the function: block boundaries then depend on the model alone, not on how many ranks share
-the weight.
+Tokens are padded with zeros to what the kernels demand (precision/demands.py), and so are output features, which come
+in `num_groups` equal groups (the heads of a packed projection): each group is padded by itself, so that block
+boundaries depend on the model alone, not on how many ranks share the weight.
 """
 
 from __future__ import annotations
@@ -96,12 +96,13 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, numerics: LinearNumerics, needs_wgrad: bool) -> Tensor:
         call = _Call(numerics, weight, x)
+        padded = call.pad_tokens(x)
         w_fprop, w_dgrad = call.weight_operands()
         reuse = call.recipe.wgrad_activation.reuse_fprop
         make_fprop, make_wgrad = call.prepare(
             "fprop_activation",
             "wgrad_activation" if needs_wgrad and not reuse else None,
-            x,
+            padded,
             (0, numerics.in_offset),
             numerics.in_group,
             keep_rows=True,
@@ -136,6 +137,7 @@ class _QuantizedLinear(torch.autograd.Function):
         # Each operand is as large as dy; one at a time.
         if make_dgrad is not None:
             dx = call.backend.gemm(make_dgrad(), call.backend.restored(saved[:3], ctx.kinds[0]), dy.dtype)
+            dx = call.unpad_tokens(dx)
         if make_wgrad is not None:
             dw = call.backend.gemm(make_wgrad(), call.backend.restored(saved[3:], ctx.kinds[1]), torch.float32)
             dw = gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
@@ -153,10 +155,9 @@ class _Call:
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.group_rows = self.master.shape[0] // numerics.num_groups
-        multiple, whole = self.recipe.column_multiple, self.backend.column_multiple(self.recipe)
-        self.padded_group_rows = -(-self.group_rows // multiple) * multiple
-        if self.padded_group_rows * numerics.num_groups % whole:
-            self.padded_group_rows = -(-self.group_rows // whole) * whole
+        demands = self.backend.demands(self.recipe)
+        self.num_tokens, self.padded_tokens = x.shape[0], demands.padded_tokens(x.shape[0])
+        self.padded_group_rows = demands.padded_group(self.group_rows, numerics.num_groups)
         self.out_offset = numerics.out_group_offset * self.padded_group_rows
 
     @property
@@ -237,22 +238,37 @@ class _Call:
         return self.numerics.key(self.step, self.micro_batch, f"{gemm_name}_signs", 0, 0)
 
     def pad(self, y: Tensor) -> Tensor:
-        """[tokens, out] with each group of output features padded to whole blocks."""
+        """[tokens, out] with tokens and each group of output features padded."""
+        return self.pad_tokens(self._pad_groups(y))
+
+    def unpad(self, y: Tensor) -> Tensor:
+        """The inverse of `pad`."""
+        return self._unpad_groups(self.unpad_tokens(y))
+
+    def pad_tokens(self, x: Tensor) -> Tensor:
+        """[tokens, features] with tokens padded."""
+        extra = self.padded_tokens - self.num_tokens
+        return torch.nn.functional.pad(x, (0, 0, 0, extra)) if extra else x
+
+    def unpad_tokens(self, x: Tensor) -> Tensor:
+        """The inverse of `pad_tokens`."""
+        return x[: self.num_tokens] if self.padded_tokens != self.num_tokens else x
+
+    def pad_rows(self, w: Tensor) -> Tensor:
+        """[out, in] with each group of output features padded."""
+        return self._pad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
+
+    def unpad_rows(self, w: Tensor) -> Tensor:
+        """The inverse of `pad_rows`."""
+        return self._unpad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
+
+    def _pad_groups(self, y: Tensor) -> Tensor:
         extra = self.padded_group_rows - self.group_rows
         if extra == 0:
             return y
         return torch.nn.functional.pad(y.unflatten(-1, (-1, self.group_rows)), (0, extra)).flatten(-2)
 
-    def unpad(self, y: Tensor) -> Tensor:
-        """The inverse of `pad`."""
+    def _unpad_groups(self, y: Tensor) -> Tensor:
         if self.padded_group_rows == self.group_rows:
             return y
         return y.unflatten(-1, (-1, self.padded_group_rows))[..., : self.group_rows].flatten(-2)
-
-    def pad_rows(self, w: Tensor) -> Tensor:
-        """[out, in] with each group of output features padded to whole blocks."""
-        return self.pad(w.t()).t() if self.padded_group_rows != self.group_rows else w
-
-    def unpad_rows(self, w: Tensor) -> Tensor:
-        """The inverse of `pad_rows`."""
-        return self.unpad(w.t()).t() if self.padded_group_rows != self.group_rows else w

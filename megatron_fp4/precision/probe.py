@@ -186,7 +186,7 @@ class ProbedCall:
         call, numerics, x = self.call, self.call.numerics, self.x
         assert x is not None
         weight = call.pad_rows(call.weight)
-        self._operand("fprop_activation", x, x.numel(), 0, numerics.in_offset, numerics.in_group)
+        self._operand("fprop_activation", call.pad_tokens(x), x.numel(), 0, numerics.in_offset, numerics.in_group)
         rows, columns, group = call.out_offset, numerics.in_offset, numerics.weight_group
         self._operand("fprop_weight", weight, call.weight.numel(), rows, columns, group)
         if self._same_weight_codes():
@@ -208,7 +208,9 @@ class ProbedCall:
             if call.recipe.wgrad_activation.reuse_fprop:
                 self.probe.repeat(numerics.name, "wgrad_activation", of="fprop_activation")
             else:
-                self._operand("wgrad_activation", x.t(), x.numel(), numerics.in_offset, 0, numerics.in_group)
+                self._operand(
+                    "wgrad_activation", call.pad_tokens(x).t(), x.numel(), numerics.in_offset, 0, numerics.in_group
+                )
             self._product("wgrad", dy.t(), x.t(), dw._local_tensor if isinstance(dw, DTensor) else dw, None)
         self.x = None
 

@@ -74,12 +74,6 @@ class Recipe:
         """Whether any operand of any GEMM is quantized."""
         return any(operand.quantized for operand in self.operands.values())
 
-    @property
-    def column_multiple(self) -> int:
-        """What the output features must be padded to, so that every block along or across them is whole."""
-        weight = max(self.fprop_weight.block[0], self.dgrad_weight.block[1])
-        return max(1, weight, self.dgrad_gradient.block[1], self.dgrad_rht, self.wgrad_gradient.block[0])
-
     def describe(self) -> list[str]:
         """One line per GEMM, for people."""
 

@@ -126,7 +126,7 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
     numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
     call = _Call(numerics, w, x)
     padded = call.pad(dy)
-    tensors = {"activation": x, "weight": call.pad_rows(w), "gradient": padded}
+    tensors = {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": padded}
     made = {}
     for first, second in PAIRS:
         tensor = tensors[first.split("_")[1]]
@@ -305,7 +305,7 @@ def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor
             numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
             call = _Call(numerics, given[1], given[0])
             w_fprop, w_dgrad = call.weight_operands()
-            makers = call.prepare("fprop_activation", "wgrad_activation", given[0], (0, 0), None)
+            makers = call.prepare("fprop_activation", "wgrad_activation", call.pad_tokens(given[0]), (0, 0), None)
             gradients = call.prepare("dgrad_gradient", "wgrad_gradient", call.pad(given[2]), (0, 0), None)
             assert makers[0] and makers[1] and gradients[0] and gradients[1]
             products = (

@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import GemmOperand, OperandRequest, gemm, quantize_operand
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.formats import E4M3_MAX
@@ -82,6 +83,15 @@ def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
                 f"{chip}, whose FP8 GEMM takes no scales but powers of two (power_of_two_scales=true on every operand)"
             )
     return None
+
+
+def demands(recipe: Recipe) -> Demands:
+    """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
+    formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
+    multiple = max((GEMM_MULTIPLES[form] for form in formats if form in GEMM_MULTIPLES), default=1)
+    blocks = block_demands(recipe)
+    tokens, inputs, outputs = (math.lcm(multiple, size) for size in (blocks.tokens, blocks.inputs, blocks.outputs))
+    return Demands(tokens, inputs, outputs, blocks.group_outputs)
 
 
 def not_installed() -> str | None:
@@ -218,10 +228,9 @@ class TransformerEngineBackend:
         _log_environment()
         self._quantizers: dict[tuple[_Settings, Any, int], Any] = {}
 
-    def column_multiple(self, recipe: Recipe) -> int:
-        """Whole blocks, and whole rows of packed codes along them in dgrad."""
-        formats = {operand.format for operand in recipe.operands.values()}
-        return math.lcm(recipe.column_multiple, *(GEMM_MULTIPLES[form] for form in formats if form in GEMM_MULTIPLES))
+    def demands(self, recipe: Recipe) -> Demands:
+        """See `demands`."""
+        return demands(recipe)
 
     def operands(
         self,

@@ -37,6 +37,7 @@ _MEASURE_GROUPS = {"nvfp4": 32, "mxfp4": 16}
 _COLUMNS_GROUPS = {"nvfp4": 32, "mxfp4": 16}
 _ROWS_GROUPS = {"nvfp4": 16, "mxfp4": 8}
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+_MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 
 
 @functools.cache
@@ -102,7 +103,7 @@ class PackedColumns:
         rows, columns = self.shape
         groups = _ROWS_GROUPS[self.format]
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
-        grid = (-(-columns // block // groups), rows // block)
+        grid = (-(-columns // block // groups) * (rows // block),)
         arguments = (self.codes, self.scales, values, rows, columns // block)
         _launch("unpack_kernel", grid, arguments, (block, groups))
         return values
@@ -208,12 +209,12 @@ class Measured:
     def _or_x(self, scale: Tensor | None) -> Tensor:
         return self.x if scale is None else scale
 
-    def _grid(self, groups: int) -> tuple[tuple[int, int], int]:
+    def _grid(self, groups: int) -> tuple[tuple[int], int]:
         """The grid of a quantizing kernel, and how many tiles of rows each program does."""
         column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // self.block
         programs = _QUANTIZE_PROGRAMS * _processors(self.x.device)
         tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // programs))
-        return (column_programs, -(-row_tiles // tiles)), tiles
+        return (column_programs * -(-row_tiles // tiles),), tiles
 
 
 def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
@@ -225,8 +226,19 @@ def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _launch(name: str, grid: tuple[int, int], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+def _launch(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
     """Launch the kernel `name` with its run-time arguments and its constants, both in the order of its signature.
+
+    Raises ValueError for more programs than CUDA starts.
+    """
+    for programs, most in zip(grid, _MOST_PROGRAMS, strict=False):
+        if programs > most:
+            raise ValueError(f"{name}: {programs} programs along one axis, and CUDA starts at most {most}")
+    _start(name, grid, arguments, constants)
+
+
+def _start(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
+    """What `_launch` does once it has looked at the grid.
 
     Triton's own launch looks at every argument to choose among compiled variants, which takes longer than the smaller
     kernels run. Here the constants alone choose: the kernels specialize on no integer, and every pointer is aligned.
@@ -234,7 +246,7 @@ def _launch(name: str, grid: tuple[int, int], arguments: tuple[Any, ...], consta
     device = arguments[0].device
     with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
         compiled = _compiled(name, device.index, arguments[0].dtype == torch.float32, constants)
-        compiled[(*grid, 1)](*arguments, *constants)
+        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
 
 
 @functools.cache

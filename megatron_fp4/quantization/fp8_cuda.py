@@ -69,8 +69,13 @@ def quantize_fp8_fused(
 
 
 def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor:
-    """a b^T: [m, k] x [n, k] -> [m, n] in `out_dtype`, accumulated in FP32."""
+    """a b^T: [m, k] x [n, k] -> [m, n] in `out_dtype`, accumulated in FP32.
+
+    Raises ValueError unless k is a multiple of 128, m and n of 8.
+    """
     (m, k), n = a.codes.shape, b.codes.shape[0]
+    if k % 128 or m % 8 or n % 8:
+        raise ValueError(f"fp8: a product of [{m}, {k}] and [{n}, {k}]^T needs multiples of 8, 128 and 8")
     codes_a, codes_b = a.codes.to(torch.bfloat16), b.codes.to(torch.bfloat16)
     out = torch.empty(m, n, dtype=out_dtype, device=codes_a.device)
     # Found on an H200, by whether both codes have their dot products in one piece.

@@ -12,6 +12,9 @@ One kernel for both operands was slower than two, although it reads x once: what
 registers of the one leave too few warps for the other. Two also let the first GEMM free its operand before the second
 operand is made.
 
+The kernels that go over all tiles have one axis of programs, tiles side by side first: CUDA allows 2^31 programs along
+the first axis and 65535 along the others.
+
 "Values" are `code * block scale` in BF16, which is exact, in the layout of x: a GEMM reads either orientation as it
 lies, so nothing is ever transposed. A block along the rows is 16 (32) rows of one column and lies within one thread,
 like the Hadamard transform's tile: each is a chain of elementwise operations on one vector per row.
@@ -159,8 +162,9 @@ def quantize_columns_kernel(
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     # From the end backwards: the last rows that measure_kernel read are still in the cache.
-    group = (tl.num_programs(0) - 1 - tl.program_id(0)) * GROUPS + tl.arange(0, GROUPS)
-    last = num_rows // BLOCK - tl.program_id(1) * tiles
+    across = tl.cdiv(num_groups, GROUPS)
+    group = (across - 1 - tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
+    last = num_rows // BLOCK - (tl.program_id(0) // across) * tiles
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
@@ -219,8 +223,9 @@ def quantize_rows_kernel(
 ):
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
-    group = (tl.num_programs(0) - 1 - tl.program_id(0)) * GROUPS + tl.arange(0, GROUPS)
-    last = num_rows // BLOCK - tl.program_id(1) * tiles
+    across = tl.cdiv(num_groups, GROUPS)
+    group = (across - 1 - tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
+    last = num_rows // BLOCK - (tl.program_id(0) // across) * tiles
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
@@ -289,11 +294,12 @@ def unpack_kernel(
     GROUPS: tl.constexpr,
 ):
     PAIRS: tl.constexpr = BLOCK // 2
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    across = tl.cdiv(num_groups, GROUPS)
+    group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
-    tile = tl.program_id(1)
+    tile = tl.program_id(0) // across
     codes_ptr += as_long(tile) * (BLOCK // 4) * width
     values_ptr += as_long(tile) * BLOCK * width
     both = tl.load(scales_ptr + as_long(tile) * width + offsets, mask, 0).to(tl.int32)

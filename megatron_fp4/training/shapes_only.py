@@ -49,7 +49,7 @@ def shapes_only() -> Iterator[None]:
             (torch.Tensor, "data_ptr", lambda _: 0),  # aligned
             (torch.cuda, "device", _no_device),
             (emulated, "_kernels_available", lambda _: True),
-            (cuda, "_launch", lambda *_: None),
+            (cuda, "_start", lambda *_: None),
             (cuda, "_processors", lambda _: MULTIPROCESSORS),
             (cuda, "_sign_bits", lambda _: 0),
             (fp8_cuda, "_kernels", _NoKernels),

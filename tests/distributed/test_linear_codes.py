@@ -15,6 +15,7 @@ from megatron_fp4.config import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.demands import block_demands
 from megatron_fp4.precision.emulated import quantize_operand
 from models.flops import linear_costs
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
@@ -133,5 +134,5 @@ def test_the_groups_above_are_like_those_of_the_12b_model():
     model = compose_config(["model=nemotron_h_12b"], CONFIGS).model
     rows, rest = divmod(linear_costs(model)[0].out_features, model.mamba_num_groups)
     assert (model.mamba_num_groups, rows, rest) == (GROUPS, 2836, 0)
-    assert rows % NVFP4.column_multiple != 0
-    assert GROUP_ROWS % NVFP4.column_multiple != 0
+    assert rows % block_demands(NVFP4).group_outputs != 0
+    assert GROUP_ROWS % block_demands(NVFP4).group_outputs != 0

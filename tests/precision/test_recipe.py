@@ -78,29 +78,6 @@ def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cance
     assert not recipe_from_config(PrecisionConfig()).quantized
 
 
-@pytest.mark.parametrize(
-    "recipe, multiple",
-    [
-        (BF16, 1),
-        (ref.NVFP4, 16),
-        (ref.ALL_THE_WAY, 16),
-        (ref.QAF, 1),
-        (ref.MXFP4, 32),
-        (ref.FP8, 128),
-        (replace(ref.NVFP4, dgrad_rht=64), 64),
-        (replace(ref.NVFP4, wgrad_rht=128, fprop_rht=128), 16),
-        (replace(ref.QAF, fprop_weight=ref.W2), 16),
-        (Recipe(wgrad_gradient=Operand("nvfp4", (16, 16))), 16),
-        (Recipe(wgrad_gradient=ref.DY), 1),
-        (Recipe(dgrad_gradient=ref.MX_DY), 32),
-        (Recipe(dgrad_weight=ref.W), 16),
-        (Recipe(fprop_activation=ref.X, wgrad_activation=ref.F8), 1),
-    ],
-)
-def test_output_features_are_padded_to_what_touches_them(recipe, multiple):
-    assert recipe.column_multiple == multiple
-
-
 def test_descriptions_name_every_deviation():
     lines = ref.NVFP4.describe()
     assert lines == [

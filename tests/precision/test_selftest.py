@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.demands import Demands
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
 from megatron_fp4.precision.fair_rounding import Draws, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
@@ -197,7 +198,7 @@ def test_a_linear_computes_by_its_backend():
 def test_a_backend_that_does_not_borrow_quantizes_the_weight_along_both_dimensions_and_pads():
     backend = Spoiled()
     backend.borrows_codes = False
-    backend.column_multiple = lambda recipe: 32
+    backend.demands = lambda recipe: Demands(outputs=32, group_outputs=16)
     x, w, dy = ref.tensors(32, 64, 3 * 16)
     expected = ref.run(x, w, dy, ref.numerics_of(ref.nearest(NVFP4), num_groups=3))
     found = ref.run(x, w, dy, ref.numerics_of(ref.nearest(NVFP4), num_groups=3, backend=backend))
@@ -211,7 +212,7 @@ def test_a_backend_that_does_not_borrow_quantizes_the_weight_along_both_dimensio
 
 @pytest.mark.parametrize(("recipe", "multiple"), [(NVFP4, 32), (FP8, 128), (BF16, 1), (ref.QAF, 32)])
 def test_what_native_gemms_want(recipe: Recipe, multiple: int):
-    assert te.TransformerEngineBackend.column_multiple(None, recipe) == multiple
+    assert te.demands(recipe).outputs == multiple
 
 
 def test_native_operands_decode_to_our_layout():

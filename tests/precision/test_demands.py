@@ -1,0 +1,229 @@
+"""What kernels demand is met by every linear that can be configured: no GPU is the first to find out."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import reference as ref
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_fp4.compose import compose_config, precision_config
+from megatron_fp4.config import Config, ConfigError, ModelConfig, ParallelConfig
+from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.precision import emulated
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.demands import Demands, block_demands
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.quantization import cuda
+from megatron_fp4.training.dry_run import fake_ranks
+from megatron_fp4.training.shapes_only import shapes_only
+from megatron_fp4.validate import validate
+from models.hybrid import build_model
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+PRECISIONS = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
+SCOPES = ("both", "forward", "backward")
+# The fewest of a micro-batch, and what a validation's last one may leave: no multiple of 32 or 128.
+TOKENS = (2064, 16)
+
+
+def composed(model: str, precision: str = "nvfp4") -> Config:
+    return compose_config([f"model={model}", f"precision={precision}"], CONFIGS)
+
+
+@functools.cache
+def recipes(model: str) -> dict[str, Recipe]:
+    """Every shipped recipe, and what every switch between two of them leaves, equal ones once."""
+    config = composed(model)
+    shipped = {name: recipe_from_config(precision_config(name, config, CONFIGS)) for name in PRECISIONS}
+    found = dict(shipped)
+    for name, current in shipped.items():
+        for target_name, target in shipped.items():
+            if name != target_name and current.quantized:
+                for scope in SCOPES:
+                    found[f"{name} {scope} {target_name}"] = switched_recipe(current, target, scope)
+    by_content = {replace(recipe, name=""): name for name, recipe in found.items()}
+    return {name: found[name] for name in by_content.values()}
+
+
+def one_of_each_block(model: ModelConfig) -> ModelConfig:
+    return replace(model, pattern="".join(sorted(set(model.pattern))))
+
+
+def linears(model: ModelConfig, tensor: int) -> list[tuple[tuple[int, int], LinearNumerics]]:
+    """The different local weights [out, in] of a model on `tensor` ranks, and their numerics."""
+    mesh = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu"))
+    with torch.device("meta"):
+        built = build_model(one_of_each_block(model), mesh, torch.bfloat16)
+    return [(tuple(module.weight.to_local().shape), module.numerics) for _, module in built.linears()]  # type: ignore
+
+
+def possible(config: Config, tensor: int) -> bool:
+    try:
+        validate(replace(config, parallel=replace(config.parallel, tensor=tensor)), tensor, "cuda")
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) -> None:
+    """Forward and backward on the way of a GPU, whose launches check what they are given, and none goes to PyTorch."""
+    config = composed(model)
+    if not possible(config, tensor):
+        assert tensor > 1
+        pytest.skip(f"{model} does not run on {tensor} tensor-parallel ranks")
+    computed = 0
+    with fake_ranks(tensor):
+        layers = linears(config.model, tensor)
+        slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
+        with (
+            FakeTensorMode(),
+            shapes_only(),
+            mock.patch.object(emulated, "encode_nvfp4", slow),
+            mock.patch.object(emulated, "encode_mxfp4", slow),
+        ):
+            for recipe_name, recipe in recipes(model).items():
+                narrow = block_demands(recipe).inputs
+                for (outputs, inputs), numerics in layers:
+                    if inputs % narrow:
+                        continue  # refused: see the test of refusals below
+                    numerics.recipe, numerics.weight_cache = recipe, None
+                    for tokens in TOKENS:
+                        x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
+                        weight = nn.Parameter(torch.empty(outputs, inputs))
+                        try:
+                            y = quantized_linear(x, weight, numerics)
+                            y.backward(torch.empty_like(y))
+                        except Exception as error:
+                            raise AssertionError(f"{recipe_name}: {tokens} tokens, {inputs} -> {outputs}") from error
+                        assert y.shape == (tokens, outputs)
+                        assert x.grad is not None and x.grad.shape == x.shape
+                        assert weight.grad is not None and weight.grad.shape == weight.shape
+                        computed += 1
+    assert computed > 100
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_divides_nowhere_is_refused_before_the_run(model: str, tensor: int) -> None:
+    """Input features are not padded, so whatever passes the configuration's check has to divide."""
+    with fake_ranks(tensor):
+        layers = linears(composed(model).model, tensor)
+    for precision in PRECISIONS:
+        config = composed(model, precision)
+        config = replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
+        if possible(config, tensor):
+            demands = block_demands(recipe_from_config(config.precision))
+            for (_, inputs), _ in layers:
+                assert inputs % demands.inputs == 0, (precision, inputs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_native_gemms_get_whole_rows_of_codes(model: str) -> None:
+    """Every dot product of an FP4 GEMM is a multiple of 32 and both sizes of an operand of 16; of FP8 16 and 16."""
+    backend = te.TransformerEngineBackend.__new__(te.TransformerEngineBackend)
+    for tensor in (1, 2, 4, 8):
+        if not possible(composed(model), tensor):
+            continue
+        with fake_ranks(tensor):
+            layers = linears(composed(model).model, tensor)
+            for name, recipe in recipes(model).items():
+                formats = {operand.format for operand in recipe.operands.values()}
+                if "mxfp4" in formats or not formats & {"nvfp4", "fp8"}:
+                    continue
+                for (outputs, inputs), numerics in layers:
+                    numerics.recipe, numerics.backend = recipe, backend
+                    if inputs % te.demands(recipe).inputs:
+                        continue
+                    for tokens in TOKENS:
+                        call = _Call(numerics, torch.empty(outputs, inputs, device="meta"), meta(tokens, inputs))
+                        sizes = (call.padded_tokens, inputs, call.padded_group_rows * numerics.num_groups)
+                        along = 32 if "nvfp4" in formats else 16
+                        assert all(size % along == 0 for size in sizes), (name, sizes)
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+
+NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
+
+
+@pytest.mark.parametrize(
+    ("recipe", "demands"),
+    [
+        (BF16, Demands()),
+        (NVFP4, Demands(16, 16, 16, 16)),
+        (ref.QAF, Demands(16, 16, 16, 16)),
+        (MXFP4, Demands(32, 32, 32, 32)),
+        (FP8, Demands(128, 128, 128, 128)),
+        (replace(NVFP4, dgrad_rht=64), Demands(16, 16, 64, 64)),
+        (replace(NVFP4, wgrad_rht=128, fprop_rht=32), Demands(128, 32, 16, 16)),
+        (Recipe(wgrad_gradient=Operand("mxfp4", (1, 32))), Demands(32, 32, 32, 32)),
+        (replace(NVFP4, wgrad_activation=ref.F8), Demands(128, 128, 128, 128)),
+    ],
+)
+def test_blocks_and_transforms(recipe: Recipe, demands: Demands) -> None:
+    assert block_demands(recipe) == demands == EMULATED.demands(recipe)
+
+
+def test_groups_are_padded_alike_and_whole_tensors_too() -> None:
+    demands = Demands(outputs=32, group_outputs=16)
+    assert demands.padded_group(20, 1) == 32
+    assert demands.padded_group(20, 2) == 32
+    assert demands.padded_group(16, 2) == 16
+    assert demands.padded_group(16, 3) == 32
+    assert Demands(outputs=128, group_outputs=16).padded_group(2836, 8) == 2848
+    assert Demands(tokens=32).padded_tokens(2064) == 2080
+    assert (Demands().padded_group(5, 3), Demands().padded_tokens(7)) == (5, 7)
+
+
+@pytest.mark.parametrize("recipe", [ref.nearest(NVFP4), ref.nearest(MXFP4), FP8, ref.QAF], ids=lambda r: r.name)
+def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe) -> None:
+    """Against tensors that were padded beforehand; odd sizes in both directions."""
+    x, w, dy = ref.tensors(40, 256, 24)
+    demands = block_demands(recipe)
+    tokens, outputs = demands.padded_tokens(40), demands.padded_group(24, 1)
+    assert (tokens, outputs) != (40, 24)
+    y, dx, dw = ref.run(x, w, dy, ref.numerics_of(recipe))
+
+    def grown(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        out = torch.zeros(rows, columns, dtype=t.dtype)
+        out[: t.shape[0], : t.shape[1]] = t
+        return out
+
+    whole = (grown(x, tokens, 256), grown(w, outputs, 256), grown(dy, tokens, outputs))
+    expected = ref.run(*whole, ref.numerics_of(recipe))
+    for mine, theirs in zip((y, dx, dw), (expected[0][:40, :24], expected[1][:40], expected[2][:24]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert not expected[0][40:].any() and not expected[2][24:].any()
+
+
+def test_more_programs_than_cuda_starts_are_refused() -> None:
+    with mock.patch.object(cuda, "_start") as start:
+        cuda._launch("unpack_kernel", (2**31 - 1,), (), ())
+        assert start.called
+        with pytest.raises(ValueError, match="CUDA starts at most 2147483647"):
+            cuda._launch("unpack_kernel", (2**31,), (), ())
+        with pytest.raises(ValueError, match="at most 65535"):
+            cuda._launch("measure_kernel", (1, 65536), (), ())
+
+
+def test_a_million_tokens_and_more() -> None:
+    """Sixteen rows a program: along any axis but the first, CUDA's limit would be 2^20 tokens."""
+    with FakeTensorMode(), shapes_only():
+        x = torch.empty(2**22, 64, dtype=torch.bfloat16, requires_grad=True)
+        weight = nn.Parameter(torch.empty(64, 64))
+        quantized_linear(x, weight, ref.numerics_of(NVFP4)).sum().backward()
+        assert x.grad is not None
