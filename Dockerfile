@@ -14,7 +14,7 @@ RUN python -c "import torch, transformer_engine as te; print(torch.__version__, 
 
 # Compiled against the image's torch, hence no build isolation.
 RUN MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
-    pip install --no-build-isolation "causal-conv1d>=1.5" "mamba-ssm>=2.2.4"
+    pip install --no-build-isolation "causal-conv1d>=1.6" "mamba-ssm>=2.3"
 
 WORKDIR /workspace/megatron_fp4
 COPY pyproject.toml README.md LICENSE ./

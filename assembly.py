@@ -27,12 +27,13 @@ from megatron_fp4.precision.linear import LinearNumerics
 from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
+from megatron_fp4.training.autotuning import PinnedKernels
 from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.validate import validate
-from megatron_fp4.validate_precision import validate_precision
+from megatron_fp4.validate_precision import validate_precision, validate_switch
 from models.execution import Execution, choose_execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
@@ -52,6 +53,7 @@ def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
     target = precision_config(name, config, CONFIGS)
     if config.precision.switch.when != "never":
         validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
+    validate_switch(config.precision, target)  # the plan after the switch is made in any case
     if not config.run.dry:
         backend_of(config, target)
     return config, target
@@ -101,6 +103,7 @@ class Run:
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
+    kernels: PinnedKernels | None = None
 
 
 def sharded_model(
@@ -234,7 +237,9 @@ def set_determinism(deterministic: bool) -> None:
     """Deterministic kernels where torch has them (it warns where not)."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # mamba-ssm then keeps its tuned kernels, chosen once per machine, instead of the smallest ones.
+        # mamba-ssm then has its kernels tuned (training/autotuning.py pins them), instead of taking the smallest ones.
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+        # Read when Inductor is imported, which is later. Without it a reduction's block size may be a matter of timing.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True, warn_only=True)

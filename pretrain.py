@@ -18,7 +18,9 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
 import yaml
 
 from assembly import (
@@ -32,6 +34,7 @@ from assembly import (
     sharded_model,
     world_size,
 )
+from data.cache import default_cache_dir
 from data.loader import MicroBatch
 from data.validation import ValidationSet, unigram_entropy
 from megatron_fp4.compose import ConfigError, help_text, to_yaml
@@ -39,6 +42,7 @@ from megatron_fp4.config import Config, PrecisionConfig
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.plan import apply_plan
+from megatron_fp4.training.autotuning import pin_kernels
 from megatron_fp4.training.console import RunConsole
 from megatron_fp4.training.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.training.evaluate import evaluate
@@ -50,6 +54,7 @@ from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
 from models.flops import training_flops_per_token
+from models.mamba2 import Mamba2
 from report import introduce, summarize
 
 
@@ -101,7 +106,7 @@ def run_to_end(run: Run) -> int:
     config, mesh = run.config, run.mesh
     steps, run_dir = config.train.steps, Path(config.run.dir)
     guard = NonFiniteGuard(config.train.max_skipped_steps)
-    start, wandb_run_id = resume(run, guard)
+    start, wandb_run_id, saved_kernels = resume(run, guard)
     console = RunConsole(steps, start, config.logging.interval, active=mesh.rank == 0)
     if start >= steps:
         console.text(
@@ -131,6 +136,7 @@ def run_to_end(run: Run) -> int:
         plan=run.plan.as_dict(),
     )
     introduce(run, console, start)
+    pin_autotuned(run, start, saved_kernels, console)
     test_backend(run, console)
     if mesh.rank == 0:
         (run_dir / "config.yaml").write_text(to_yaml(config))
@@ -261,7 +267,10 @@ def save(run: Run, step: int, guard: NonFiniteGuard, wandb_run_id: str | None) -
         "wandb_run_id": wandb_run_id,
         "plan": plan.as_dict(),
         "config": asdict(run.config),
+        "autotuning": run.kernels.record() if run.kernels else None,
     }
+    if run.kernels and run.mesh.rank == 0:
+        run.kernels.write(Path(run.config.run.dir))
     return run.checkpointer.save(
         step,
         run.model,
@@ -272,8 +281,8 @@ def save(run: Run, step: int, guard: NonFiniteGuard, wandb_run_id: str | None) -
     )
 
 
-def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None]:
-    """Load a checkpoint if the configuration says so; returns steps done and the run's wandb id.
+def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None, dict[str, Any] | None]:
+    """Load a checkpoint if the configuration says so; returns steps done, the run's wandb id, its autotuned kernels.
 
     Raises ConfigError if the checkpoint is of another run, or going on would overwrite checkpoints of run.dir.
     """
@@ -293,13 +302,33 @@ def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None]:
                 f"to step {max(later)}, which the run would overwrite; choose another run.dir"
             )
         if resumed is None:
-            return 0, None
+            return 0, None, None
         run.loader.load_state_dict(resumed.trainer["loader"], allow_other_data=settings.allow_mismatch)
     run.switch.load_state_dict(resumed.trainer["switch"])
     guard.consecutive, guard.total = resumed.trainer["skipped"]["consecutive"], resumed.trainer["skipped"]["total"]
     if run.switch.switched_at is not None:
         apply_plan(run.linears, run.switched_plan, run.clock)
-    return start, resumed.trainer["wandb_run_id"]
+    return start, resumed.trainer["wandb_run_id"], resumed.trainer.get("autotuning")
+
+
+def pin_autotuned(run: Run, start: int, saved: dict[str, Any] | None, console: RunConsole) -> None:
+    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
+    train, mixers = run.config.train, [block.mixer for block in run.model.blocks]
+    if not (run.config.run.deterministic and run.model.execution.scan):
+        return
+    if start and saved is None:
+        console.text("kernels: the checkpoint does not say which configurations it was made with")
+    scan = next(mixer for mixer in mixers if isinstance(mixer, Mamba2))
+    dtype, device = getattr(torch, run.config.precision.compute_dtype), run.mesh.device
+    run.kernels = pin_kernels(
+        lambda: scan.rehearse_scan(train.micro_batch_size, train.sequence_length, dtype, device),
+        saved,
+        default_cache_dir() / "autotuning",
+    )
+    for line in run.kernels.lines:
+        console.text(line)
+    if run.mesh.rank == 0:
+        run.kernels.write(Path(run.config.run.dir))
 
 
 def test_backend(run: Run, console: RunConsole) -> None:

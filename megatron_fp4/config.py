@@ -19,7 +19,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Bf16BlocksDefault:
-    """How many blocks at each end the paper's NVFP4 run of this model keeps in BF16 (paper, appendix A)."""
+    """How many blocks at each end, in characters of the pattern, a recipe leaves in BF16 (paper, appendix A)."""
 
     first: int = 0
     last: int = 0
@@ -27,7 +27,11 @@ class Bf16BlocksDefault:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A stack of blocks given by `pattern`: `M` Mamba-2, `-` FFN, `*` attention; whitespace is not allowed."""
+    """A stack of blocks given by `pattern`: `M` Mamba-2, `-` FFN, `*` attention; whitespace is not allowed.
+
+    nvfp4_bf16_blocks, fp8_bf16_blocks: what the recipes of these formats leave in BF16 of this model; they set
+        `precision.bf16_blocks` with it. A transformer block is two characters.
+    """
 
     name: str = "tiny"
     pattern: str = "M-*-M-"
@@ -48,6 +52,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     nvfp4_bf16_blocks: Bf16BlocksDefault = field(default_factory=Bf16BlocksDefault)
+    fp8_bf16_blocks: Bf16BlocksDefault = field(default_factory=lambda: Bf16BlocksDefault(first=1, last=2))
 
     @property
     def num_blocks(self) -> int:

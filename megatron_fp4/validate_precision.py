@@ -1,7 +1,7 @@
 """Refuses recipes that cannot be computed: formats against blocks, blocks against model and batch.
 
 Tokens and output features never appear here: the linear layer pads them to what kernels demand. Input features are what
-the user chose, so they must divide (precision/demands.py).
+the user chose, so they must divide (precision/demands.py). Options without effect are for `validate_effects.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionCon
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.demands import TILES, block_demands
 from megatron_fp4.precision.plan import first_exception, recipe_of
-from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.recipe import recipe_from_config, switched_recipe
+from megatron_fp4.validate_effects import validate_effects
 
 BLOCKS = {
     "nvfp4": ("1x16", "16x16"),
@@ -61,6 +62,15 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     if quantized:
         _bf16_blocks(precision, config, key)
     _switch(precision, key)
+    validate_effects(precision, quantized, key)
+
+
+def validate_switch(precision: PrecisionConfig, target: PrecisionConfig) -> None:
+    """Raise ConfigError if a linear cannot go from the recipe of `precision` to that of `target`, both checked."""
+    try:
+        switched_recipe(recipe_from_config(precision), recipe_from_config(target), precision.switch.scope)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:

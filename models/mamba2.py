@@ -23,7 +23,7 @@ from megatron_fp4.config import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
-from models.conv import CausalConv
+from models.conv import CausalConv, fused_conv_silu
 from models.execution import PLAIN, Execution
 from models.norm import GatedRMSNorm
 from models.recompute import Recompute
@@ -111,6 +111,31 @@ class Mamba2(nn.Module):
         y_bshp = self._scan(x_bshp, dt.flatten(2), -a_log_h.exp(), b_bsgn, c_bsgn, d_h, dt_bias_h, self.chunk_size)
         # A copy of z is kept for the backward pass, not all of `projected` with z in it.
         return self.norm.function(y_bshp, z.contiguous(), norm_weight_d)
+
+    def rehearse_scan(self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device) -> None:
+        """Run the scan forward and backward on constants, in the shapes and dtypes that the run will give it.
+
+        Needs no parameters, changes nothing, draws nothing: it is for kernels to be compiled and tuned.
+        """
+        groups, heads = self.num_local_groups, self.num_local_groups * self.heads_per_group
+        from_conv = compute_dtype if self.conv.function is fused_conv_silu else torch.float32
+        rows = (batch, sequence_length)
+
+        def constant(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device, requires_grad=True)
+
+        inputs = {
+            "x_bshp": constant(0.5, *rows, heads, self.head_dim, dtype=from_conv),
+            "dt_bsh": constant(0.5, *rows, heads, dtype=compute_dtype),
+            "a_h": constant(-1.0, heads),
+            "b_bsgn": constant(0.5, *rows, groups, self.state_dim, dtype=from_conv),
+            "c_bsgn": constant(0.5, *rows, groups, self.state_dim, dtype=from_conv),
+            "d_h": constant(1.0, heads),
+            "dt_bias_h": constant(-4.0, heads),
+        }
+        with torch.enable_grad():
+            y_bshp = self._scan(**inputs, chunk_size=self.chunk_size)
+            torch.autograd.grad(y_bshp, list(inputs.values()), torch.ones_like(y_bshp))
 
 
 def plain_scan(

@@ -8,7 +8,8 @@ Unrolled, y_t = sum_{m <= t} (C_t . B_m) exp(w_{m+1} + ... + w_t) dt_m x_m with 
 instead of a softmax. Sequences are cut into chunks of l tokens. With cum the running sum of w inside a chunk and
 u = dt x:
 
-    inside a chunk    y  = (C B^T * exp(cum_t - cum_m) [m <= t]) u               matrices [l, l]
+    its own token     y  = (C . B) u
+    inside a chunk    y += (C B^T * exp(cum_t - cum_m) [m < t]) u                matrices [l, l]
     a chunk's state   N  = B^T (exp(cum_last - cum) u)                           [n, p]
     between chunks    S_k = sum_{j < k} exp(w of the chunks between j and k) N_j  the state that chunk k begins with
     from the past     y += exp(cum) (C S)
@@ -17,9 +18,11 @@ Work is linear in the sequence and nearly all of it is matrix products. Every de
 that is at most zero, so nothing overflows however long or fast the decay. On CUDA the products must be true FP32, so
 `torch.backends.cuda.matmul.allow_tf32` has to stay off, as it is by default.
 
-The backward pass is written out. It keeps the inputs, the output and the states (which are small) and computes the
-[l, l] matrices again, so that they never exist for more than one layer. It needs no products of [l, l] matrices for
-the decays' gradient: d/dcum_t collects dy_t . y_t - u_t . du_t, plus what flows through cum_last.
+The backward pass is written out. It keeps the inputs, the output less each token's own part and the states (which are
+small) and computes the [l, l] matrices again, so that they never exist for more than one layer. It needs no products of
+[l, l] matrices for the decays' gradient: d/dcum_t collects dy_t . y_t - u_t . du_t, plus what flows through the states.
+A token's own part of y_t and du_t does not depend on any decay, would cancel there, and where decays are fast is nearly
+all of both: it stays out of these products, which would be its rounding error otherwise.
 
 Everything is computed in the dtype of `x`: FP32 in training, FP64 in tests.
 
@@ -72,28 +75,33 @@ class _SsdScan(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int) -> Tensor:
         parts = _Chunks(x, dt, a, b, c, chunk_size)
-        y_inside = parts.decays().mul_(parts.scores()) @ parts.u_by_head()
+        y_inside = parts.decays().mul_(parts.scores_before()) @ parts.u_by_head()
         states = parts.b.mT @ parts.weighted_u_by_group()
         _accumulate_states(states.unflatten(-1, parts.r_p), parts.chunk_decay)
         y_past = (parts.c @ states).unflatten(-1, parts.r_p).transpose(3, 4)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        torch.addcmul(y_inside, y_past, parts.cum.exp()[..., None], out=parts.by_head(y))
-        ctx.save_for_backward(x, dt, a, b, c, y, states)
+        y_before, y = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+        torch.addcmul(y_inside, y_past, parts.cum.exp()[..., None], out=parts.by_head(y_before))
+        own_scale = parts.own_scores() * parts.dt
+        torch.addcmul(parts.by_head(y_before), parts.by_head(x), own_scale[..., None], out=parts.by_head(y))
+        ctx.save_for_backward(x, dt, a, b, c, y_before, states)
         ctx.chunk_size = chunk_size
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, a, b, c, y, states = ctx.saved_tensors
+        x, dt, a, b, c, y_before, states = ctx.saved_tensors
         parts = _Chunks(x, dt, a, b, c, ctx.chunk_size)
-        dy_by_head = parts.by_head(grad_outputs[0])
+        dy_by_head, x_by_head = parts.by_head(grad_outputs[0]), parts.by_head(x)
         dy = dy_by_head.contiguous()
 
-        # Inside a chunk: y = (scores * decays) u.
-        decays = parts.decays()
+        # Its own token and inside a chunk: y = (C . B) u + (scores * decays) u.
+        decays, own_scores = parts.decays(), parts.own_scores()
         dscores = (dy @ parts.u_by_head().mT).mul_(decays).sum(3).tril_()
-        du = decays.mul_(parts.scores()).mT @ dy
+        du = decays.mul_(parts.scores_before()).mT @ dy
         dc, db = dscores @ parts.b, dscores.mT @ parts.c
+        x_du_inside = (du * x_by_head).sum(-1)
+        x_du_own = (dy * x_by_head).sum(-1).mul_(own_scores)
+        du.addcmul_(dy, own_scores[..., None])
 
         # From the past: y += exp(cum) (C S).
         dy_decayed = _product(parts.by_group(grad_outputs[0]), parts.cum.exp().mT[..., None]).flatten(-2)
@@ -102,23 +110,24 @@ class _SsdScan(Function):
 
         # Between chunks: S_{k+1} = exp(cum_last) S_k + N_k. From here on `dstates` holds the gradient of N.
         _accumulate_states_backward(dstates.unflatten(-1, parts.r_p), parts.chunk_decay)
-        dcum_last = (dstates * states).unflatten(-1, parts.r_p).sum((3, 5)) * parts.chunk_decay
+        dchunk_decay = (dstates * states).unflatten(-1, parts.r_p).sum((3, 5))
 
         # A chunk's state: N = B^T v with v = exp(cum_last - cum) u.
-        v, dv = parts.weighted_u_by_group(), parts.b @ dstates
-        db += v @ dstates.mT
-        du.addcmul_(dv.unflatten(-1, parts.r_p).transpose(3, 4), parts.decay_to_end()[..., None])
-        dcum_last += dv.mul_(v).unflatten(-1, parts.r_p).sum((3, 5))
+        dv = parts.b @ dstates
+        db += parts.weighted_u_by_group() @ dstates.mT
+        dv_by_head, decay_to_end = dv.unflatten(-1, parts.r_p).transpose(3, 4), parts.decay_to_end()
+        x_du_states = (dv_by_head * x_by_head).sum(-1).mul_(decay_to_end)
+        du.addcmul_(dv_by_head, decay_to_end[..., None])
 
-        # u = dt x and cum = running sum of w = dt a.
-        du_x = (du * parts.by_head(x)).sum(-1)
-        dcum = (dy_by_head * parts.by_head(y)).sum(-1).addcmul_(parts.dt, du_x, value=-1)
-        dcum[..., -1] += dcum_last
-        dw = dcum @ parts.ones_lm
+        # u = dt x and cum = running sum of w = dt a. Of what a token adds to the state, only later tokens decay.
+        dcum = (dy_by_head * parts.by_head(y_before)).sum(-1).addcmul_(parts.dt, x_du_inside, value=-1)
+        dcum[..., -1] += dchunk_decay * parts.chunk_decay
+        dw = dcum @ parts.ones_lm + (parts.dt * x_du_states) @ parts.ones_lm.mT.triu(1)
         da = (dw * parts.dt).sum((0, 1, 4)).flatten()
         dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
         torch.mul(du, parts.dt[..., None], out=parts.by_head(dx))
-        torch.addcmul(du_x, dw, parts.a, out=parts.by_head(ddt))
+        x_du = x_du_inside.add_(x_du_own).add_(x_du_states)
+        torch.addcmul(x_du, dw, parts.a, out=parts.by_head(ddt))
         return dx, ddt, da, parts.ungroup(db), parts.ungroup(dc), None
 
 
@@ -154,13 +163,17 @@ class _Chunks:
         return t_bkgln.transpose(2, 3).flatten(1, 2)
 
     def decays(self) -> Tensor:
-        """exp(cum_l - cum_m), [b, k, g, r, l, m]; 1 where m > l, which `scores` masks out."""
+        """exp(cum_l - cum_m), [b, k, g, r, l, m]; 1 where m > l, which callers mask out."""
         return (self.cum[..., :, None] - self.cum[..., None, :]).clamp_(max=0).exp_()
 
-    def scores(self) -> Tensor:
-        """C B^T where m <= l, else 0: [b, k, g, 1, l, m]."""
+    def scores_before(self) -> Tensor:
+        """C B^T where m < l, else 0: [b, k, g, 1, l, m]."""
         # Masked here, once for all heads of a group, rather than in every head's decays.
-        return (self.c @ self.b.mT).tril_()[:, :, :, None]
+        return (self.c @ self.b.mT).tril_(-1)[:, :, :, None]
+
+    def own_scores(self) -> Tensor:
+        """C . B of each token, [b, k, g, 1, l]."""
+        return (self.c * self.b).sum(-1)[:, :, :, None]
 
     def decay_to_end(self) -> Tensor:
         """exp(cum_last - cum), [b, k, g, r, l]."""

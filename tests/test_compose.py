@@ -205,30 +205,31 @@ def test_wrong_exceptions(given, message):
         make(f"precision.exceptions=[{given}]")
 
 
-def test_bf16_blocks_follow_the_model_for_fp4_only():
+def test_bf16_blocks_follow_the_model():
     blocks = make("model=nemotron_h_12b").precision.bf16_blocks
     assert (blocks.first, blocks.last) == (2, 8)
-    blocks = make("model=nemotron_h_12b", "precision=fp8_block").precision.bf16_blocks
-    assert (blocks.first, blocks.last) == (1, 2)
     blocks = make("model=nemotron_h_12b", "precision=nvfp4_all_the_way").precision.bf16_blocks
     assert (blocks.first, blocks.last) == (0, 0)
 
 
 @pytest.mark.parametrize(
-    ("model", "count", "blocks", "bf16", "init_std"),
+    ("model", "count", "blocks", "bf16", "fp8_bf16", "init_std"),
     [
-        ("transformer_1_2b", 1_291_929_600, {"*": 20, "-": 20, "M": 0}, (0, 8), 0.02),
-        ("nemotron_h_8b", 8_084_075_520, {"*": 4, "-": 24, "M": 24}, (0, 8), 0.014),
-        ("nemotron_h_12b", 12_314_591_360, {"*": 6, "-": 28, "M": 28}, (2, 8), 0.0125),
-        ("hybrid_60m", 61_803_024, {"*": 2, "-": 11, "M": 11}, (0, 4), 0.02),
-        ("transformer_60m", 60_046_848, {"*": 15, "-": 15, "M": 0}, (0, 6), 0.02),
+        ("transformer_1_2b", 1_291_929_600, {"*": 20, "-": 20, "M": 0}, (0, 8), ("*-", "*-*-"), 0.02),
+        ("nemotron_h_8b", 8_084_075_520, {"*": 4, "-": 24, "M": 24}, (0, 8), ("M", "M-"), 0.014),
+        ("nemotron_h_12b", 12_314_591_360, {"*": 6, "-": 28, "M": 28}, (2, 8), ("M", "M-"), 0.0125),
+        ("hybrid_60m", 61_803_024, {"*": 2, "-": 11, "M": 11}, (0, 4), ("M", "M-"), 0.02),
+        ("transformer_60m", 60_046_848, {"*": 15, "-": 15, "M": 0}, (0, 6), ("*-", "*-*-"), 0.02),
     ],
 )
-def test_models_have_the_papers_sizes(model, count, blocks, bf16, init_std):
+def test_models_have_the_papers_sizes(model, count, blocks, bf16, fp8_bf16, init_std):
     config = make(f"model={model}")
     assert parameters(config) == count
     assert {letter: config.model.pattern.count(letter) for letter in "*-M"} == blocks
     assert (config.model.nvfp4_bf16_blocks.first, config.model.nvfp4_bf16_blocks.last) == bf16
+    fp8 = make(f"model={model}", "precision=fp8_block").precision.bf16_blocks
+    pattern = config.model.pattern  # of an FP8 run, the first block and the last two; a transformer block is whole
+    assert (pattern[: fp8.first], pattern[len(pattern) - fp8.last :]) == fp8_bf16
     assert config.model.init_std == init_std
     assert config.model.rope == model.startswith("transformer")
 

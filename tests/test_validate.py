@@ -10,7 +10,7 @@ import torch
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import Config, ConfigError, PhaseConfig
 from megatron_fp4.validate import data_parallel_size, validate, validate_precision
-from megatron_fp4.validate_precision import _PROJECTIONS
+from megatron_fp4.validate_precision import _PROJECTIONS, validate_switch
 from models.hybrid import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -367,6 +367,12 @@ def test_projections_are_those_of_the_models(mesh):
     assert sorted(names) == sorted(expected)
 
 
+def test_bf16_blocks_of_a_run_in_bf16_count_for_its_exceptions():
+    blocks = {"precision.bf16_blocks.last": 2}
+    validate(changed(composed("precision=bf16", "precision.exceptions=[{precision: mxfp8}]"), blocks), 1, "cpu")
+    assert "has no effect" in refusal(blocks, "precision=bf16", "precision.exceptions=[{precision: bf16}]")
+
+
 def test_transformer_engine_is_asked_about_exceptions():
     native = {"precision.backend": "transformer_engine"}
     exceptions = "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"
@@ -423,3 +429,15 @@ def test_a_target_is_named_by_its_own_key():
     target = changed(precision_config("fp8_block", config, CONFIGS), {"wgrad.rht": 3})
     with pytest.raises(ConfigError, match=re.escape("target.wgrad.rht=3")):
         validate_precision(target, config, "cpu", key="target")
+
+
+def test_a_target_that_a_linear_cannot_share_with_the_recipe_is_refused():
+    config = composed("precision.switch.scope=backward", "precision.fprop.rht=16")
+    target = precision_config("mxfp4", config, CONFIGS)
+    validate_switch(config.precision, target)
+    fresh = changed(config, {"precision.rht_signs": "fresh"}).precision
+    with pytest.raises(ConfigError, match=r"precision\.rht_signs=fresh goes on in fprop .* mxfp4 has fixed"):
+        validate_switch(fresh, target)
+    validate_switch(changed(fresh, {"switch.scope": "both"}), target)
+    validate_switch(changed(fresh, {"fprop.rht": 0}), target)
+    validate_switch(fresh, precision_config("bf16", config, CONFIGS))

@@ -47,7 +47,13 @@ class Demands:
 
 
 def block_demands(recipe: Recipe) -> Demands:
-    """What the blocks and transforms of `recipe` demand, whoever computes: whole ones."""
-    tile = max((TILES[operand.format] for operand in recipe.operands.values() if operand.quantized), default=1)
+    """What the blocks and transforms of `recipe` demand, whoever computes: whole ones.
+
+    Raises ValueError for a format that nobody knows.
+    """
+    formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
+    if unknown := formats - TILES.keys():
+        raise ValueError(f"operand format {min(unknown)!r} is not one of bf16, {', '.join(TILES)}")
+    tile = max((TILES[name] for name in formats), default=1)
     outputs = max(tile, recipe.dgrad_rht)
     return Demands(max(tile, recipe.wgrad_rht), max(tile, recipe.fprop_rht), outputs, outputs)

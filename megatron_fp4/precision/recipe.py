@@ -13,9 +13,12 @@ Every operand is quantized along its GEMM's dot product. The paper's recipe (sec
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_fp4.config import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, RecipeConfig, WgradConfig
+
+GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ class Recipe:
         """Whether any operand of any GEMM is quantized."""
         return any(operand.quantized for operand in self.operands.values())
 
+    def uses(self, option: str, gemms: Iterable[str]) -> bool:
+        """Whether `rht_signs` or `amax` makes a difference to any of `gemms`."""
+        if option == "rht_signs":
+            return any(getattr(self, f"{gemm}_rht") for gemm in gemms)
+        assert option == "amax"
+        return any(getattr(self, f"{gemm}_{name}").format == "nvfp4" for gemm in gemms for name in GEMMS[gemm])
+
     def describe(self) -> list[str]:
         """One line per GEMM, for people."""
 
@@ -116,6 +126,9 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
     A switch of the backward pass alone leaves 16x16 weights without their purpose (equal codes in both passes);
     fprop's weights then take 1x16 blocks, as in the paper's appendix D. After a switch of one pass, operands of the
     other that took fprop's codes are quantized by themselves: those codes are of another recipe now.
+
+    `rht_signs` and `amax` are one for all GEMMs: those of the recipe of which a part remains that uses them.
+    Raises ValueError for a scope that is none, and where parts of both recipes use one of these and differ in it.
     """
     if scope == "both":
         return target
@@ -123,6 +136,8 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
         return replace(
             current,
             name=f"{current.name}, forward {target.name}",
+            rht_signs=_shared("rht_signs", current, target, ("fprop",), scope),
+            amax=_shared("amax", current, target, ("fprop",), scope),
             fprop_activation=target.fprop_activation,
             fprop_weight=target.fprop_weight,
             fprop_rht=target.fprop_rht,
@@ -142,9 +157,23 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
         fprop_rht=current.fprop_rht,
         dgrad_weight=replace(target.dgrad_weight, reuse_fprop=False),
         wgrad_activation=replace(target.wgrad_activation, reuse_fprop=False),
-        rht_signs=current.rht_signs,
-        amax=current.amax,
+        rht_signs=_shared("rht_signs", current, target, ("dgrad", "wgrad"), scope),
+        amax=_shared("amax", current, target, ("dgrad", "wgrad"), scope),
     )
+
+
+def _shared(option: str, current: Recipe, target: Recipe, taken: tuple[str, ...], scope: str) -> str:
+    """`rht_signs` or `amax` of a recipe that has the GEMMs `taken` from `target` and the others from `current`."""
+    kept = [gemm for gemm in GEMMS if gemm not in taken]
+    before, after = getattr(current, option), getattr(target, option)
+    keeps, takes = current.uses(option, kept), target.uses(option, taken)
+    if keeps and takes and before != after:
+        raise ValueError(
+            f"precision.{option}={before} goes on in {' and '.join(kept)} after a switch of "
+            f"precision.switch.scope={scope}, but {target.name} has {after} for {' and '.join(taken)}, and a linear "
+            f"has one {option} for all GEMMs; make them equal, or set precision.switch.scope=both"
+        )
+    return str(after if takes else before)
 
 
 def _operand(config: OperandConfig) -> Operand:

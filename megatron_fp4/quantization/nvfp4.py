@@ -33,7 +33,7 @@ from megatron_fp4.quantization.formats import (
     to_e4m3,
 )
 from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, rounding_draws
-from megatron_fp4.quantization.tensor import NVFP4Tensor, as_rows, block_amax
+from megatron_fp4.quantization.tensor import NVFP4Tensor, as_rows, block_amax, headroom
 
 NVFP4_BLOCKS = ((1, 16), (16, 16))
 FOUR_OVER_SIX_SCALE_MAX = 256.0
@@ -153,13 +153,15 @@ def _block_error(
     """Sum of absolute errors of a nearest rounding over each block, [rows, cols / 16], replicated over its rows.
 
     Summed element by element along a block's columns and by halves over its rows, Transformer Engine's order: two
-    choices that err alike must compare the same everywhere.
+    choices that err alike must compare the same everywhere. Where its sums would overflow (amax above some 1e35) the
+    errors come out as 2^-12 of theirs, so that there, too, the smaller one is found.
     """
+    room = headroom(amax)
     decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
     # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal, and ties would fall
     # otherwise than on a CPU.
-    decoded = decoded * amax / torch.full_like(amax, E2M1_MAX * scale_max)
-    difference = (decoded - rows.unflatten(-1, (-1, 16))).abs()
+    decoded = decoded * (amax * room) / torch.full_like(amax, E2M1_MAX * scale_max)
+    difference = (decoded - rows.unflatten(-1, (-1, 16)) * room).abs()
     error = torch.zeros_like(difference[..., 0])
     for column in range(16):
         error = error + difference[..., column]

@@ -38,14 +38,18 @@ class NVFP4Tensor:
         return (values.unflatten(-1, (-1, 16)) * self.scales.to(torch.float32)[..., None]).flatten(-2)
 
     def decode_scale(self) -> Tensor:
-        """FP32 0-dim factor from `block_values` to real values: amax / (6 * scale_max)."""
+        """FP32 0-dim factor from `block_values` to real values: amax / (6 * scale_max).
+
+        Below an amax of some 3e-35 it is subnormal and has fewer digits, below 2e-42 it is 0.
+        """
         # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal.
         return self.amax / torch.full_like(self.amax, E2M1_MAX * self.scale_max)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Real values `e2m1 * scale * amax / 2688` (computed in FP32, left to right) in `dtype`, of shape `shape`."""
-        divisor = torch.full_like(self.amax, E2M1_MAX * self.scale_max)
-        return (self.block_values() * self.amax / divisor).to(dtype)
+        room = headroom(self.amax)
+        divisor = torch.full_like(self.amax, E2M1_MAX * self.scale_max) * room
+        return (self.block_values() * (self.amax * room) / divisor).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,14 @@ class FP8Tensor:
         """Real values `e4m3 * scale` in `dtype`."""
         values = self.codes.to(torch.float32).unflatten(-1, (-1, 128))
         return (values * self.scales[..., None]).flatten(-2).to(dtype)
+
+
+def headroom(amax: Tensor) -> Tensor:
+    """2^-12 where `amax` is so large that `e2m1 * scale * amax` could overflow, else 1; NaN counts as small.
+
+    On both sides of the division by 2688 < 2^12 it moves no bit of what does not overflow: no factor becomes subnormal.
+    """
+    return torch.where(amax > 2.0**100, torch.full_like(amax, 2.0**-12), torch.ones_like(amax))
 
 
 def as_rows(x: Tensor, block: tuple[int, int], name: str) -> Tensor:

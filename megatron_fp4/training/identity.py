@@ -21,7 +21,8 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
     data_fingerprint: what data and tokenizer are, of JSON types, nested as one likes; it appears under `data.`.
     """
     model = dataclasses.asdict(config.model)
-    del model["name"], model["nvfp4_bf16_blocks"]  # a label, and precision
+    for name in ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks"):  # a label, and precision
+        del model[name]
     nested = {
         "model": model,
         "train": {

@@ -7,7 +7,7 @@ import reference as ref
 
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.precision.recipe import BF16, GEMMS, Operand, Recipe, recipe_from_config, switched_recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
@@ -115,6 +115,44 @@ def test_a_switch_of_the_backward_pass_leaves_the_forward_pass_with_flat_weights
     to_fp8 = switched_recipe(ref.NVFP4, ref.FP8, "backward")
     assert to_fp8.operands["dgrad_gradient"] == ref.F8
     assert to_fp8.fprop_activation == ref.X
+
+
+@pytest.mark.parametrize("option, other", [("rht_signs", "fresh"), ("amax", "shard")])
+def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_uses_them(option, other):
+    nvfp4 = replace(ref.NVFP4, fprop_rht=16)
+    theirs = replace(nvfp4, **{option: other})
+    assert getattr(switched_recipe(nvfp4, theirs, "both"), option) == other
+    assert getattr(switched_recipe(theirs, nvfp4, "both"), option) == getattr(nvfp4, option)
+    for scope in ("forward", "backward"):
+        # One of the two parts is in BF16: the other's value, whichever recipe it is of.
+        assert getattr(switched_recipe(BF16, theirs, scope), option) == other
+        assert getattr(switched_recipe(theirs, BF16, scope), option) == other
+        assert getattr(switched_recipe(theirs, theirs, scope), option) == other
+
+
+@pytest.mark.parametrize(
+    "scope, kept, taken", [("forward", "dgrad and wgrad", "fprop"), ("backward", "fprop", "dgrad and wgrad")]
+)
+@pytest.mark.parametrize("option, before, after", [("rht_signs", "fixed", "none"), ("amax", "global", "shard")])
+def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, taken, option, before, after):
+    nvfp4 = replace(ref.NVFP4, fprop_rht=16)
+    with pytest.raises(ValueError) as error:
+        switched_recipe(nvfp4, replace(nvfp4, name="other", **{option: after}), scope)
+    message = str(error.value)
+    assert f"precision.{option}={before} goes on in {kept} " in message
+    assert f"precision.switch.scope={scope}, but other has {after} for {taken}" in message
+    assert message.endswith("make them equal, or set precision.switch.scope=both")
+
+
+def test_each_transform_and_each_nvfp4_operand_uses_its_option():
+    assert not BF16.uses("rht_signs", GEMMS) and not BF16.uses("amax", GEMMS)
+    for gemm, operands in GEMMS.items():
+        transformed = replace(BF16, **{f"{gemm}_rht": 16})
+        assert [g for g in GEMMS if transformed.uses("rht_signs", [g])] == [gemm]
+        for operand in operands:
+            recipe = replace(BF16, **{f"{gemm}_{operand}": ref.X})
+            assert [g for g in GEMMS if recipe.uses("amax", [g])] == [gemm]
+    assert not ref.MXFP4.uses("amax", GEMMS) and not ref.FP8.uses("amax", GEMMS)
 
 
 def test_an_unknown_scope_is_refused():

@@ -17,8 +17,7 @@ def check_against_oracle(values: np.ndarray, block: tuple[int, int], shape: tupl
     assert np.array_equal(scales_of(quantized), expected.scales)
     assert np.array_equal(codes_of(quantized), expected.codes)
     assert quantized.amax.item() == expected.amax
-    if expected.amax < 1e35:  # beyond, code * scale * amax overflows single precision before the division
-        assert close_in_single(quantized.dequantize(), expected.values)
+    assert close_in_single(quantized.dequantize(), expected.values)
     block_values = quantized.block_values().double().numpy().reshape(values.shape)
     assert np.array_equal(block_values, oracle.E2M1[expected.codes] * np.repeat(expected.scales, 16, axis=1))
 
@@ -198,13 +197,43 @@ def test_square_blocks_of_the_transpose_are_the_transpose(name, four_over_six):
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("exponent", [-40, -3, 1, 40])
-def test_a_power_of_two_scales_the_decoded_values_exactly(block, exponent):
+@pytest.mark.parametrize("four_over_six", [False, True])
+@pytest.mark.parametrize("exponent", [-40, -3, 1, 40, 92, 93, 107, 108, 109, 110, 120])
+def test_a_power_of_two_scales_the_decoded_values_exactly(block, exponent, four_over_six):
     x = torch.from_numpy(tensors(32, 64)["student_t"])
-    plain, scaled = quantize_nvfp4(x, block), quantize_nvfp4(x * 2.0**exponent, block)
+    assert 2**7 < x.abs().max() < 2**8
+    plain, scaled = (quantize_nvfp4(t, block, four_over_six=four_over_six) for t in (x, x * 2.0**exponent))
     assert torch.equal(plain.codes, scaled.codes)
     assert torch.equal(plain.scales.view(torch.uint8), scaled.scales.view(torch.uint8))
     assert torch.equal(plain.dequantize() * 2.0**exponent, scaled.dequantize())
+
+
+@pytest.mark.parametrize("four_over_six", [False, True])
+def test_the_largest_finite_number_is_decoded(four_over_six):
+    x = torch.tensor([[torch.finfo(torch.float32).max, -1e38, 1e38, *[0.0] * 13]])
+    decoded = quantize_nvfp4(x, four_over_six=four_over_six).dequantize()
+    assert torch.isfinite(decoded).all()
+    torch.testing.assert_close(decoded, x, rtol=0.15, atol=0)
+
+
+def test_decoded_values_are_divided_last_wherever_that_is_finite():
+    """Bit for bit `code * scale * amax / 2688`, up to where the product overflows."""
+    x = torch.from_numpy(tensors(32, 64)["gauss"])
+    for exponent in range(-149, 128, 3):
+        quantized = quantize_nvfp4(x, amax=torch.tensor(1.7 * 2.0**exponent))
+        product = quantized.block_values() * quantized.amax
+        finite = product.isfinite()
+        expected = product / torch.tensor(2688.0)
+        assert torch.equal(quantized.dequantize()[finite], expected[finite])
+
+
+def test_a_capped_tensor_scale_lets_tiny_tensors_decode_too_small():
+    """Below an amax of 2688 / FLT_MAX = 7.9e-36 the encode scale is capped, the decode scale is not (as specified)."""
+    x = torch.from_numpy(tensors(32, 64)["gauss"])
+    for amax in (8e-36, 4e-36, 1e-36):
+        tiny = x / x.abs().max() * amax
+        shrunk = quantize_nvfp4(tiny).dequantize().abs().max().item() / amax
+        assert shrunk == pytest.approx(min(1, amax * 3.4028e38 / 2688), rel=0.1)
 
 
 def test_negation_flips_the_sign_bits():

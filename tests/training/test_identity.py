@@ -10,7 +10,9 @@ def test_same_run_on_another_mesh_and_for_longer() -> None:
     other = Config(
         parallel=ParallelConfig(tensor=4),
         train=TrainConfig(steps=7),
-        model=ModelConfig(name="renamed", nvfp4_bf16_blocks=Bf16BlocksDefault(2, 8)),
+        model=ModelConfig(
+            name="renamed", nvfp4_bf16_blocks=Bf16BlocksDefault(2, 8), fp8_bf16_blocks=Bf16BlocksDefault(2, 4)
+        ),
         run=RunConfig(dir="elsewhere"),
     )
     assert identity_differences(run_identity(Config(), DATA), run_identity(other, DATA)) == []

@@ -1,0 +1,193 @@
+"""Everything that needs a GPU, proved by one command: `make test-gpu`, at most eight minutes on one H200.
+
+    python scripts/test_gpu.py [--only NAME ...] [--jobs 4] [--output FOLDER] [--commit ID]
+
+Runs the steps below as programs of their own, several at a time, each with its output in a file, and ends in one table
+(Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. That others
+use the same GPU at the same time is part of the test: it disturbs what kernels are timed to be fastest.
+
+Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the command is wrong or there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+REPEATS = ("scripts/compare_repeats.py", "--timeout", "240")
+HYBRID_SWITCH = ("model=hybrid_60m", "precision.switch.when=3")
+
+
+@dataclass(frozen=True)
+class Step:
+    """command: what Python runs. shows: a pattern whose last match in the output is the result's summary.
+
+    gpus: how many it needs. needs: packages without which it is not run.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    shows: str
+    gpus: int = 1
+    needs: tuple[str, ...] = ()
+
+
+FUSED = ("mamba_ssm", "causal_conv1d")
+STEPS = (
+    Step(
+        "cold caches, run twice",
+        (*REPEATS, "--caches", "own", "--repeats", "2", "--kill-after", "0"),
+        r"^all \d+ runs are equal.*",
+        needs=FUSED,
+    ),
+    Step(
+        "warm caches, three runs and one killed and resumed",
+        (*REPEATS, "--repeats", "3", "--kill-after", "6"),
+        r"^all \d+ runs are equal.*",
+        needs=FUSED,
+    ),
+    Step("GPU tests", ("-m", "pytest", "-q", "-m", "gpu", "tests/gpu"), r"^\d+ (passed|failed).*"),
+    Step(
+        "qaf through its switch, killed and resumed behind it",
+        (*REPEATS, "--repeats", "1", "--kill-after", "6", "experiment=qaf", *HYBRID_SWITCH),
+        r"^all \d+ runs are equal.*",
+        needs=FUSED,
+    ),
+    Step(
+        "backward switch of NVFP4, killed and resumed behind it",
+        (*REPEATS, "--repeats", "1", "--kill-after", "6", *HYBRID_SWITCH, "precision.switch.scope=backward"),
+        r"^all \d+ runs are equal.*",
+        needs=FUSED,
+    ),
+    Step(
+        "linears of a model against Transformer Engine's own",
+        ("scripts/compare_transformer_engine.py", "model=transformer_60m"),
+        r".*",
+        needs=("transformer_engine",),
+    ),
+    Step("scripts/prove_backend.py", ("scripts/prove_backend.py",), r".*"),
+    Step(
+        "data parallel on two: three runs and one killed and resumed",
+        (*REPEATS, "--nproc", "2", "--repeats", "3", "--kill-after", "6"),
+        r"^all \d+ runs are equal.*",
+        gpus=2,
+        needs=FUSED,
+    ),
+    Step(
+        "tensor parallel on two: three runs and one killed and resumed",
+        (*REPEATS, "--nproc", "2", "--repeats", "3", "--kill-after", "6", "parallel.tensor=2"),
+        r"^all \d+ runs are equal.*",
+        gpus=2,
+        needs=FUSED,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """verdict: `passed`, `FAILED` or `not run`; detail: what the program said of it, or why it was not run."""
+
+    step: Step
+    verdict: str
+    detail: str
+    seconds: float = 0.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code, see the top of this file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only steps whose names contain one of these words")
+    parser.add_argument("--jobs", type=int, default=4, help="steps at a time (default: 4)")
+    parser.add_argument("--output", type=Path, help="folder for the outputs (default: a temporary one)")
+    parser.add_argument("--commit", help="what is tested (default: what git says)")
+    options = parser.parse_args(arguments)
+    steps = [s for s in STEPS if options.only is None or any(word in s.name for word in options.only)]
+    if not steps:
+        parser.error(f"--only {' '.join(options.only)} names no step; there are: {', '.join(s.name for s in STEPS)}")
+    import torch
+
+    if not torch.cuda.is_available():
+        print("test_gpu.py: there is no CUDA device here", file=sys.stderr)
+        return 2
+    count = torch.cuda.device_count()
+    output: Path = options.output or Path(tempfile.mkdtemp(prefix="test_gpu_"))
+    output.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        # Steps for one GPU take turns on those that there are.
+        places = [str(number % count) if step.gpus == 1 else "0,1" for number, step in enumerate(steps)]
+        results = list(pool.map(lambda step, place: run(step, place, count, output), steps, places))
+    print(table(results, torch.cuda.get_device_name(), count, options.commit or commit(), time.perf_counter() - began))
+    print(f"outputs: {output}")
+    return 1 if any(result.verdict == "FAILED" for result in results) else 0
+
+
+def run(step: Step, gpus: str, num_gpus: int, output: Path) -> Result:
+    """Run one step on the GPUs of these indices."""
+    if step.gpus > num_gpus:
+        return Result(step, "not run", f"needs {step.gpus} GPUs")
+    if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
+        return Result(step, "not run", f"{', '.join(missing)} not installed")
+    command = list(step.command)
+    if command[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist") is not None:
+        command += ["-n", "6"]  # nearly all of their time is spent compiling kernels
+    log = output / (re.sub(r"\W+", "_", step.name).strip("_") + ".txt")
+    began = time.perf_counter()
+    with log.open("w") as file:
+        code = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        ).returncode
+    text = log.read_text(errors="replace")
+    shown = [match[0].strip() for match in re.finditer(step.shows, text, re.MULTILINE) if match[0].strip()]
+    seconds = time.perf_counter() - began
+    if code == 0 and shown:
+        return Result(step, "passed", shown[-1], seconds)
+    return Result(step, "FAILED", f"exit code {code}; {text.strip().splitlines()[-1] if text.strip() else ''}", seconds)
+
+
+def table(results: Sequence[Result], gpu: str, count: int, tested: str, seconds: float) -> str:
+    """The results in Markdown."""
+    import torch
+
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    lines = [
+        f"Commit {tested}, {count} x {gpu}, {versions}, {seconds:.0f} s in all.",
+        "",
+        "| | result | | seconds |",
+        "|---|---|---|---|",
+    ]
+    for result in results:
+        detail = result.detail.replace("|", "\\|")[:120]
+        lines.append(f"| {result.step.name} | {result.verdict} | {detail} | {result.seconds:.0f} |")
+    return "\n".join(lines)
+
+
+def commit() -> str:
+    """The short hash of what is checked out, with a mark if files differ from it."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

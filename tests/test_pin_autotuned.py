@@ -1,0 +1,147 @@
+"""When a run fixes what its autotuned kernels use, and what a deterministic run asks of Inductor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pretrain
+from megatron_fp4.config import Config, ModelConfig, RunConfig, TrainConfig
+from megatron_fp4.parallel.mesh import ParallelMesh
+from models.conv import fused_conv_silu
+from models.execution import Execution
+from models.mamba2 import Mamba2, plain_scan
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ModelConfig(hidden_dim=64, mamba_num_heads=4, mamba_head_dim=32, mamba_num_groups=2, mamba_state_dim=16)
+
+
+class Pinned:
+    lines = ("first line", "second line")
+
+    def __init__(self) -> None:
+        self.written: list[Path] = []
+
+    def write(self, run_dir: Path) -> None:
+        self.written.append(run_dir)
+
+
+def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: bool = True) -> Any:
+    with torch.device("meta"):
+        mamba = Mamba2(MODEL, mesh)
+    train = TrainConfig(micro_batch_size=3, sequence_length=40)
+    config = Config(run=RunConfig(dir=str(folder), deterministic=deterministic), train=train)
+    blocks = [SimpleNamespace(mixer=nn.Identity()), SimpleNamespace(mixer=mamba)]
+    model = SimpleNamespace(blocks=blocks, execution=Execution(scan=scan))
+    return SimpleNamespace(config=config, mesh=mesh, model=model, kernels=None)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    made: list[Any] = []
+
+    def pin(rehearse: Callable[[], None], saved: Any, machine_folder: Path) -> Pinned:
+        made.append((rehearse, saved, machine_folder))
+        return Pinned()
+
+    monkeypatch.setattr(pretrain, "pin_kernels", pin)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    return made
+
+
+def said(run: Any, start: int, saved: Any) -> list[str]:
+    lines: list[str] = []
+    pretrain.pin_autotuned(run, start, saved, SimpleNamespace(text=lines.append))  # type: ignore[arg-type]
+    return lines
+
+
+def test_a_deterministic_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
+    run, saved = run_of(mesh, tmp_path), {"choices": []}
+    assert said(run, 4, saved) == ["first line", "second line"]
+    ((_, given, folder),) = calls
+    assert given is saved and folder == Path("/somewhere/megatron_fp4/autotuning")
+    assert run.kernels.written == [tmp_path]
+
+
+@pytest.mark.parametrize("without", [{"deterministic": False}, {"scan": False}])
+def test_other_runs_have_nothing_of_this(
+    mesh: ParallelMesh, tmp_path: Path, calls: list[Any], without: dict[str, bool]
+) -> None:
+    run = run_of(mesh, tmp_path, **without)
+    assert said(run, 4, None) == [] and calls == [] and run.kernels is None
+
+
+def test_an_older_checkpoint_says_that_it_has_no_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
+    assert "does not say" in said(run_of(mesh, tmp_path), 4, None)[0]
+    assert said(run_of(mesh, tmp_path), 0, None) == ["first line", "second line"], "a run that begins has no checkpoint"
+
+
+def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
+    """Shapes and dtypes of a real step with a causal-conv1d that returns BF16, and of one that returns FP32."""
+    run = run_of(mesh, tmp_path)
+    mamba = run.model.blocks[1].mixer
+    seen: dict[str, Any] = {}
+
+    def scan(chunk_size: int, **inputs: torch.Tensor) -> torch.Tensor:
+        seen.update({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inputs.items()})
+        y = plain_scan(**{name: tensor.float() for name, tensor in inputs.items()}, chunk_size=chunk_size)
+        return y.to(inputs["x_bshp"].dtype)
+
+    generator = torch.get_rng_state()
+    for fused, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        mamba._scan = scan
+        if fused:
+            mamba.conv.function = fused_conv_silu
+        said(run, 0, None)
+        calls[-1][0]()
+        assert seen == {
+            "x_bshp": ((3, 40, 4, 32), dtype),
+            "dt_bsh": ((3, 40, 4), torch.bfloat16),
+            "a_h": ((4,), torch.float32),
+            "b_bsgn": ((3, 40, 2, 16), dtype),
+            "c_bsgn": ((3, 40, 2, 16), dtype),
+            "d_h": ((4,), torch.float32),
+            "dt_bias_h": ((4,), torch.float32),
+        }
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in mamba.parameters())
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, pinned: bool) -> None:
+    """As it is when the checkpoint is made; the run's folder gets it at the same time."""
+    run, saved = run_of(mesh, tmp_path), {}
+    state = SimpleNamespace(state_dict=dict, as_dict=dict, switched_at=None)
+    run.switch = run.loader = run.plan = state
+    run.optimizer = SimpleNamespace(optimizer=None)
+    run.checkpointer = SimpleNamespace(save=lambda step, model, optimizer, trainer, **_: saved.update(trainer))
+    if pinned:
+        run.kernels = Pinned()
+        run.kernels.record = lambda: {"choices": ["late ones, too"]}
+    pretrain.save(run, 2, SimpleNamespace(consecutive=0, total=0), None)  # type: ignore[arg-type]
+    assert saved["autotuning"] == ({"choices": ["late ones, too"]} if pinned else None)
+    assert not pinned or run.kernels.written == [tmp_path]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_inductor_is_told_before_it_is_imported(deterministic: bool) -> None:
+    code = (
+        "import sys, assembly, pretrain\n"
+        "from megatron_fp4.parallel.mesh import init_distributed\n"
+        "init_distributed('cpu', 60)\n"
+        "assert 'torch._inductor.config' not in sys.modules\n"
+        f"assembly.set_determinism({deterministic})\n"
+        "import torch._inductor.config as inductor\n"
+        f"assert inductor.deterministic is {deterministic}\n"
+        "import os; os._exit(0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,105 @@
+"""Stand-ins for Triton's autotuner and mamba-ssm's kernels, for machines without a GPU.
+
+`Autotuner` has of Triton 3.6's class what training/autotuning.py relies on, and tunes in the same order of calls. With
+`real=True` the kernels are made with the installed class instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+class Config:
+    def __init__(self, kwargs: dict[str, int], num_warps: int = 4, num_stages: int = 3, pre_hook: Any = None) -> None:
+        self.kwargs, self.num_warps, self.num_stages, self.pre_hook = kwargs, num_warps, num_stages, pre_hook
+
+    def all_kwargs(self) -> dict[str, int]:
+        return {**self.kwargs, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+class Autotuner:
+    def __init__(self, fn: Any, arg_names: list[str], configs: list[Any], key: list[str], do_bench: Any) -> None:
+        self.fn, self.base_fn, self.arg_names, self.configs, self.keys = fn, fn.fn, arg_names, configs, key
+        self.do_bench, self.cache = do_bench, {}
+
+    def run(self, *args: Any) -> None:
+        named = dict(zip(self.arg_names, args, strict=True))
+        key = tuple(named[name] for name in self.keys)
+        if len(self.configs) > 1 and key not in self.cache:
+            times = {}
+            for config in self.prune_configs({}):
+                times[config] = self.do_bench(lambda c=config: self.fn.run(*args, **c.all_kwargs()), (0.5,))
+            self.cache[key] = min(times, key=times.__getitem__)
+        config = self.cache[key] if len(self.configs) > 1 else self.configs[0]
+        if config.pre_hook is not None:
+            config.pre_hook(named)
+        self.fn.run(*args, **config.all_kwargs())
+
+    def prune_configs(self, arguments: dict[str, Any]) -> list[Any]:
+        return self.configs
+
+
+class Heuristics:
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+
+
+class Kernel:
+    """What an autotuner tunes: `launches` are the block sizes that it ran with, `benchmarks` counts measurements."""
+
+    def __init__(self, name: str, fastest: int) -> None:
+        def fn(x: int, n: int) -> None: ...
+
+        fn.__module__, fn.__name__ = "mamba_ssm.ops.triton.ssd_combined", name
+        self.fn, self.fastest = fn, fastest
+        self.launches: list[int] = []
+        self.hooked: list[int] = []
+        self.benchmarks = 0
+
+    def run(self, *args: Any, BLOCK_SIZE_M: int, **options: int) -> None:
+        self.launches.append(BLOCK_SIZE_M)
+
+    def bench(self, call: Callable[[], None], quantiles: Any) -> list[float]:
+        call()
+        self.benchmarks += 1
+        return [float(self.launches.pop() != self.fastest)]
+
+
+def install(fastest: int, sizes: tuple[int, ...] = (64, 32, 128), real: bool = False) -> dict[str, Kernel]:
+    """Put a package mamba_ssm into this process: `scan`, whose configurations have hooks, and `norm`, under heuristics.
+
+    fastest: the block size that this process will find fastest. sizes: those that the kernels have.
+    """
+    if real:
+        from triton.runtime import autotuner as triton  # type: ignore[import-not-found,unused-ignore]
+    else:
+        triton = ModuleType("triton.runtime.autotuner")
+        triton.Autotuner, triton.Heuristics = Autotuner, Heuristics  # type: ignore[attr-defined]
+    sys.modules["triton.runtime.autotuner"] = triton
+    config = triton.Config if real else Config
+    kernels = {name: Kernel(name, fastest) for name in ("scan", "norm")}
+
+    def tuner(kernel: Kernel, hooked: bool) -> Any:
+        hook = (lambda named: kernel.hooked.append(named["n"])) if hooked else None
+        configs = [config({"BLOCK_SIZE_M": size}, num_warps=4, num_stages=3, pre_hook=hook) for size in sizes]
+        if real:
+            return triton.Autotuner(kernel, ["x", "n"], configs, ["n"], None, None, do_bench=kernel.bench)
+        return Autotuner(kernel, ["x", "n"], configs, ["n"], kernel.bench)
+
+    for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.ops.triton.ssd_combined"):
+        sys.modules[name] = ModuleType(name)
+    combined: Any = sys.modules["mamba_ssm.ops.triton.ssd_combined"]
+    combined.scan = tuner(kernels["scan"], hooked=True)
+    norm = tuner(kernels["norm"], hooked=False)
+    combined.norm = triton.Heuristics(norm, ["x", "n"], {}) if real else Heuristics(norm)
+    return kernels
+
+
+def call(n: int) -> None:
+    """Run both kernels with a key of `n`."""
+    combined: Any = sys.modules["mamba_ssm.ops.triton.ssd_combined"]
+    combined.scan.run(1, n)
+    combined.norm.fn.run(1, n)

@@ -1,0 +1,239 @@
+"""Which configurations of autotuned kernels a run uses: chosen once, by the first rank, and kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training import autotuning
+from megatron_fp4.training.autotuning import choices_in, choices_of, live_autotuners, pin_kernels, put_back, record_of
+from megatron_fp4.training.checkpoint import Checkpointer
+from tests.training.harness import RankFailedError, alone, launch, toy, toy_mesh
+from tests.training.kernels import Config, call, install
+
+HERE = {"gpu": "H200", "triton": "3.6.0"}
+SCAN, NORM = "mamba_ssm.ops.triton.ssd_combined.scan", "mamba_ssm.ops.triton.ssd_combined.norm"
+REAL = pytest.param(
+    True, marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"), id="Triton's"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test installs goes away again; the environment is HERE."""
+    names = [name for name in sys.modules if name.split(".")[0] == "mamba_ssm" or name == "triton.runtime.autotuner"]
+    before = {name: sys.modules.pop(name) for name in names}
+    monkeypatch.setattr(autotuning, "environment_here", lambda: HERE)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        del sys.modules[name]
+    sys.modules.pop("triton.runtime.autotuner", None)
+    sys.modules.update(before)
+
+
+def sizes(record: dict[str, Any]) -> dict[tuple[str, tuple[Any, ...]], int]:
+    return {tuning: config["BLOCK_SIZE_M"] for tuning, config in choices_in(record).items()}
+
+
+@dataclass
+class Start:
+    record: dict[str, Any]
+    lines: list[str]
+    benchmarks: int
+
+
+def start(folder: Path, fastest: int, saved: dict[str, Any] | None = None) -> Start:
+    """A new process, as far as tuning is concerned."""
+    kernels = install(fastest)
+    with alone():
+        pinned = pin_kernels(lambda: call(128), saved, folder)
+    return Start(pinned.record(), pinned.lines, sum(kernel.benchmarks for kernel in kernels.values()))
+
+
+@pytest.mark.parametrize("real", [pytest.param(False, id="a stand-in"), REAL])
+def test_a_choice_comes_back_from_json_and_is_not_tuned_again(real: bool) -> None:
+    install(fastest=32, real=real)
+    call(128)
+    record = json.loads(json.dumps(record_of(HERE, choices_of(live_autotuners()))))
+    assert record["environment"] == HERE and set(sizes(record).values()) == {32}
+    assert {name for name, _ in sizes(record)} == {SCAN, NORM}
+
+    kernels = install(fastest=128, real=real)
+    assert put_back(choices_in(record), live_autotuners()) == []
+    call(128)
+    for kernel in kernels.values():
+        assert (kernel.benchmarks, kernel.launches) == (0, [32])
+    assert kernels["scan"].hooked == [128], "the configuration was put back without its hook"
+    call(256)  # another key is tuned
+    assert all((kernel.benchmarks, kernel.launches) == (3, [32, 128]) for kernel in kernels.values())
+
+
+@pytest.mark.parametrize("real", [pytest.param(False, id="a stand-in"), REAL])
+def test_a_key_that_comes_late_gets_the_smallest_configuration(real: bool, tmp_path: Path) -> None:
+    kernels = install(fastest=128, real=real)
+    with alone():
+        pinned = pin_kernels(lambda: call(128), None, tmp_path)
+    call(128)
+    call(256)
+    assert [kernel.launches[-2:] for kernel in kernels.values()] == [[128, 32]] * 2
+    assert {key[0]: size for (_, key), size in sizes(pinned.record()).items()} == {128: 128, 256: 32}
+
+
+def test_smallest_counts_all_blocks_and_stages() -> None:
+    configs = [
+        Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 32}, num_stages=2),
+        Config({"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 32}, num_stages=4),
+        Config({"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 16}, num_stages=1),
+    ]
+    assert autotuning.smallest(configs) is configs[2]
+    assert autotuning.smallest(configs[:2]) is configs[0], "of equals, the first"
+
+
+def test_what_does_not_fit_is_left_and_named() -> None:
+    install(fastest=32)
+    call(128)
+    choices = choices_of(live_autotuners())
+    unknown = {(SCAN, (128,)): {**choices[SCAN, (128,)], "num_warps": 8}, ("mamba_ssm.gone", (1,)): {}}
+    lines = put_back(unknown, live_autotuners())
+    assert len(lines) == 2 and SCAN in lines[0] and "mamba_ssm.gone" in lines[1]
+    assert choices_of(live_autotuners()) == choices
+
+
+def test_without_triton_there_is_nothing() -> None:
+    assert live_autotuners() == {}
+
+
+def test_a_second_run_on_the_machine_chooses_as_the_first(tmp_path: Path) -> None:
+    first = start(tmp_path, fastest=32)
+    assert first.lines == ["kernels: 0 configurations known, 2 tuned"]
+    again = start(tmp_path, fastest=128)
+    assert again.lines == ["kernels: 2 configurations known, 0 tuned"]
+    assert again.record == first.record and (first.benchmarks, again.benchmarks) == (6, 0)
+    assert start(tmp_path / "another machine", fastest=128).record != first.record
+
+
+def test_who_writes_first_decides(tmp_path: Path) -> None:
+    """Two runs begin at the same time: the one that tuned later takes over what the other wrote."""
+    other = start(tmp_path / "other", fastest=64)
+    (written,) = (tmp_path / "other").iterdir()
+    install(fastest=32)
+
+    def rehearse() -> None:
+        call(128)
+        tmp_path.joinpath(written.name).write_text(written.read_text())
+
+    with alone():
+        pinned = pin_kernels(rehearse, None, tmp_path)
+    assert pinned.record() == other.record
+
+
+def test_the_checkpoint_comes_before_the_machine(tmp_path: Path) -> None:
+    start(tmp_path / "here", fastest=32)
+    saved = start(tmp_path / "elsewhere", fastest=64).record
+    resumed = start(tmp_path / "here", fastest=128, saved=saved)
+    assert resumed.record == saved and resumed.benchmarks == 0
+
+
+def test_another_chip_or_version_is_tuned_anew_and_said(tmp_path: Path) -> None:
+    saved = {**start(tmp_path, fastest=64).record, "environment": {"gpu": "H100", "triton": "3.5.0"}}
+    resumed = start(tmp_path / "here", fastest=128, saved=saved)
+    assert set(sizes(resumed.record).values()) == {128} and resumed.record["environment"] == HERE
+    assert "the checkpoint" in resumed.lines[0]
+    assert "gpu H200 instead of H100; triton 3.6.0 instead of 3.5.0" in resumed.lines[0]
+
+
+def test_only_what_is_missing_is_tuned(tmp_path: Path) -> None:
+    saved = start(tmp_path / "elsewhere", fastest=64).record
+    saved["choices"] = [choice for choice in saved["choices"] if choice["kernel"] == SCAN]
+    resumed = start(tmp_path / "here", fastest=128, saved=saved)
+    assert sizes(resumed.record) == {(SCAN, (128,)): 64, (NORM, (128,)): 128}
+    assert resumed.benchmarks == 3
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"environment": {}, "choices": [{}]}', '{"choices": []}'])
+def test_a_damaged_file_is_left_aside(tmp_path: Path, text: str) -> None:
+    start(tmp_path, fastest=32)
+    (path,) = tmp_path.iterdir()
+    path.write_text(text)
+    again = start(tmp_path, fastest=64)
+    assert set(sizes(again.record).values()) == {64} and again.record == json.loads(path.read_text())
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    begun = start(tmp_path / "file" / "folder", fastest=32)
+    assert any("cannot be written" in line for line in begun.lines) and set(sizes(begun.record).values()) == {32}
+
+
+def test_the_run_folder_gets_the_record(tmp_path: Path) -> None:
+    install(fastest=32)
+    with alone():
+        pinned = pin_kernels(lambda: call(128), None, tmp_path / "machine")
+    pinned.write(tmp_path)
+    call(256)
+    pinned.write(tmp_path)
+    record = json.loads((tmp_path / "autotuning.json").read_text())
+    assert record == pinned.record() and len(record["choices"]) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["autotuning.json", "machine"]
+
+
+def _ranks(
+    rank: int, folder: str, fastest: list[int], sizes_there: list[tuple[int, ...]], checkpoints: str = ""
+) -> dict[str, Any]:
+    """A start on several ranks that time differently; with `checkpoints`, one that resumes and saves there."""
+    autotuning.environment_here = lambda: HERE  # type: ignore[assignment]
+    kernels = install(fastest[rank], sizes_there[rank])
+    saved, step = None, 0
+    if checkpoints:
+        mesh = toy_mesh()
+        model, optimizer = toy(mesh)
+        checkpointer = Checkpointer(Path(checkpoints), mesh, keep=0, identity={})
+        resumed = checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False)
+        if resumed is not None:
+            saved, step = resumed.trainer["autotuning"], resumed.step
+    pinned = pin_kernels(lambda: call(128), saved, Path(folder))
+    call(128)
+    call(256)
+    if checkpoints:
+        trainer = {"autotuning": pinned.record()}
+        checkpointer.save(step + 1, model, optimizer, trainer, consumed_samples=0, consumed_tokens=0)
+    return {
+        "record": pinned.record(),
+        "launches": {name: kernel.launches[-2:] for name, kernel in kernels.items()},
+        "benchmarks": sum(kernel.benchmarks for kernel in kernels.values()),
+    }
+
+
+ALL = (64, 32, 128)
+
+
+def test_the_first_rank_decides(tmp_path: Path) -> None:
+    first, second = launch(_ranks, 2, str(tmp_path), [64, 128], [ALL, ALL])
+    assert first["record"] == second["record"]
+    assert first["launches"] == second["launches"] == {"scan": [64, 32], "norm": [64, 32]}
+    # One measurement of each late key's only configuration; the first rank timed three for the other key.
+    assert (first["benchmarks"], second["benchmarks"]) == (8, 2)
+
+
+def test_a_rank_with_other_kernels_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 has other kernels than the first rank: .*BLOCK_SIZE_M.: 64"):
+        launch(_ranks, 2, str(tmp_path), [64, 32], [ALL, (32, 128)])
+
+
+def test_a_resume_takes_the_choices_of_its_checkpoint(tmp_path: Path) -> None:
+    """Also those of keys that came late, on a machine that knows nothing, where other configurations are fastest."""
+    root = str(tmp_path / "checkpoints")
+    first = launch(_ranks, 2, str(tmp_path / "machine"), [64, 64], [ALL, ALL], root)
+    again = launch(_ranks, 2, str(tmp_path / "another machine"), [128, 32], [ALL, ALL], root)
+    assert [rank["record"] for rank in again] == [rank["record"] for rank in first]
+    assert [rank["launches"] for rank in again] == [rank["launches"] for rank in first]
+    assert [rank["benchmarks"] for rank in again] == [0, 0]
+    assert not (tmp_path / "another machine").exists()
