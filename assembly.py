@@ -114,10 +114,15 @@ def sharded_model(
     with torch.device("meta"):
         model = build_model(config.model, mesh, compute_dtype, execution)
     modules = dict(model.linears())
-    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
+    shapes = []
+    for name, module in modules.items():
+        block = int(name.split(".")[1])
+        kind = config.model.pattern[block]
+        shapes.append(LinearShape(name, block, module.in_features, module.out_features, kind))
 
     def plan_of(precision: PrecisionConfig) -> Plan:
-        return build_plan(shapes, recipe_from_config(precision), precision.bf16_blocks, config.model.num_blocks)
+        blocks, num_blocks = precision.bf16_blocks, config.model.num_blocks
+        return build_plan(shapes, recipe_from_config(precision), blocks, num_blocks, precision.exceptions)
 
     with configuration_errors():
         plan = plan_of(config.precision)

@@ -19,9 +19,9 @@ from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.te_releases import outdated
-from megatron_fp4.validate_precision import transformer_engine_refusal
+from megatron_fp4.validate_precision import parts, transformer_engine_refusal
 from megatron_fp4.validate_torch_backend import torch_refusal
 
 
@@ -54,7 +54,7 @@ def choose_backend(config: Config, target: PrecisionConfig, device_type: str) ->
     precisions = {"precision": config.precision}
     if config.precision.switch.when != "never":
         precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = target
-    if wanted == "auto" and not any(recipe_from_config(precision).quantized for precision in precisions.values()):
+    if wanted == "auto" and not any(recipe.quantized for recipe in _recipes(precisions)):
         return BackendChoice("emulated", "nothing is quantized")
     if wanted == "torch":
         return _torch(precisions, device_type)
@@ -81,8 +81,7 @@ def _refusal(precisions: Mapping[str, PrecisionConfig], config: Config, device_t
     if torch.version.hip is not None:
         return "it is for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability()
-    for precision in precisions.values():
-        recipe = recipe_from_config(precision)
+    for recipe in _recipes(precisions):
         if reason := te.unsupported(recipe, capability) or outdated(recipe, capability):
             return reason
     return te.not_installed()
@@ -91,14 +90,13 @@ def _refusal(precisions: Mapping[str, PrecisionConfig], config: Config, device_t
 def _torch(precisions: Mapping[str, PrecisionConfig], device_type: str) -> BackendChoice:
     """The backend `torch`; ConfigError where it cannot run."""
     refusal = None
-    for key, precision in precisions.items():
-        if found := torch_refusal(precision, key):
+    for where, part in _parts(precisions):
+        if found := torch_refusal(part, where):
             refusal = refusal or f"it cannot do {found[0]}"
     if refusal is None and device_type != "cuda":
         refusal = f"the run is on {device_type}"
-    for precision in precisions.values():
+    for recipe in _recipes(precisions):
         if refusal is None:
-            recipe = recipe_from_config(precision)
             refusal = torch_scaled_mm.unsupported(recipe, torch.cuda.get_device_capability())
     if refusal is not None:
         raise ConfigError(
@@ -106,6 +104,16 @@ def _torch(precisions: Mapping[str, PrecisionConfig], device_type: str) -> Backe
         )
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     return BackendChoice("torch", f"our codes, FP4 tensor cores of compute capability {capability}")
+
+
+def _parts(precisions: Mapping[str, PrecisionConfig]) -> list[tuple[str, PrecisionConfig]]:
+    """The precision configs and what their exceptions make of them, with their keys."""
+    return [found for key, whole in precisions.items() for found in parts(whole, key)]
+
+
+def _recipes(precisions: Mapping[str, PrecisionConfig]) -> list[Recipe]:
+    """Of the precision configs and of their exceptions."""
+    return [recipe_from_config(part) for _, part in _parts(precisions)]
 
 
 def agreed_backend(choice: BackendChoice) -> BackendChoice:

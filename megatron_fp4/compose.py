@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -21,7 +21,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megatron_fp4.compose_errors import explain, unknown_key
-from megatron_fp4.config import Config, ConfigError, PrecisionConfig
+from megatron_fp4.config import (
+    ComposedException,
+    Config,
+    ConfigError,
+    ExceptionConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RecipeConfig,
+)
 
 __all__ = ["ConfigError", "compose_config", "group_options", "help_text", "precision_config", "to_yaml"]
 
@@ -56,12 +64,7 @@ def precision_config(name: str, config: Config, config_dir: str | Path) -> Preci
     This is the target of `precision.switch`; overrides of `config.precision` do not carry over to it.
     Raises ConfigError if there is no such file.
     """
-    directory = _config_directory(config_dir)
-    overrides = [f"precision={name}"]
-    composed = _compose(overrides, directory)
-    # The recipe may refer to the model (which blocks stay in BF16), and the model may have been overridden.
-    composed.model = OmegaConf.structured(config.model)
-    return _to_object(composed, overrides, directory).precision
+    return _to_object(*_composed_precision(name, config.model, _config_directory(config_dir))).precision
 
 
 def to_yaml(config: Config) -> str:
@@ -149,7 +152,35 @@ def _unlock(node: DictConfig) -> None:
             _unlock(child)
 
 
+def _composed_precision(name: str, model: ModelConfig, directory: Path) -> tuple[DictConfig, list[str], Path]:
+    overrides = [f"precision={name}"]
+    composed = _compose(overrides, directory)
+    # The recipe may refer to the model (which blocks stay in BF16), and the model may have been overridden.
+    composed.model = OmegaConf.structured(model)
+    return composed, overrides, directory
+
+
 def _to_object(composed: DictConfig, overrides: list[str], directory: Path) -> Config:
+    config = _plain_object(composed, overrides, directory)
+    return replace(config, precision=_with_recipes(config.precision, config.model, directory))
+
+
+def _with_recipes(precision: PrecisionConfig, model: ModelConfig, directory: Path) -> PrecisionConfig:
+    """`precision` with the recipe of every exception written out."""
+    exceptions: list[ExceptionConfig] = []
+    for i, exception in enumerate(precision.exceptions):
+        key, options = f"precision.exceptions[{i}].precision={exception.precision}", group_options(directory)
+        if exception.precision not in options["precision"]:
+            raise ConfigError(f"{key} is not a precision config; choose one of {', '.join(options['precision'])}")
+        other = _plain_object(*_composed_precision(exception.precision, model, directory)).precision
+        if other.exceptions:
+            raise ConfigError(f"{key} has exceptions of its own; choose a precision config without")
+        recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
+        exceptions.append(ComposedException(exception.names, exception.blocks, exception.precision, recipe))
+    return replace(precision, exceptions=exceptions)
+
+
+def _plain_object(composed: DictConfig, overrides: list[str], directory: Path) -> Config:
     _refuse_unknown_keys(composed, "")
     if "${now:" in OmegaConf.to_yaml(composed):
         raise ConfigError(

@@ -69,10 +69,10 @@ class ModelConfig:
 class OperandConfig:
     """How one GEMM operand is quantized.
 
-    format: `bf16` (not quantized), `nvfp4`, `mxfp4` or `fp8`.
+    format: `bf16` (not quantized), `nvfp4`, `mxfp4`, `mxfp8` or `fp8`.
     block: elements that share a scale, rows x columns with the columns along the dot product: nvfp4 `1x16` or
-        `16x16`, mxfp4 `1x32` or `32x32`, fp8 `1x128` or `128x128`. Ignored for `bf16`.
-    rounding: `nearest` or `stochastic`.
+        `16x16`, mxfp4 and mxfp8 `1x32` or `32x32`, fp8 `1x128` or `128x128`. Ignored for `bf16`.
+    rounding: `nearest` or `stochastic` (not mxfp8).
     four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
     power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
     reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
@@ -131,6 +131,39 @@ class Bf16BlocksConfig:
 
 
 @dataclass(frozen=True)
+class RecipeConfig:
+    """What the GEMMs of a linear get: of a precision config the part that is a recipe (see `PrecisionConfig`)."""
+
+    name: str = "bf16"
+    amax: str = "global"
+    rht_signs: str = "fixed"
+    fprop: FpropConfig = field(default_factory=FpropConfig)
+    dgrad: DgradConfig = field(default_factory=DgradConfig)
+    wgrad: WgradConfig = field(default_factory=WgradConfig)
+
+
+@dataclass(frozen=True)
+class ExceptionConfig:
+    """Linears that have another recipe than the run's.
+
+    names: shell patterns over the names of linears, as in `bf16_blocks.names`.
+    blocks: letters of `model.pattern`: only linears of these kinds of blocks. Empty: of all.
+    precision: whose recipe they take, a name under `configs/precision/`.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["*"])
+    blocks: str = ""
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True)
+class ComposedException(ExceptionConfig):
+    """An exception with its recipe written out: what every one is once the configuration is composed."""
+
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+
+
+@dataclass(frozen=True)
 class SwitchConfig:
     """The change of plan during a run (paper, section 5 and appendix D).
 
@@ -171,6 +204,7 @@ class PrecisionConfig:
     amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
         `shard` is Transformer Engine's per-shard behaviour.
     rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
+    bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
     recheck_interval: every so many steps one quantized linear is computed again by the reference and compared, the
         linears taking turns; 0: never. recheck_action: what a difference does: `end` the run, or `warn`.
     """
@@ -186,6 +220,7 @@ class PrecisionConfig:
     dgrad: DgradConfig = field(default_factory=DgradConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)
     bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
+    exceptions: list[ExceptionConfig] = field(default_factory=list)
     switch: SwitchConfig = field(default_factory=SwitchConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
 

@@ -36,7 +36,15 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
 
 def _merge(saved: Mapping[str, Any], overrides: list[str], directory: Path) -> Config:
     try:
-        merged = OmegaConf.merge(_schema(), OmegaConf.create(dict(saved)), OmegaConf.from_dotlist(overrides))
+        merged = OmegaConf.merge(_schema(), OmegaConf.create(_as_written(saved)), OmegaConf.from_dotlist(overrides))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, overrides, directory)) from error
     return _to_object(merged, overrides, directory)  # type: ignore[arg-type]
+
+
+def _as_written(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the recipes of exceptions, which composing writes out anew."""
+    precision = dict(saved.get("precision", {}))
+    given = ("names", "blocks", "precision")
+    precision["exceptions"] = [{key: one[key] for key in given} for one in precision.get("exceptions", [])]
+    return {**saved, "precision": precision}

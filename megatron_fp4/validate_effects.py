@@ -18,8 +18,11 @@ from megatron_fp4.config import Bf16BlocksConfig, ConfigError, OperandConfig, Pr
 from megatron_fp4.precision.recipe import GEMMS, Recipe, recipe_from_config
 
 
-def validate_effects(precision: PrecisionConfig, key: str) -> None:
-    """Raise ConfigError for the first option of `precision` without an effect; `key` is how messages call it."""
+def validate_effects(precision: PrecisionConfig, quantized: bool, key: str) -> None:
+    """Raise ConfigError for the first option of `precision` without an effect; `key` is how messages call it.
+
+    quantized: whether its recipe or that of an exception quantizes anything.
+    """
     recipe = recipe_from_config(precision)
     for gemm, names in GEMMS.items():
         operands = {f"{key}.{gemm}.{name}": getattr(getattr(precision, gemm), name) for name in names}
@@ -39,7 +42,7 @@ def validate_effects(precision: PrecisionConfig, key: str) -> None:
         raise ConfigError(
             f"{key}.amax={precision.amax} has no effect: only nvfp4 operands have a tensor maximum; leave it at global"
         )
-    if not recipe.quantized:
+    if not quantized:
         _unquantized(precision, key)
     _gradient_noise(precision.switch, recipe, key)
 

@@ -6,19 +6,27 @@ the user chose, so they must divide (precision/demands.py). Options without effe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig
+from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.demands import TILES, block_demands
+from megatron_fp4.precision.plan import first_exception, recipe_of
 from megatron_fp4.precision.recipe import recipe_from_config, switched_recipe
 from megatron_fp4.validate_effects import validate_effects
 from megatron_fp4.validate_torch_backend import validate_torch_backend
 
-BLOCKS = {"nvfp4": ("1x16", "16x16"), "mxfp4": ("1x32", "32x32"), "fp8": ("1x128", "128x128")}
+BLOCKS = {
+    "nvfp4": ("1x16", "16x16"),
+    "mxfp4": ("1x32", "32x32"),
+    "mxfp8": ("1x32", "32x32"),
+    "fp8": ("1x128", "128x128"),
+}
 BACKENDS = ("emulated", "transformer_engine", "torch")
+# The linears of each kind of block: the first reads the hidden state, the second the width that the block works in.
+_PROJECTIONS = {"M": ("in_proj", "out_proj"), "*": ("qkv_proj", "out_proj"), "-": ("up_proj", "down_proj")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
-_TRANSFORMER_ENGINE_FORMATS = ("bf16", "nvfp4", "fp8")
+_TRANSFORMER_ENGINE_FORMATS = {"nvfp4": "1x16", "mxfp8": "1x32", "fp8": "1x128"}  # and activations' blocks there
 
 
 @dataclass(frozen=True)
@@ -35,26 +43,31 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
 
     key: how messages call it; for a switch's target, something like `precision.switch.target=NAME: precision`.
     """
-    gemms = _gemms(precision)
-    _choices(precision, key)
-    for gemm in gemms:
-        for name, operand in gemm.operands.items():
-            _operand(operand, f"{key}.{gemm.name}.{name}")
-        if gemm.rht not in RHT_SIZES:
-            raise ConfigError(
-                f"{key}.{gemm.name}.rht={gemm.rht} is no size of a Hadamard transform; use a power of two "
-                "up to 128, or 0 for none"
-            )
-    _reuse(precision, gemms, key)
+    _exceptions(precision, key)
+    quantized = False
+    for part, (where, of_part) in enumerate(parts(precision, key), -1):
+        gemms = _gemms(of_part)
+        _choices(of_part, where)
+        for gemm in gemms:
+            for name, operand in gemm.operands.items():
+                _operand(operand, f"{where}.{gemm.name}.{name}")
+            if gemm.rht not in RHT_SIZES:
+                raise ConfigError(
+                    f"{where}.{gemm.name}.rht={gemm.rht} is no size of a Hadamard transform; use a power of two "
+                    "up to 128, or 0 for none"
+                )
+        _reuse(of_part, gemms, where)
+        if any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values()):
+            quantized = True
+            _sizes(of_part, config, where, part)
     _backend(precision, config, device_type, key)
-    validate_torch_backend(precision, device_type, key)
-    quantized = any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values())
+    for where, of_part in parts(precision, key):
+        validate_torch_backend(of_part, device_type, where)
     if quantized:
         _bf16_blocks(precision, config, key)
-        _sizes(precision, config, key)
     _recheck(precision, quantized, key)
     _switch(precision, key)
-    validate_effects(precision, key)
+    validate_effects(precision, quantized, key)
 
 
 def validate_switch(precision: PrecisionConfig, target: PrecisionConfig) -> None:
@@ -63,6 +76,28 @@ def validate_switch(precision: PrecisionConfig, target: PrecisionConfig) -> None
         switched_recipe(recipe_from_config(precision), recipe_from_config(target), precision.switch.scope)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
+    """`precision` itself, and for each exception what `precision` would be with its recipe, all with their keys."""
+    found = [(key, precision)]
+    for i, exception in enumerate(precision.exceptions):
+        recipe = recipe_of(exception)
+        taken = {field.name: getattr(recipe, field.name) for field in fields(RecipeConfig)}
+        found.append((f"{key}.exceptions[{i}].precision={exception.precision}: precision", replace(precision, **taken)))
+    return found
+
+
+def _exceptions(precision: PrecisionConfig, key: str) -> None:
+    for i, exception in enumerate(precision.exceptions):
+        if not exception.names:
+            raise ConfigError(f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception")
+        for letter in exception.blocks:
+            if letter not in _PROJECTIONS:
+                raise ConfigError(
+                    f"{key}.exceptions[{i}].blocks={exception.blocks} has {letter!r}; block letters are "
+                    f"{', '.join(_PROJECTIONS)}, and an empty string means all"
+                )
 
 
 def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
@@ -94,6 +129,11 @@ def _operand(operand: OperandConfig, key: str) -> None:
         raise ConfigError(f"{key}.format={operand.format} is not known; choose one of {', '.join(formats)}")
     if operand.rounding not in ("nearest", "stochastic"):
         raise ConfigError(f"{key}.rounding={operand.rounding} is not known; choose nearest or stochastic")
+    if operand.format == "mxfp8" and operand.rounding != "nearest":
+        raise ConfigError(
+            f"{key}.rounding={operand.rounding} does not go with format=mxfp8: its codes are rounded to nearest, as "
+            "every MXFP8 training recipe does; use nearest, or another format"
+        )
     if operand.format != "bf16" and operand.block not in BLOCKS[operand.format]:
         raise ConfigError(
             f"{key}.block={operand.block} does not go with format={operand.format}; choose "
@@ -104,7 +144,8 @@ def _operand(operand: OperandConfig, key: str) -> None:
             f"{key}.four_over_six=true does not go with format={operand.format}; it is for nvfp4: set it to false"
         )
     if operand.power_of_two_scales and operand.format != "fp8":
-        always = " (mxfp4 scales always are powers of two)" if operand.format == "mxfp4" else ""
+        microscaled = operand.format in ("mxfp4", "mxfp8")
+        always = f" ({operand.format} scales always are powers of two)" if microscaled else ""
         raise ConfigError(
             f"{key}.power_of_two_scales=true does not go with format={operand.format}; it is for fp8: set "
             f"it to false{always}"
@@ -158,6 +199,13 @@ def transformer_engine_refusal(precision: PrecisionConfig, config: Config, key: 
 
     Which chip can do what is in `precision/transformer_engine.py`.
     """
+    for part, (where, of_part) in enumerate(parts(precision, key), -1):
+        if refusal := _recipe_refusal(of_part, config, where, part):
+            return refusal
+    return None
+
+
+def _recipe_refusal(precision: PrecisionConfig, config: Config, key: str, part: int) -> tuple[str, str] | None:
     emulated = "or backend=emulated"
     if precision.compute_dtype != "bfloat16":
         return f"{key}.compute_dtype={precision.compute_dtype}", f"use bfloat16, {emulated}"
@@ -176,7 +224,7 @@ def transformer_engine_refusal(precision: PrecisionConfig, config: Config, key: 
         if gemm.rht not in allowed:
             return f"{key}.{gemm.name}.rht={gemm.rht}", f"use {' or '.join(map(str, allowed))}, {emulated}"
     if any(operand.format == "nvfp4" for gemm in gemms for operand in gemm.operands.values()):
-        return _fp4_size_refusal(config, precision)
+        return _fp4_size_refusal(config, precision, part)
     return None
 
 
@@ -185,14 +233,14 @@ def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -
     if operand.format == "bf16":
         return None
     if operand.format not in _TRANSFORMER_ENGINE_FORMATS:
-        formats = ", ".join(_TRANSFORMER_ENGINE_FORMATS)
+        formats = ", ".join(("bf16", *_TRANSFORMER_ENGINE_FORMATS))
         return f"{key}.format={operand.format}", f"it has no such GEMM; use {formats}, {emulated}"
     if operand.reuse_fprop:
         return f"{key}.reuse_fprop=true", f"tensor cores want scales along the dot product; set it to false, {emulated}"
     if operand.rounding == "stochastic" and (operand.format != "nvfp4" or name != "gradient"):
         return f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {emulated}"
-    if name != "weight" and operand.block not in ("1x16", "1x128"):
-        block = "1x16" if operand.format == "nvfp4" else "1x128"
+    block = _TRANSFORMER_ENGINE_FORMATS[operand.format]
+    if name != "weight" and operand.block != block:
         return f"{key}.block={operand.block}", f"square blocks are for weights there; use {block}, {emulated}"
     if operand.four_over_six and (gemm.rht or operand.rounding == "stochastic"):
         with_it = f"rht={gemm.rht}" if gemm.rht else "rounding=stochastic"
@@ -200,10 +248,10 @@ def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -
     return None
 
 
-def _fp4_size_refusal(config: Config, precision: PrecisionConfig) -> tuple[str, str] | None:
+def _fp4_size_refusal(config: Config, precision: PrecisionConfig, part: int) -> tuple[str, str] | None:
     """What an FP4 GEMM sums over must be whole 16 bytes of codes; tokens and output features are padded."""
     multiple, tensor = te.demands(recipe_from_config(precision)).inputs, config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision).items():
+    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
         shards = tensor if sharded else 1
         if size % (shards * multiple):
             each = f" / parallel.tensor={tensor}" if shards > 1 else ""
@@ -224,11 +272,11 @@ def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
         )
 
 
-def _sizes(precision: PrecisionConfig, config: Config, key: str) -> None:
+def _sizes(precision: PrecisionConfig, config: Config, key: str, part: int) -> None:
     """The input features of every quantized linear must be what blocks and transforms demand."""
     multiple = block_demands(recipe_from_config(precision)).inputs
     tensor = config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision).items():
+    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
         shards = tensor if sharded else 1
         if size % (shards * multiple):
             each = f" / parallel.tensor={tensor}" if shards > 1 else ""
@@ -251,17 +299,28 @@ def _what_demands(precision: PrecisionConfig, multiple: int, key: str) -> str:
     return f"{key}.fprop.rht={precision.fprop.rht}"
 
 
-def _input_dims(config: Config, precision: PrecisionConfig) -> dict[str, tuple[int, bool, str]]:
-    """Key -> (input features, whether tensor-parallel ranks share them, the linear), of quantized blocks."""
+def _input_dims(config: Config, precision: PrecisionConfig, part: int) -> dict[str, tuple[int, bool, str]]:
+    """Key -> (input features, whether tensor-parallel ranks share them, the linear), of linears under one recipe.
+
+    part: -1 for the run's own recipe, else the number of an exception.
+    """
     model, blocks = config.model, precision.bf16_blocks
-    pattern = model.pattern[blocks.first : model.num_blocks - blocks.last]
-    dims = {"model.hidden_dim": (model.hidden_dim, False, "the projections into every block")}
-    if "-" in pattern:
+    projections = set()
+    for block in range(blocks.first, model.num_blocks - blocks.last):
+        kind = model.pattern[block]
+        for projection in _PROJECTIONS[kind]:
+            found = first_exception(f"blocks.{block}.mixer.{projection}", kind, precision.exceptions)
+            if (-1 if found is None else found[0]) == part:
+                projections.add((kind, projection))
+    dims = {}
+    if any((kind, into) in projections for kind, (into, _) in _PROJECTIONS.items()):
+        dims["model.hidden_dim"] = (model.hidden_dim, False, "the projections into every block")
+    if ("-", "down_proj") in projections:
         dims["model.ffn_dim"] = (model.ffn_dim, True, "the FFN's down projection")
-    if "*" in pattern:
+    if ("*", "out_proj") in projections:
         q_dim = model.num_query_heads * model.head_dim
         dims["model.num_query_heads x model.head_dim"] = (q_dim, True, "the attention's output projection")
-    if "M" in pattern:
+    if ("M", "out_proj") in projections:
         inner = model.mamba_inner_dim
         dims["model.mamba_num_heads x model.mamba_head_dim"] = (inner, True, "the Mamba output projection")
     return dims

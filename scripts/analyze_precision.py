@@ -130,7 +130,7 @@ def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
             f"the run of {checkpoint} quantizes nothing (precision {config.precision.name}), so there is nothing to "
             "measure; name a recipe, as in precision=nvfp4"
         )
-    precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), switch=SwitchConfig())
+    precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[], switch=SwitchConfig())
     return replace(config, precision=precision)
 
 

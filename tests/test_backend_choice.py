@@ -7,7 +7,7 @@ import torch
 
 from megatron_fp4 import backend_choice
 from megatron_fp4.backend_choice import BackendChoice, choose_backend
-from megatron_fp4.compose import precision_config
+from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import Config, ConfigError
 from megatron_fp4.precision import te_releases
 from megatron_fp4.precision import transformer_engine as te
@@ -154,6 +154,30 @@ def test_what_it_cannot_compute_is_emulated_under_auto(machine):
     assert choice.name == "emulated" and "precision.wgrad.rht=32" in choice.reason
     assert "mxfp4" in chosen(configured("mxfp4")).reason
     assert "rounding=stochastic" in chosen(configured("nvfp4_all_the_way")).reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"), [((10, 0), True), ((10, 3), True), ((9, 0), False), ((12, 0), False)]
+)
+def test_mxfp8_is_native_on_data_centre_blackwell_alone(machine, capability, native):
+    machine(capability)
+    choice = chosen(configured("mxfp8"))
+    assert choice.name == ("transformer_engine" if native else "emulated")
+    assert native or "native MXFP8 needs compute capability 10.x" in choice.reason
+
+
+def test_the_recipes_of_exceptions_count(machine):
+    machine((10, 0))
+    assert chosen(configured("nvfp4_nemotron_3")).name == "transformer_engine"
+    names = "precision.exceptions=[{names: ['*.out_proj'], precision: %s}]"
+    config = compose_config(["precision=bf16", "precision.switch.when=never", names % "mxfp4"], CONFIGS)
+    choice = choose_backend(config, config.precision, "cuda")
+    assert choice.name == "emulated"
+    assert "precision.exceptions[0].precision=mxfp4: precision.fprop.activation.format=mxfp4" in choice.reason
+    config = compose_config(["precision=bf16", "precision.switch.when=never", names % "nvfp4"], CONFIGS)
+    assert choose_backend(config, config.precision, "cuda").name == "transformer_engine"
+    machine((9, 0))
+    assert "native NVFP4" in choose_backend(config, config.precision, "cuda").reason
 
 
 def test_the_target_of_a_switch_counts(machine):

@@ -1,3 +1,5 @@
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -5,7 +7,8 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from megatron_fp4.compose import compose_config, group_options, help_text, precision_config, to_yaml
-from megatron_fp4.config import Config, ConfigError, PhaseConfig
+from megatron_fp4.config import ComposedException, Config, ConfigError, PhaseConfig, RecipeConfig
+from megatron_fp4.saved_config import config_from_saved
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"
@@ -147,7 +150,7 @@ def test_one_override_changes_the_weight_in_both_gemms():
     assert precision.dgrad.weight.block == "1x16"
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nvfp4_all_the_way", "fp8_block", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nvfp4_all_the_way", "fp8_block", "mxfp8", "bf16"])
 def test_recipes_are_those_of_the_papers(name):
     precision = make(f"precision={name}").precision
     fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
@@ -158,6 +161,7 @@ def test_recipes_are_those_of_the_papers(name):
         "mxfp4": ("mxfp4", ["1x32"] * 6, [n, n, s, n, s, n], 32),
         "nvfp4_all_the_way": ("nvfp4", ["1x16"] * 6, [n, n, s, n, s, s], 0),
         "fp8_block": ("fp8", ["1x128", "128x128", "1x128", "128x128", "1x128", "1x128"], [n] * 6, 0),
+        "mxfp8": ("mxfp8", ["1x32"] * 6, [n] * 6, 0),
         "bf16": ("bf16", ["1x16"] * 6, [n] * 6, 0),
     }[name]
     assert {operand.format for operand in table} == {expected[0]}
@@ -166,6 +170,39 @@ def test_recipes_are_those_of_the_papers(name):
     assert (fprop.rht, dgrad.rht, wgrad.rht) == (0, 0, expected[3])
     assert precision.name == name
     assert not any(operand.four_over_six or operand.reuse_fprop or operand.power_of_two_scales for operand in table)
+
+
+def test_exceptions_bring_their_recipes_whole():
+    config = make("precision=nvfp4_nemotron_3", "model=nemotron_h_12b")
+    attention, mamba = config.precision.exceptions
+    assert (attention.names, attention.blocks, mamba.names, mamba.blocks) == (["*"], "*", ["*.out_proj"], "M")
+    for exception, name in ((attention, "bf16"), (mamba, "mxfp8")):
+        whole = make(f"precision={name}").precision
+        assert isinstance(exception, ComposedException)
+        assert exception.recipe == RecipeConfig(name, whole.amax, "fixed", whole.fprop, whole.dgrad, whole.wgrad)
+    assert (config.precision.bf16_blocks.first, config.precision.bf16_blocks.last) == (0, 8)
+    usual = make("model=nemotron_h_12b").precision
+    own = replace(config.precision, name=usual.name, exceptions=[], bf16_blocks=usual.bf16_blocks)
+    assert own == usual
+    # Also as the target of a switch, and after a round trip through a checkpoint.
+    assert precision_config("nvfp4_nemotron_3", config, CONFIGS).exceptions == config.precision.exceptions
+    saved = json.loads(json.dumps(asdict(config)))
+    assert config_from_saved(saved, [], CONFIGS) == config
+    assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.exceptions == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{precision: mxfp9}", r"precision\.exceptions\[0\]\.precision=mxfp9 is not a precision config; .*mxfp8"),
+        ("{precision: nvfp4_nemotron_3}", r"\.precision=nvfp4_nemotron_3 has exceptions of its own"),
+        ("{name: [a]}", r"exceptions\[\]\.name is not a key; did you mean precision\.exceptions\[\]\.names"),
+        ("{recipe: {name: a}}", r"exceptions\[\]\.recipe is not a key"),
+    ],
+)
+def test_wrong_exceptions(given, message):
+    with pytest.raises(ConfigError, match=message):
+        make(f"precision.exceptions=[{given}]")
 
 
 def test_bf16_blocks_follow_the_model():

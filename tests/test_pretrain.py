@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
@@ -151,6 +152,19 @@ def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path, at: 
     assert {r["step"]: r["plan"] for r in records(again, "step")} == {s: plans[s] for s in range(at + 1, STEPS + 1)}
     last = Path("checkpoints", f"step_{STEPS:08d}")
     assert_same_checkpoint(folder / last, again / last, tmp_path)
+
+
+def test_a_run_with_exceptions_resumes_behind_its_switch(small: list[str], tmp_path: Path) -> None:
+    one, again = tmp_path / "one", tmp_path / "again"
+    mixed = [*small, "precision=nvfp4_nemotron_3", "precision.switch.target=mxfp8"]
+    run(1, [*mixed, f"run.dir={one}"])
+    linears = yaml.safe_load((one / "plan.yaml").read_text())["linears"]
+    assert linears["blocks.0.mixer.out_proj"] == {"recipe": "mxfp8", "why": "its name matches *.out_proj in blocks M"}
+    assert linears["blocks.0.mixer.in_proj"]["recipe"] == "nvfp4_nemotron_3"
+    run(1, [*mixed, f"run.dir={again}", f"checkpoint.resume={one}/checkpoints/step_00000007", "checkpoint.interval=0"])
+    assert losses(again) == {STEPS: losses(one)[STEPS]}
+    last = Path("checkpoints", f"step_{STEPS:08d}")
+    assert_same_checkpoint(one / last, again / last, tmp_path)
 
 
 def test_switch_by_gradient_noise(small: list[str], tmp_path: Path) -> None:

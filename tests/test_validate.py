@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import Config, ConfigError, PhaseConfig
 from megatron_fp4.validate import data_parallel_size, validate, validate_precision
-from megatron_fp4.validate_precision import validate_switch
+from megatron_fp4.validate_precision import _PROJECTIONS, validate_switch
+from models.hybrid import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DATA = ("data.sources={web: /d/web}", "data.blends={first: {web: 1.0}, second: {web: 1.0}, third: {web: 1.0}}")
@@ -37,7 +39,7 @@ def refusal(changes: dict[str, Any], *overrides: str, world_size: int = 1, devic
     return str(error.value)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "mxfp4", "fp8_block", "nvfp4_all_the_way"])
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "nvfp4_all_the_way"])
 @pytest.mark.parametrize("model", ["tiny", "hybrid_60m", "transformer_60m"])
 def test_every_small_model_goes_with_every_recipe(model, precision):
     config = composed(f"model={model}", f"precision={precision}")
@@ -53,7 +55,7 @@ def test_every_small_model_goes_with_every_recipe(model, precision):
     [("transformer_1_2b", 64, 8), ("nemotron_h_8b", 256, 4), ("nemotron_h_12b", 32, 8), ("nemotron_h_12b", 736, 1)],
 )
 def test_the_papers_runs_are_possible(experiment, world_size, tensor):
-    for precision in ("nvfp4", "fp8_block", "mxfp4", "bf16"):
+    for precision in ("nvfp4", "fp8_block", "mxfp4", "mxfp8", "bf16"):
         config = composed(f"experiment={experiment}", f"precision={precision}", *DATA)
         validate(changed(config, {"parallel.tensor": tensor}), world_size, "cuda")
 
@@ -213,7 +215,7 @@ def test_data():
 
 
 OPERANDS = [
-    ({"fprop.weight.format": "int4"}, "precision.fprop.weight.format=int4", "bf16, nvfp4, mxfp4, fp8"),
+    ({"fprop.weight.format": "int4"}, "precision.fprop.weight.format=int4", "bf16, nvfp4, mxfp4, mxfp8, fp8"),
     ({"dgrad.gradient.rounding": "up"}, "precision.dgrad.gradient.rounding=up", "nearest or stochastic"),
     ({"fprop.activation.block": "1x32"}, "precision.fprop.activation.block=1x32", "1x16 or 16x16"),
     ({"fprop.weight.format": "mxfp4"}, "precision.fprop.weight.block=16x16", "1x32 or 32x32"),
@@ -223,6 +225,17 @@ OPERANDS = [
         "precision.fprop.weight.four_over_six=true",
         "set it to false",
     ),
+    (
+        {"fprop.weight.format": "mxfp8", "fprop.weight.block": "1x32", "fprop.weight.power_of_two_scales": True},
+        "does not go with format=mxfp8",
+        "mxfp8 scales always are powers of two",
+    ),
+    (
+        {"dgrad.gradient.format": "mxfp8", "dgrad.gradient.block": "1x32"},
+        "precision.dgrad.gradient.rounding=stochastic does not go with format=mxfp8",
+        "use nearest, or another format",
+    ),
+    ({"fprop.weight.format": "mxfp8"}, "precision.fprop.weight.block=16x16", "1x32 or 32x32"),
     (
         {"fprop.weight.power_of_two_scales": True},
         "precision.fprop.weight.power_of_two_scales=true does not go with format=nvfp4",
@@ -363,12 +376,67 @@ def test_sizes_that_an_fp4_gemm_cannot_take(changes, value):
 
 
 @pytest.mark.parametrize(
+    ("changes", "given", "parts"),
+    [
+        ({}, "{blocks: X}", ("exceptions[0].blocks=X has 'X'", "M, *, -")),
+        ({}, "{names: []}", ("exceptions[0].names=[]", "drop the exception")),
+        (
+            {"model.mamba_head_dim": 66},
+            "{names: ['*.out_proj'], precision: fp8_block}",
+            (
+                "model.mamba_num_heads x model.mamba_head_dim=528",
+                "exceptions[0].precision=fp8_block: precision.",
+                "512",
+            ),
+        ),
+    ],
+)
+def test_exceptions_that_cannot_be(changes, given, parts):
+    message = refusal(changes, f"precision.exceptions=[{given}]")
+    assert all(part in message for part in parts), message
+
+
+def test_sizes_are_asked_of_the_linears_that_a_recipe_is_for():
+    narrow = {"model.mamba_head_dim": 66}  # 528 = 33 * 16
+    for given in ("{names: ['*.in_proj'], precision: fp8_block}", "{blocks: '*', precision: fp8_block}"):
+        validate(changed(composed(f"precision.exceptions=[{given}]"), narrow), 1, "cpu")
+    # What is in BF16 need not divide at all; linears that the exception leaves to the run's recipe must.
+    odd = {"model.mamba_head_dim": 65}
+    validate(changed(composed("precision.exceptions=[{blocks: M, precision: bf16}]"), odd), 1, "cpu")
+    assert "=520" in refusal(odd, "precision.exceptions=[{names: ['*.in_proj'], precision: bf16}]")
+
+
+def test_projections_are_those_of_the_models(mesh):
+    model = composed().model
+    with torch.device("meta"):
+        names = [name for name, _ in build_model(model, mesh, torch.bfloat16).linears()]
+    expected = [f"blocks.{i}.mixer.{p}" for i, kind in enumerate(model.pattern) for p in _PROJECTIONS[kind]]
+    assert sorted(names) == sorted(expected)
+
+
+def test_bf16_blocks_of_a_run_in_bf16_count_for_its_exceptions():
+    blocks = {"precision.bf16_blocks.last": 2}
+    validate(changed(composed("precision=bf16", "precision.exceptions=[{precision: mxfp8}]"), blocks), 1, "cpu")
+    assert "has no effect" in refusal(blocks, "precision=bf16", "precision.exceptions=[{precision: bf16}]")
+
+
+def test_transformer_engine_is_asked_about_exceptions():
+    native = {"precision.backend": "transformer_engine"}
+    exceptions = "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp4}]"
+    message = refusal(native, exceptions, device_type="cuda")
+    assert "precision.exceptions[0].precision=mxfp4: precision.fprop.activation.format=mxfp4" in message
+    for name in ("nvfp4_nemotron_3", "mxfp8"):
+        validate(changed(composed(f"precision={name}"), native), 1, "cuda")
+
+
+@pytest.mark.parametrize(
     ("changes", "overrides", "value", "remedy"),
     [
         ({"model.hidden_dim": 200}, (), "model.hidden_dim=200", "192 or 208"),
         ({"model.head_dim": 33}, (), "model.num_query_heads x model.head_dim=264", "256 or 272"),
         ({"model.mamba_head_dim": 65}, (), "model.mamba_num_heads x model.mamba_head_dim=520", "512 or 528"),
         ({"model.ffn_dim": 1040}, ("precision=mxfp4",), "model.ffn_dim=1040", "1024 or 1056"),
+        ({"model.ffn_dim": 1040}, ("precision=mxfp8",), "model.ffn_dim=1040", "1024 or 1056"),
         ({"model.hidden_dim": 64}, ("precision=fp8_block",), "model.hidden_dim=64", "128 work"),
         ({"precision.fprop.rht": 128, "model.hidden_dim": 320}, (), "precision.fprop.rht", "256 or 384"),
     ],

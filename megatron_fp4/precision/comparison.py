@@ -16,9 +16,10 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
 
 # Elements that are compared at once: bounds the memory.
 CHUNK_ELEMENTS = 2**24
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_fp4.precision.linear import _Call
     from megatron_fp4.precision.torch_scaled_mm import PackedOperand
 
-Quantized = NVFP4Tensor | MXFP4Tensor | FP8Tensor
+Quantized = NVFP4Tensor | MXFP4Tensor | MXFP8Tensor | FP8Tensor
 
 
 def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> Quantized:
@@ -37,6 +38,8 @@ def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | N
         return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
     if operand.format == "mxfp4":
         return quantize_mxfp4(rows, operand.block, rounding, key=key)
+    if operand.format == "mxfp8":
+        return quantize_mxfp8(rows, operand.block)
     return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
 
 

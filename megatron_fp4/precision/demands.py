@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from megatron_fp4.precision.recipe import Recipe
 
 # The longer side of a format's block.
-TILES = {"nvfp4": 16, "mxfp4": 32, "fp8": 128}
+TILES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8": 128}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The emulated backend: exact NVFP4, MXFP4 and FP8 GEMMs on any device.
+"""The emulated backend: exact NVFP4, MXFP4, MXFP8 and FP8 GEMMs on any device.
 
 A block-scaled tensor core computes  sum_k (code_a * scale_a) (code_b * scale_b)  in FP32 and multiplies the FP32 tensor
 scales on afterwards. Every product E2M1 x E4M3 (or E2M1 x power of two) has at most six significant bits, so it is
@@ -8,9 +8,9 @@ cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
-`quantization/cuda.py` and `quantization/fp8_cuda.py` and cuBLAS; for operands that those do not make (four-over-six,
-unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower by tens of
-times. The codes are the same bits everywhere; a warning says once why a device does without the kernels.
+`quantization/` (`cuda.py`, `fp8_cuda.py`, `mxfp8_cuda.py`) and cuBLAS; for operands that those do not make
+(four-over-six, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower
+by tens of times. The codes are the same bits everywhere; a warning says once why a device does without the kernels.
 
 What it chooses not to do: imitate a tensor core's accumulation order.
 """
@@ -35,6 +35,8 @@ from megatron_fp4.quantization.fp8 import encode_fp8
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
+from megatron_fp4.quantization.mxfp8 import encode_mxfp8
+from megatron_fp4.quantization.mxfp8_cuda import PackedMXFP8, quantize_mxfp8_fused
 from megatron_fp4.quantization.nvfp4 import EncodedNVFP4, encode_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
 
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_EIGHT_BITS = ("fp8", "mxfp8")
+
 Maker = Callable[[], "GemmOperand"]
 
 
@@ -50,20 +54,20 @@ Maker = Callable[[], "GemmOperand"]
 class GemmOperand:
     """One side of a GEMM, the dot product along the last dimension.
 
-    values: [rows, k]. For a quantized operand `code * block scale` without the tensor scale (BF16 for the 4-bit
-    formats, FP32 for FP8), otherwise the tensor itself. `PackedColumns` [k, rows]: 4-bit codes of such values, and
-    `BlockScaled` [rows, k]: FP8 codes with their scales; `unpacked` decodes both.
+    values: [rows, k]. For a quantized operand `code * block scale` without the tensor scale (FP32 for FP8 under FP32
+    scales, else BF16), otherwise the tensor itself. `PackedColumns` and `PackedMXFP8` [k, rows]: codes of such values,
+    and `BlockScaled` [rows, k]: FP8 codes with their scales; `unpacked` decodes all three.
     scale: FP32 0-dim factor from `values` to real values, or None for 1.
     quantized: whether `values` came out of a quantizer; two unquantized sides are an ordinary GEMM.
     """
 
-    values: Tensor | PackedColumns | BlockScaled
+    values: Tensor | PackedColumns | PackedMXFP8 | BlockScaled
     scale: Tensor | None = None
     quantized: bool = False
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
-        assert not isinstance(self.values, PackedColumns)
+        assert not isinstance(self.values, PackedColumns | PackedMXFP8)
         return GemmOperand(self.values.t(), self.scale, self.quantized)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -78,7 +82,7 @@ class GemmOperand:
         None for plain values; and `quantized`.
         """
         values = self.values
-        packing = values.format if isinstance(values, PackedColumns) else None
+        packing = values.format if isinstance(values, PackedColumns | PackedMXFP8) else None
         return values.block_rows if isinstance(values, BlockScaled) else packing, self.quantized
 
     @staticmethod
@@ -90,11 +94,13 @@ class GemmOperand:
             return GemmOperand(values, scale, quantized)
         if isinstance(packing, int):
             return GemmOperand(BlockScaled(values, scales, packing), scale, quantized)
+        if packing == "mxfp8":
+            return GemmOperand(PackedMXFP8(values, scales), scale, quantized)
         return GemmOperand(PackedColumns(values, scales, packing), scale, quantized)
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
-        if isinstance(self.values, PackedColumns):
+        if isinstance(self.values, PackedColumns | PackedMXFP8):
             return self.values.values().t()
         return self.values.values() if isinstance(self.values, BlockScaled) else self.values
 
@@ -197,11 +203,11 @@ def fused_operands(
 
     x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as codes until its GEMM.
     """
-    fp8 = (_fp8_maker(x, columns, False, False), _fp8_maker(x, rows, True, pack_rows))
-    if fp8 != (None, None):
-        columns, rows = (None if fp8[0] else columns), (None if fp8[1] else rows)
+    eight = (_eight_bit_maker(x, columns, False, False), _eight_bit_maker(x, rows, True, pack_rows))
+    if eight != (None, None):
+        columns, rows = (None if eight[0] else columns), (None if eight[1] else rows)
         others = fused_operands(x, columns, rows, pack_rows=pack_rows, amax_group=amax_group)
-        return fp8[0] or others[0], fp8[1] or others[1]
+        return eight[0] or others[0], eight[1] or others[1]
     if rows is not None and _codes_transpose(rows):
         # The kernels make square blocks along the columns.
         square = fused_operands(x, rows, None, amax_group=amax_group)[0]
@@ -231,18 +237,21 @@ def _codes_transpose(request: OperandRequest) -> bool:
     """Whether the operand's codes are those of the transposed tensor, transposed."""
     operand = request.operand
     square = operand.quantized and operand.block[0] == operand.block[1]
-    return square and operand.format != "fp8" and not request.rht and request.key is None
+    return square and operand.format not in _EIGHT_BITS and not request.rht and request.key is None
 
 
-def _fp8_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:
-    """What makes an FP8 operand by the kernels, or None if PyTorch has to do it or it is none."""
-    if request is None or request.operand.format != "fp8" or request.rht or request.key is not None:
+def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:
+    """What makes an FP8 or MXFP8 operand by the kernels, or None if PyTorch has to do it or it is neither."""
+    if request is None or request.rht or request.key is not None or request.operand.format not in _EIGHT_BITS:
         return None
     if not x.is_cuda or not _kernels_available(x.device):
         return None
     operand = request.operand
 
     def make() -> GemmOperand:
+        if operand.format == "mxfp8":
+            made = quantize_mxfp8_fused(x, operand.block[0], along_rows=along_rows, keep=keep)
+            return GemmOperand(made, None, True)
         power_of_two = operand.power_of_two_scales
         values = quantize_fp8_fused(
             x, operand.block[0], along_rows=along_rows, power_of_two_scales=power_of_two, keep=keep
@@ -296,12 +305,16 @@ def quantize_operand(
         values, _, scales = encode_mxfp4(rows, operand.block, key)
         values = (values.unflatten(-1, (-1, 32)) * ue8m0_values(scales)[..., None]).flatten(-2)
         return GemmOperand(values.to(torch.bfloat16), None, True)
+    if operand.format == "mxfp8":
+        codes, scales = encode_mxfp8(rows, operand.block)
+        values = (codes.to(torch.float32).unflatten(-1, (-1, 32)) * ue8m0_values(scales)[..., None]).flatten(-2)
+        return GemmOperand(values.to(torch.bfloat16), None, True)
     if operand.format == "fp8":
         codes, scales = encode_fp8(rows, operand.block, key, operand.power_of_two_scales)
         values = (codes.to(torch.float32).unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
         # E4M3 times a power of two has four significant bits: exact in BF16.
         return GemmOperand(values.to(torch.bfloat16) if operand.power_of_two_scales else values, None, True)
-    raise ValueError(f"operand format {operand.format!r} is not one of bf16, nvfp4, mxfp4, fp8")
+    raise ValueError(f"operand format {operand.format!r} is not one of bf16, nvfp4, mxfp4, mxfp8, fp8")
 
 
 def encode_with_scale(

@@ -1,23 +1,24 @@
 """The plan: which linear has which recipe, and why.
 
 Selective high precision (paper, sections 4.1 and E.2): linears are quantized by the run's recipe except those of the
-first and last blocks, those whose names match a pattern, and those that a plan file lists. Both linears of a block
-follow the block. Embedding, head, norms and everything between the linears are never quantized and do not appear.
+first and last blocks, those whose names match a pattern, and those that a plan file lists, which are in BF16; and those
+of `precision.exceptions`, which have a recipe of their own. Embedding, head, norms and everything between the linears
+are never quantized and do not appear.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_fp4.config import Bf16BlocksConfig
+from megatron_fp4.config import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.recipe import BF16, Recipe, switched_recipe
+from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.backend import Backend
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear as the plan sees it: its name (`blocks.<index>.mixer.<projection>`), block, and global shape."""
+    """A linear as the plan sees it: its name (`blocks.<index>.mixer.<projection>`), block, global shape, and the letter
+    of its block in `model.pattern`, which exceptions go by."""
 
     name: str
     block: int
     in_features: int
     out_features: int
+    kind: str = ""
 
     @property
     def flops_per_token(self) -> int:
@@ -97,26 +100,64 @@ class Plan:
         }
 
 
-def build_plan(linears: Iterable[LinearShape], recipe: Recipe, bf16: Bf16BlocksConfig, num_blocks: int) -> Plan:
-    """The plan of a model with `num_blocks` blocks.
+def build_plan(
+    linears: Iterable[LinearShape],
+    recipe: Recipe,
+    bf16: Bf16BlocksConfig,
+    num_blocks: int,
+    exceptions: Sequence[ExceptionConfig] = (),
+) -> Plan:
+    """The plan of a model with `num_blocks` blocks. exceptions: those of a composed configuration.
 
-    Raises ValueError if a name pattern or a plan file names no linear of this model, or the file cannot be read.
+    An exception for kinds of blocks that the model does not have changes nothing. Raises ValueError if a name pattern
+    or a plan file names no linear of this model, or the file cannot be read.
     """
     shapes = list(linears)
+    recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
     listed = _read_plan_file(bf16.file, {shape.name for shape in shapes}) if bf16.file else frozenset()
-    for pattern in bf16.names:
-        if not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in shapes):
-            names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
-            raise ValueError(
-                f"precision.bf16_blocks.names has {pattern!r}, which matches no linear; names are "
-                f"blocks.<0..{num_blocks - 1}>.<one of {names}>"
-            )
+    _refuse_unmatched("precision.bf16_blocks.names", bf16.names, shapes, num_blocks)
+    for i, exception in enumerate(exceptions):
+        among = [shape for shape in shapes if not exception.blocks or shape.kind in exception.blocks]
+        _refuse_unmatched(f"precision.exceptions[{i}].names", exception.names, among, num_blocks)
+    quantized = recipe.quantized or any(other.quantized for other in recipes)
     rows = []
     for shape in shapes:
-        reason = _bf16_reason(shape, bf16, num_blocks, listed) if recipe.quantized else "the run's recipe"
-        planned = BF16 if reason and recipe.quantized else recipe
-        rows.append(PlannedLinear(shape, planned, reason or "the run's recipe"))
+        planned, reason = recipe, "the run's recipe"
+        if quantized and (why := _bf16_reason(shape, bf16, num_blocks, listed)):
+            planned, reason = BF16, why
+        elif match := first_exception(shape.name, shape.kind, exceptions):
+            index, pattern = match
+            planned, reason = recipes[index], f"its name matches {pattern}"
+            if exceptions[index].blocks:
+                reason += f" in blocks {exceptions[index].blocks}"
+        rows.append(PlannedLinear(shape, planned, reason))
     return Plan(tuple(rows))
+
+
+def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
+    """The recipe of an exception of a composed configuration."""
+    assert isinstance(exception, ComposedException), "an exception without its recipe"
+    return exception.recipe
+
+
+def first_exception(name: str, kind: str, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
+    """The first exception that a linear of a `kind` of block falls under, with the pattern that its name matches."""
+    for i, exception in enumerate(exceptions):
+        if not exception.blocks or kind in exception.blocks:
+            for pattern in exception.names:
+                if fnmatch.fnmatchcase(name, pattern):
+                    return i, pattern
+    return None
+
+
+def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[LinearShape], num_blocks: int) -> None:
+    for pattern in patterns:
+        if shapes and not any(fnmatch.fnmatchcase(shape.name, pattern) for shape in shapes):
+            names = ", ".join(sorted({shape.name.split(".", 2)[-1] for shape in shapes}))
+            raise ValueError(
+                f"{key} has {pattern!r}, which matches no linear; names are "
+                f"blocks.<0..{num_blocks - 1}>.<one of {names}>"
+            )
 
 
 def apply_plan(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_fp4.config import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
+from megatron_fp4.config import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, RecipeConfig, WgradConfig
 
 GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
 
@@ -101,8 +101,8 @@ class Recipe:
 BF16 = Recipe()
 
 
-def recipe_from_config(config: PrecisionConfig) -> Recipe:
-    """The recipe of a precision config (which `megatron_fp4.validate` has checked)."""
+def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
+    """The recipe of a precision config or of an exception (which `megatron_fp4.validate` has checked)."""
     fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
     return Recipe(
         name=config.name,

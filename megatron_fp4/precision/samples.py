@@ -22,6 +22,7 @@ from megatron_fp4.quantization.formats import E2M1_MAX, E4M3_MAX, ue8m0_values
 from megatron_fp4.quantization.fp8 import encode_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
+from megatron_fp4.quantization.mxfp8 import encode_mxfp8
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
 
@@ -92,6 +93,11 @@ def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, am
         values, _, codes = encode_mxfp4(rows, operand.block, key)
         scales = ue8m0_values(codes)
         return (values.unflatten(-1, (-1, 32)) * scales[..., None]).flatten(-2), scales * E2M1_MAX
+    if operand.format == "mxfp8":
+        mxfp8, codes = encode_mxfp8(rows, operand.block)
+        scales = ue8m0_values(codes)
+        values = mxfp8.to(torch.float32).unflatten(-1, (-1, 32)) * scales[..., None]
+        return values.flatten(-2), scales * E4M3_MAX
     assert operand.format == "fp8"
     fp8, scales = encode_fp8(rows, operand.block, key, operand.power_of_two_scales)
     return (fp8.to(torch.float32).unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2), scales * E4M3_MAX

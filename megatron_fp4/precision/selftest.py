@@ -327,12 +327,14 @@ def _byte_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> 
 # ----------------------------------------------------------------------------------------------------------- command
 
 _X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
+_M8 = Operand("mxfp8", (1, 32))
 _F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 _F8P, _F8P_W = replace(_F8, power_of_two_scales=True), replace(_F8_W, power_of_two_scales=True)
 RECIPES = (
     Recipe("nvfp4", _X, _W, _DY, _W, _DY, _X, wgrad_rht=16),
     Recipe("fp8_block", _F8, _F8_W, _F8, _F8_W, _F8, _F8),
     Recipe("fp8_block, powers of two", _F8P, _F8P_W, _F8P, _F8P_W, _F8P, _F8P),
+    Recipe("mxfp8", _M8, _M8, _M8, _M8, _M8, _M8),
 )
 SHAPES = [[1024, 512, 2048], [512, 2048, 512], [256, 1024, 1280]]
 

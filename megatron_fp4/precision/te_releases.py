@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.recipe import Operand, Recipe
 
 Release = tuple[int, int]
 
@@ -25,12 +25,16 @@ class _Need:
     of: Callable[[Recipe, tuple[int, int]], bool]
 
 
+def _operands(recipe: Recipe) -> Iterable[Operand]:
+    return recipe.operands.values()
+
+
 def _nvfp4(recipe: Recipe) -> bool:
-    return any(operand.format == "nvfp4" for operand in recipe.operands.values())
+    return any(operand.format == "nvfp4" for operand in _operands(recipe))
 
 
 def _stochastic(recipe: Recipe) -> bool:
-    return any(operand.rounding == "stochastic" for operand in recipe.operands.values())
+    return any(operand.rounding == "stochastic" for operand in _operands(recipe))
 
 
 _NEEDS = (
@@ -49,7 +53,12 @@ _NEEDS = (
     _Need(
         (2, 17),
         "there is no four-over-six",
-        lambda recipe, _: any(operand.four_over_six for operand in recipe.operands.values()),
+        lambda recipe, _: any(operand.four_over_six for operand in _operands(recipe)),
+    ),
+    _Need(
+        (2, 20),
+        "square MXFP8 blocks were not seen in the sources",
+        lambda recipe, _: any(operand.format == "mxfp8" and operand.block[0] > 1 for operand in _operands(recipe)),
     ),
     _Need(
         (2, 19),

@@ -11,8 +11,10 @@ parameters, and weights quantized once a step.
     x, dy  transposed, [m, n]     columnwise_data  [m, n],  the same of the (transformed) transpose
     W                             both, from 16x16 (FP8: 128x128) blocks
 
-Where it can run: NVFP4 on compute capability 10.0, 10.3, 12.0 and 12.1, FP8 blocks on 9.0 and 10.x (`unsupported` says
-why not, `te_releases.py` which release each needs).
+MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows.
+
+Where it can run: NVFP4 on compute capability 10.0, 10.3, 12.0 and 12.1, MXFP8 on 10.x, FP8 blocks on 9.0 and 10.x
+(`unsupported` says why not, `te_releases.py` which release each needs).
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
 Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the
@@ -51,7 +53,7 @@ from megatron_fp4.quantization.formats import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 from megatron_fp4.quantization.swizzle import unswizzle_scales
-from megatron_fp4.quantization.tensor import FP8Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP8Tensor, NVFP4Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,8 +61,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NVFP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
-# The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too.
-GEMM_MULTIPLES = {"nvfp4": 32, "fp8": 16}
+# The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too; MXFP8 wants whole blocks both ways.
+GEMM_MULTIPLES = {"nvfp4": 32, "mxfp8": 32, "fp8": 16}
 # Of a gradient's columns, for the kernel that transforms and quantizes in one go (10.x); others take several.
 FUSED_TRANSFORM_COLUMNS = 128
 # They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
@@ -76,6 +78,8 @@ def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
     formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
     if "nvfp4" in formats and capability not in NVFP4_CAPABILITIES:
         return f"native NVFP4 training needs compute capability 10.0, 10.3, 12.0 or 12.1 and {chip}"
+    if "mxfp8" in formats and capability[0] != 10:
+        return f"native MXFP8 needs compute capability 10.x and {chip}"
     if "fp8" in formats:
         if capability != (9, 0) and capability[0] != 10:
             return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
@@ -132,12 +136,14 @@ def _library() -> SimpleNamespace:
     from transformer_engine.pytorch.cpp_extensions import general_gemm  # isort: skip
     import transformer_engine_torch as tex  # isort: skip
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
     return SimpleNamespace(
         e4m3=tex.DType.kFloat8E4M3,
         general_gemm=general_gemm,
         Float8BlockQuantizer=Float8BlockQuantizer,
+        MXFP8Quantizer=MXFP8Quantizer,
         NVFP4Quantizer=NVFP4Quantizer,
     )
 
@@ -160,8 +166,8 @@ class _Form:
 class NativeOperand:
     """One direction of a tensor that Transformer Engine quantized: [rows, k], the dot product along k.
 
-    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k]. scales: as Transformer Engine lays them out, padded. amax: FP32
-    [1] of NVFP4, else None.
+    data: uint8 [rows, k / 2] or E4M3 bytes [rows, k] (MXFP8 along the rows: [k, rows]). scales: as Transformer
+    Engine lays them out, padded. amax: FP32 [1] of NVFP4, else None.
     """
 
     data: Tensor
@@ -187,9 +193,14 @@ class NativeOperand:
             parts |= {f"amax_{name}": self.amax, f"amax_{other}": None}
         return self.kind.storage(**parts, **dict(self.kind.settings))
 
-    def decoded(self) -> NVFP4Tensor | FP8Tensor:
+    def decoded(self) -> NVFP4Tensor | MXFP8Tensor | FP8Tensor:
         """Codes and scales in our layout."""
         operand, rows = self.kind.operand, self.data.shape[0]
+        if operand.format == "mxfp8":
+            codes, scales = self.data.view(torch.float8_e4m3fn), self.scales.view(torch.uint8)
+            if self.kind.along == "rows":
+                codes, scales = codes.t(), scales.t()
+            return MXFP8Tensor(codes, scales[: codes.shape[0], : codes.shape[1] // 32], operand.block)
         if operand.format == "nvfp4":
             assert self.amax is not None
             swizzled = dict(self.kind.settings).get("with_gemm_swizzled_scales", False)
@@ -307,7 +318,10 @@ class TransformerEngineBackend:
 
         def side(name: str, along: str) -> NativeOperand:
             scales, amax = parts[f"{name}_scale_inv"], parts.get(f"amax_{name}")
-            (scales if amax is None else amax).add_(largest, alpha=0)
+            if request.operand.format == "mxfp8":
+                scales.masked_fill_(~largest.isfinite(), 255)  # a byte takes no NaN by addition
+            else:
+                (scales if amax is None else amax).add_(largest, alpha=0)
             form = _Form(request.operand, along, type(storage), plain)
             return NativeOperand(parts[f"{name}_data"], scales, amax, form)
 
@@ -339,6 +353,9 @@ def _new_quantizer(settings: _Settings, group: ProcessGroup | None) -> Any:
             force_pow_2_scales=operand.power_of_two_scales,
             block_scaling_dim=2 if square else 1,
         )
+    if operand.format == "mxfp8":
+        square_blocks = {"with_2d_quantization": True} if square else {}
+        return library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=settings.rows, **square_blocks)
     flags: dict[str, Any] = {}
     if operand.four_over_six:
         flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": int(FOUR_OVER_SIX_SCALE_MAX)}

@@ -6,17 +6,20 @@
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
 
 __all__ = [
     "FP8Tensor",
     "MXFP4Tensor",
+    "MXFP8Tensor",
     "NVFP4Tensor",
     "RoundingKey",
     "quantize_fp8",
     "quantize_mxfp4",
+    "quantize_mxfp8",
     "quantize_nvfp4",
     "random_hadamard_transform",
     "rounding_key",

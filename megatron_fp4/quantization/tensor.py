@@ -76,6 +76,29 @@ class MXFP4Tensor:
 
 
 @dataclass(frozen=True)
+class MXFP8Tensor:
+    """E4M3 values under UE8M0 block scales; there is no tensor scale.
+
+    codes: float8_e4m3fn [..., cols].
+    scales: uint8 [..., cols / 32], biased exponents; replicated over the 32 rows of a 32x32 block. 255 is NaN.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    block: tuple[int, int] = (1, 32)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor that the codes stand for."""
+        return self.codes.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Real values `e4m3 * 2^(scale - 127)` in `dtype`."""
+        values = self.codes.to(torch.float32).unflatten(-1, (-1, 32))
+        return (values * ue8m0_values(self.scales)[..., None]).flatten(-2).to(dtype)
+
+
+@dataclass(frozen=True)
 class FP8Tensor:
     """E4M3 values under FP32 block scales.
 

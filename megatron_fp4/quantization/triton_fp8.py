@@ -33,24 +33,20 @@ def quantize_fp8_kernel(
     x = tl.load(x_ptr + offsets, mask, 0.0).to(tl.bfloat16).to(tl.float32)
     amax = tl.abs(x)
     if BLOCK_COLUMNS == 128:
-        amax = tl.reduce(amax, 1, _nan_max, keep_dims=True)
+        amax = tl.reduce(amax, 1, nan_max, keep_dims=True)
     if BLOCK_ROWS == 128:
-        amax = tl.reduce(amax, 0, _nan_max, keep_dims=True)
+        amax = tl.reduce(amax, 0, nan_max, keep_dims=True)
     encode = tl.minimum(tl.div_rn(448.0, amax), 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
     if POWER_OF_TWO:
         encode = (encode.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     encode = tl.where(amax == 0.0, 1.0, encode)
     decode = tl.where(amax < float("inf"), tl.div_rn(1.0, encode), float("nan"))
 
-    # To E4M3: an FP32 sum with 1.5 * 2^23 spacings rounds to the spacing, at least that below 2^-6.
     scaled = x * encode
-    magnitude = tl.minimum(tl.abs(scaled), 448.0)
-    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
-    magnitude = tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, magnitude))
+    magnitude = round_e4m3(scaled)
     negative = scaled.to(tl.int32, bitcast=True) & -2147483648
     if OUT == "bytes":
-        byte = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20
-        tl.store(out_ptr + offsets, (byte | ((negative >> 24) & 0x80)).to(tl.uint8), mask)
+        tl.store(out_ptr + offsets, e4m3_bytes(magnitude, negative), mask)
     else:
         code = (magnitude.to(tl.int32, bitcast=True) | negative).to(tl.float32, bitcast=True)
         tl.store(out_ptr + offsets, (code if OUT == "codes" else code * decode).to(tl.bfloat16), mask)
@@ -122,5 +118,21 @@ def matmul_fp8_kernel(
 
 
 @triton.jit
-def _nan_max(a, b):
+def nan_max(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def round_e4m3(scaled):
+    """Magnitudes of FP32 numbers rounded to E4M3, saturating."""
+    # An FP32 sum with 1.5 * 2^23 spacings rounds to the spacing, at least that below 2^-6.
+    magnitude = tl.minimum(tl.abs(scaled), 448.0)
+    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, magnitude))
+
+
+@triton.jit
+def e4m3_bytes(magnitude, negative):
+    """Codes of FP32 magnitudes on the E4M3 grid and the sign bits (of an int32)."""
+    byte = (magnitude * 7.52316384526264e-37).to(tl.int32, bitcast=True) >> 20  # 2^-120
+    return (byte | ((negative >> 24) & 0x80)).to(tl.uint8)

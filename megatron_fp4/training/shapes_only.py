@@ -4,7 +4,7 @@ Inside `with shapes_only():` every tensor says that it is on CUDA, and what woul
 linears and loss go the way that they go on an NVIDIA GPU with Triton, through their own code: what they allocate, in
 which order and for how long is theirs. Replaced are only the calls that end in a kernel:
 
-    quantizers of 4-bit formats and FP8     the launches (their operands are allocated before)
+    quantizers of 4-bit formats, FP8, MXFP8 the launches (their operands are allocated before)
     GEMMs with a scale on the device        by the allocation of the product
     softmax of the loss                     by the allocation of its statistics
     its sum of products, fused AdamW        by nothing: they work in place (torch 2.11 makes copies of fake tensors)
@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_fp4.parallel import cross_entropy
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision import emulated, gemm_cuda
-from megatron_fp4.quantization import cuda, fp8_cuda
+from megatron_fp4.quantization import cuda, fp8_cuda, mxfp8_cuda
 
 MULTIPROCESSORS = 132  # of an H100 or H200: some kernels' temporaries grow with it
 
@@ -53,6 +53,7 @@ def shapes_only() -> Iterator[None]:
             (cuda, "_processors", lambda _: MULTIPROCESSORS),
             (cuda, "_sign_bits", lambda _: 0),
             (fp8_cuda, "_kernels", _NoKernels),
+            (mxfp8_cuda, "_kernels", _NoKernels),
             (gemm_cuda, "scaled_matmul", _scaled_matmul),
             (cross_entropy, "_loss_and_gradient", loss_shapes),
             (cross_entropy, "_add_product", _add_product),

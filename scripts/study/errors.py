@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.recipe import Operand
-from megatron_fp4.quantization import quantize_fp8, quantize_mxfp4, quantize_nvfp4, rounding_key
+from megatron_fp4.quantization import quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, rounding_key
 from megatron_fp4.quantization.diagnostics import operand_statistics, operand_sums
 
 FORMATS = {
@@ -17,11 +17,12 @@ FORMATS = {
     "NVFP4 16x16": Operand("nvfp4", (16, 16)),
     "NVFP4 1x16 4/6": Operand("nvfp4", (1, 16), four_over_six=True),
     "MXFP4 1x32": Operand("mxfp4", (1, 32)),
+    "MXFP8 1x32": Operand("mxfp8", (1, 32)),
     "FP8 1x128": Operand("fp8", (1, 128)),
     "FP8 128x128": Operand("fp8", (128, 128)),
     "FP8 1x128, 2^k": Operand("fp8", (1, 128), power_of_two_scales=True),
 }
-UNCOMMON = ("FP8 128x128", "FP8 1x128, 2^k")
+UNCOMMON = ("MXFP8 1x32", "FP8 128x128", "FP8 1x128, 2^k")  # in the first table only
 NEAREST, STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
 SQUARE = Operand("nvfp4", (16, 16))
 
@@ -38,6 +39,8 @@ def decoded(x: Tensor, operand: Operand, draw: int = 0) -> Tensor:
         return quantize_nvfp4(x, block, rounding, key=key, four_over_six=operand.four_over_six).dequantize()
     if operand.format == "mxfp4":
         return quantize_mxfp4(x, block, rounding, key=key).dequantize()
+    if operand.format == "mxfp8":
+        return quantize_mxfp8(x, block).dequantize()
     return quantize_fp8(x, block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales).dequantize()
 
 

@@ -47,7 +47,9 @@ LENGTH, ROWS = 32, 2
 _NEAREST, _STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
 _WEIGHT = Operand("nvfp4", (16, 16))
 NVFP4 = Recipe("nvfp4", _NEAREST, _WEIGHT, _STOCHASTIC, _WEIGHT, _STOCHASTIC, _NEAREST, wgrad_rht=16)
-RECIPES = {"fp32": BF16, "nvfp4": NVFP4, "nvfp4_shard": replace(NVFP4, amax="shard")}
+_MXFP8 = Operand("mxfp8", (1, 32))
+MXFP8 = Recipe("mxfp8", _MXFP8, _MXFP8, _MXFP8, _MXFP8, _MXFP8, _MXFP8)
+RECIPES = {"fp32": BF16, "nvfp4": NVFP4, "nvfp4_shard": replace(NVFP4, amax="shard"), "mxfp8": MXFP8}
 
 Codes = dict[tuple[int, str, str], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
 

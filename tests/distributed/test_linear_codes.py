@@ -78,9 +78,22 @@ def one() -> dict[str, dict[str, Any]]:
     return launch(run, 1, 1, "nvfp4", False)[0]
 
 
+@pytest.fixture(scope="module")
+def one_in_mxfp8() -> dict[str, dict[str, Any]]:
+    return launch(run, 1, 1, "mxfp8", False)[0]
+
+
 @pytest.mark.parametrize(("tensor", "sequence"), [(2, True), (2, False), (4, True), (8, True)])
 def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, sequence, one):
-    ranks = launch(run, tensor, tensor, "nvfp4", sequence)
+    check_codes(launch(run, tensor, tensor, "nvfp4", sequence), one)
+
+
+@pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (4, True)])
+def test_nor_do_those_of_mxfp8(tensor, sequence, one_in_mxfp8):
+    check_codes(launch(run, tensor, tensor, "mxfp8", sequence), one_in_mxfp8)
+
+
+def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str, Any]]) -> None:
     for name in LINEARS:
         for gemm in GEMMS:
             shards = (ROW_SHARDS if name == "row" else COLUMN_SHARDS)[gemm]
@@ -91,7 +104,7 @@ def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, sequence, one):
                     assert all(torch.equal(part[0], values) for part in parts), (name, gemm, which)
                 else:
                     assert torch.equal(torch.cat([part[0] for part in parts], dim), values), (name, gemm, which)
-                assert all(torch.equal(part[1], scale) for part in parts), (name, gemm, which)
+                assert all(part[1] is scale is None or torch.equal(part[1], scale) for part in parts), (name, which)
         # Each element of dW is a sum over tokens that one rank computes alone.
         torch.testing.assert_close(ranks[0][name]["dw"], one[name]["dw"], rtol=1e-5, atol=1e-4)
 

@@ -23,6 +23,7 @@ SR = "stochastic"
 X, W2, DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), SR)
 NVFP4 = Recipe("nvfp4", X, W2, DY, W2, DY, X, wgrad_rht=16)
 MX, MX2, MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (32, 32)), Operand("mxfp4", (1, 32), SR)
+M8, M8_W = Operand("mxfp8", (1, 32)), Operand("mxfp8", (32, 32))
 F8, F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
 SIX = replace(X, four_over_six=True)
@@ -41,6 +42,12 @@ RECIPES = {
     "all the way": Recipe("all_the_way", X, X, DY, X, DY, DY),
     "mxfp4": Recipe("mxfp4", MX, MX, MX_DY, MX, MX_DY, MX, wgrad_rht=32),
     "mxfp4, 32x32 weights": Recipe("mxfp4", MX, MX2, MX_DY, MX2, MX_DY, MX, wgrad_rht=32),
+    "mxfp8": Recipe("mxfp8", M8, M8, M8, M8, M8, M8),
+    "mxfp8, 32x32 weights": Recipe("mxfp8", M8, M8_W, M8, M8_W, M8, M8),
+    "mxfp8, 32x32 activations": Recipe("mxfp8", M8_W, M8, M8, M8, M8, M8_W),
+    "mxfp8, codes of fprop": Recipe("mxfp8", M8, M8, M8, M8, M8, replace(M8, reuse_fprop=True)),
+    "mxfp8, rht": Recipe("mxfp8", M8, M8, M8, M8, M8, M8, wgrad_rht=32),
+    "mxfp8 and nvfp4": replace(NVFP4, fprop_activation=M8, fprop_weight=M8, dgrad_weight=M8),
     "fp8": Recipe("fp8", F8, F8_W, F8, F8_W, F8, F8),
     "fp8, powers of two": Recipe("fp8", F8P, F8P_W, F8P, F8P_W, F8P, F8P),
     "mixed formats": replace(NVFP4, fprop_activation=MX, fprop_weight=MX2, dgrad_weight=MX2, dgrad_gradient=MX_DY),
@@ -114,6 +121,15 @@ def test_odd_multiples_of_16(tokens, inputs, outputs):
         assert relative(mine, theirs) < bound
 
 
+@pytest.mark.parametrize("tokens, inputs, outputs", [(32, 32, 32), (96, 160, 416), (352, 1056, 672)])
+def test_odd_multiples_of_32(tokens, inputs, outputs):
+    x, w, dy = tensors(tokens, inputs, outputs)
+    expected = run(x, w, dy, numerics_of(RECIPES["mxfp8"]))
+    actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(RECIPES["mxfp8"]))
+    for (mine, theirs), bound in zip(zip(actual, expected, strict=True), (1e-3, 1e-3, 2e-6), strict=True):
+        assert relative(mine, theirs) < bound
+
+
 def test_padded_groups():
     x, w, dy = tensors(64, 64, 3 * 40)  # three groups of 40 features, each padded to 48
     expected = run(x, w, dy, numerics_of(NVFP4, num_groups=3))
@@ -146,12 +162,13 @@ def test_a_pass_without_gradients_quantizes_nothing_for_them():
     assert asked == [False, False]
 
 
-def test_a_non_finite_value_never_disappears():
+@pytest.mark.parametrize("recipe", [NVFP4, RECIPES["mxfp8"]], ids=["nvfp4", "mxfp8"])
+def test_a_non_finite_value_never_disappears(recipe):
     for value in (float("nan"), float("inf")):
         for broken in range(3):
             given = [tensor.cuda() for tensor in tensors(64, 64, 64)]
             given[broken][5, 7] = value
-            y, dx, dw = run(*given, numerics_of(NVFP4))
+            y, dx, dw = run(*given, numerics_of(recipe))
             assert not y.isfinite().all() or broken == 2
             assert not dx.isfinite().all() or broken == 0
             assert not dw.isfinite().all() or broken == 1
@@ -193,3 +210,19 @@ def test_what_is_saved_for_backward_is_four_bits_wide():
         quantized_linear(x, w, numerics)
     weight_bytes, scalars = w.numel() * 2, 32
     assert sum(saved.values()) <= weight_bytes + x.numel() * (0.5 + 1 / 16) + scalars
+
+
+def test_mxfp8_saves_x_in_eight_bits():
+    x, w, dy = (tensor.cuda() for tensor in tensors(1024, 512, 256))
+    numerics = numerics_of(RECIPES["mxfp8"])
+    run(x, w, dy, numerics)  # fills the weight's cache
+    x, w = x.requires_grad_(), w.requires_grad_()
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        quantized_linear(x, w, numerics)
+    assert sum(saved.values()) == w.numel() * 2 + x.numel() * (1 + 1 / 32)

@@ -10,6 +10,8 @@ from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
+from megatron_fp4.quantization.mxfp8_cuda import PackedMXFP8, quantize_mxfp8_fused
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 
@@ -217,3 +219,47 @@ def test_fp8_products(m, n, k):
     exact = left.values().double() @ right.values().double().t()
     product = matmul_fp8(left, right, torch.float32).double()
     assert (product - exact).norm() / exact.norm() < 1e-6
+
+
+MXFP8_CASES = CASES | {
+    "around powers of two": 448 * torch.exp2(torch.randint(-130, 110, (96, 224)).float()),
+    "every bfloat16": (torch.arange(2**16, dtype=torch.int32) << 16).view(torch.float32).reshape(512, 128),
+}
+
+
+@pytest.mark.parametrize("block_rows", [1, 32])
+@pytest.mark.parametrize("along_rows", [False, True])
+@pytest.mark.parametrize("case", MXFP8_CASES)
+def test_mxfp8_values_codes_and_scales_are_those_of_the_reference(case, along_rows, block_rows):
+    x = MXFP8_CASES[case].bfloat16()
+    on_device = (MXFP8_CASES[case] if case == "fp32 input" else x).cuda()
+    expected = quantize_mxfp8(x.t() if along_rows else x, (block_rows, 32))
+    made = quantize_mxfp8_fused(on_device, block_rows, along_rows=along_rows, keep=False)
+    assert isinstance(made, Tensor) and made.dtype == torch.bfloat16
+    assert same(made, expected.dequantize(torch.bfloat16))
+    if along_rows:
+        kept = quantize_mxfp8_fused(on_device, block_rows, along_rows=True, keep=True)
+        assert isinstance(kept, PackedMXFP8)
+        assert same(kept.values().t(), expected.dequantize(torch.bfloat16))
+        assert torch.equal(kept.scales.cpu().t(), expected.scales)
+        finite = (expected.scales != 255).repeat_interleave(32, -1)  # the codes under a scale of NaN do not matter
+        codes = expected.codes.view(torch.uint8)
+        assert torch.equal(kept.codes.cpu().t()[finite], codes[finite])
+
+
+@pytest.mark.parametrize("shape, along_rows", [((77, 96), False), ((96, 77), True), ((1, 32), False), ((32, 1), True)])
+def test_mxfp8_needs_whole_blocks_along_the_dot_product_alone(shape, along_rows):
+    x = normal(*shape).bfloat16()
+    expected = quantize_mxfp8(x.t() if along_rows else x).dequantize(torch.bfloat16)
+    assert same(quantize_mxfp8_fused(x.cuda(), 1, along_rows=along_rows, keep=False), expected)
+    with pytest.raises(ValueError, match=r"mxfp8: shape .* is not a multiple of the block"):
+        quantize_mxfp8_fused(normal(33, 33).bfloat16().cuda(), 1, along_rows=along_rows, keep=False)
+
+
+def test_mxfp8_of_more_tokens_than_a_grid_has_rows():
+    x = normal(32, 32).bfloat16().repeat(70_000, 1).cuda()
+    for along_rows in (False, True):
+        made = quantize_mxfp8_fused(x, 1, along_rows=along_rows, keep=False)
+        assert isinstance(made, Tensor)
+        made = made.t() if along_rows else made
+        assert torch.equal(made[-32:], made[:32])

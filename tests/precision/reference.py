@@ -22,6 +22,8 @@ MXFP4 = Recipe("mxfp4", MX, MX, MX_DY, MX, MX_DY, MX, wgrad_rht=32)
 MXFP4_2D = replace(MXFP4, fprop_weight=Operand("mxfp4", (32, 32)), dgrad_weight=Operand("mxfp4", (32, 32)))
 F8, F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 FP8 = Recipe("fp8", F8, F8_W, F8, F8_W, F8, F8)
+MX8 = Operand("mxfp8", (1, 32))
+MXFP8 = Recipe("mxfp8", MX8, MX8, MX8, MX8, MX8, MX8)
 ALL_THE_WAY = Recipe("all_the_way", X, W, DY, W, DY, DY)
 QAF = Recipe("qaf", X, W)
 
@@ -42,6 +44,8 @@ def decoded(x: np.ndarray, operand: Operand, rht: int = 0, signs: np.ndarray | N
         return oracle.nvfp4(x, operand.block[0], operand.four_over_six).values
     if operand.format == "mxfp4":
         return oracle.mxfp4(x, operand.block[0]).values
+    if operand.format == "mxfp8":
+        return oracle.mxfp8(x, operand.block[0]).values
     if operand.format == "fp8":
         return oracle.fp8(x, operand.block[0], operand.power_of_two_scales).values
     return x

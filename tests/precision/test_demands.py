@@ -93,6 +93,7 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
             shapes_only(),
             mock.patch.object(emulated, "encode_nvfp4", slow),
             mock.patch.object(emulated, "encode_mxfp4", slow),
+            mock.patch.object(emulated, "encode_mxfp8", slow),
         ):
             for recipe_name, recipe in recipes(model).items():
                 narrow = block_demands(recipe).inputs

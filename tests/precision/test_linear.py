@@ -22,6 +22,8 @@ RECIPES = {
     "qaf": ref.QAF,
     "mxfp4": ref.MXFP4,
     "mxfp4_2d": ref.MXFP4_2D,
+    "mxfp8": ref.MXFP8,
+    "mxfp8_2d": replace(ref.MXFP8, fprop_weight=Operand("mxfp8", (32, 32)), dgrad_weight=Operand("mxfp8", (32, 32))),
     "fp8": ref.FP8,
     "fp8_powers_of_two": Recipe(
         "fp8p",
@@ -115,11 +117,29 @@ def test_other_scalings_change_the_result_by_far_more_than_the_tolerance(name):
         assert np.abs(wrong - exact).max() / np.abs(exact).max() > 1e-3
 
 
+@pytest.mark.parametrize("gemm", range(3))
+def test_mxfp8_blocks_lie_along_each_dot_product(gemm):
+    """Powers of two under E4M3 show where blocks lie only if magnitudes within a block are far apart."""
+    x, w, dy = ref.tensors(128, 128, 128)
+    far = torch.where(torch.arange(128) % 2 == 0, 2.0**8, 2.0**-8)
+    # Along the dot product of one GEMM, one operand times what the other is divided by: all terms stay alike.
+    x, w, dy = ((x * far, w / far, dy), (x, (w.t() / far).t(), dy * far), ((x.t() * far).t(), w, (dy.t() / far).t()))[
+        gemm
+    ]
+    exact = [ref.double(t) for t in (x, w, dy)]
+    expected = ref.linear(*exact, ref.MXFP8)[gemm]
+    assert relative(ref.run(x, w, dy, ref.numerics_of(ref.MXFP8))[gemm], expected) < 2e-6
+    left, right = ((exact[0], exact[1]), (exact[2], exact[1].T), (exact[2].T, exact[0].T))[gemm]
+    across = oracle.gemm(ref.decoded(left.T, ref.MX8).T, ref.decoded(right.T, ref.MX8).T)
+    assert np.abs(across - expected).max() / np.abs(expected).max() > 1e-2
+
+
 SNR_DB = {
     # name: y, dx, dw with stochastic gradients; the noise of both operands added up
     "nvfp4": ((16.0, 17.4), (14.4, 15.8), (14.9, 16.3)),
     "all_the_way": ((16.7, 18.1), (14.8, 16.3), (13.5, 15.0)),
     "mxfp4": ((15.0, 16.4), (13.1, 14.6), (13.2, 14.6)),
+    "mxfp8": ((28.0, 29.3), (28.0, 29.3), (28.0, 29.3)),
     "fp8": ((28.0, 29.3), (28.0, 29.3), (28.0, 29.3)),
 }
 
@@ -296,5 +316,5 @@ def test_only_what_is_needed_is_computed():
 
 def test_an_unknown_format_is_refused():
     x, w, _ = ref.tensors(16, 16, 16)
-    with pytest.raises(ValueError, match=r"'int4'.*bf16, nvfp4, mxfp4, fp8"):
+    with pytest.raises(ValueError, match=r"'int4'.*bf16, nvfp4, mxfp4, mxfp8, fp8"):
         quantized_linear(x, w, ref.numerics_of(Recipe("wrong", Operand("int4", (1, 16)))))

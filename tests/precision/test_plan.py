@@ -1,10 +1,21 @@
+from dataclasses import replace
+
 import pytest
 import reference as ref
 import torch
 import yaml
 
 import megatron_fp4.precision.emulated as emulated
-from megatron_fp4.config import Bf16BlocksConfig
+from megatron_fp4.config import (
+    Bf16BlocksConfig,
+    ComposedException,
+    DgradConfig,
+    ExceptionConfig,
+    FpropConfig,
+    OperandConfig,
+    RecipeConfig,
+    WgradConfig,
+)
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
@@ -27,8 +38,31 @@ def shapes() -> list[LinearShape]:
     return result
 
 
-def plan_of(bf16: Bf16BlocksConfig | None = None, recipe=ref.NVFP4) -> Plan:
-    return build_plan(shapes(), recipe, bf16 or Bf16BlocksConfig(), NUM_BLOCKS)
+_M8 = OperandConfig("mxfp8", "1x32")
+RECIPES = {
+    "bf16": RecipeConfig(),
+    "mxfp8": RecipeConfig(
+        "mxfp8", fprop=FpropConfig(_M8, _M8), dgrad=DgradConfig(_M8, _M8), wgrad=WgradConfig(_M8, _M8)
+    ),
+}
+
+
+def plan_of(bf16: Bf16BlocksConfig | None = None, recipe=ref.NVFP4, exceptions=()) -> Plan:
+    kinds = ("M", "-", "*", "-", "M", "-")
+    linears = [replace(shape, kind=kinds[shape.block]) for shape in shapes()] if exceptions else shapes()
+    return build_plan(linears, recipe, bf16 or Bf16BlocksConfig(), NUM_BLOCKS, exceptions)
+
+
+def excepted(names: list[str], precision: str, blocks: str = "") -> ComposedException:
+    return ComposedException(names, blocks, precision, RECIPES[precision])
+
+
+def given(plan: Plan) -> dict[str, tuple[str, str]]:
+    """Name without its prefix -> recipe and reason, of what is not by the run's recipe."""
+    rows = [row for row in plan.rows if row.reason != RUNS]
+    return {
+        row.linear.name.removeprefix("blocks.").replace(".mixer", ""): (row.recipe.name, row.reason) for row in rows
+    }
 
 
 def in_bf16(plan: Plan) -> dict[str, str]:
@@ -77,6 +111,56 @@ def test_names_are_shell_patterns():
     }
     one = plan_of(Bf16BlocksConfig(names=["blocks.2.mixer.in_proj"]))
     assert in_bf16(one) == {"2.in_proj": "its name matches blocks.2.mixer.in_proj"}
+
+
+def test_exceptions_have_recipes_of_their_own():
+    attention, mamba = excepted(["*"], "bf16", "*"), excepted(["*.out_proj"], "mxfp8", "M")
+    plan = plan_of(Bf16BlocksConfig(last=2), exceptions=[attention, mamba])
+    last = {f"4.{name}": ("bf16", "block 4 is one of the last 2") for name in ("in_proj", "out_proj")}
+    last |= {f"5.{name}": ("bf16", "block 5 is one of the last 2") for name in ("up_proj", "down_proj")}
+    assert given(plan) == last | {
+        "0.out_proj": ("mxfp8", "its name matches *.out_proj in blocks M"),
+        "2.in_proj": ("bf16", "its name matches * in blocks *"),
+        "2.out_proj": ("bf16", "its name matches * in blocks *"),
+    }
+    assert [row.recipe for row in plan.rows if row.recipe.name == "mxfp8"] == [ref.MXFP8]
+    assert plan.num_quantized == 6
+    written = plan.as_dict()
+    assert written["recipes"] == {"nvfp4": ref.NVFP4.describe(), "mxfp8": ref.MXFP8.describe(), "bf16": BF16.describe()}
+    assert "blocks.0.mixer.out_proj" not in written["bf16"] and "blocks.2.mixer.in_proj" in written["bf16"]
+
+
+def test_the_first_exception_counts_and_a_run_in_bf16_can_have_some():
+    both = [excepted(["*.out_proj"], "mxfp8"), excepted(["blocks.2.*"], "bf16")]
+    assert {name: recipe for name, (recipe, _) in given(plan_of(exceptions=both)).items()} == {
+        "0.out_proj": "mxfp8", "2.out_proj": "mxfp8", "4.out_proj": "mxfp8", "2.in_proj": "bf16"
+    }  # fmt: skip
+    plan = plan_of(Bf16BlocksConfig(first=1), BF16, [excepted(["*.out_proj"], "mxfp8")])
+    assert [row.linear.block for row in plan.rows if row.recipe.quantized] == [2, 4]
+    assert given(plan)["0.out_proj"] == ("bf16", "block 0 is one of the first 1")
+
+
+def test_exceptions_that_match_nothing_are_refused_unless_the_model_lacks_such_blocks():
+    assert plan_of(exceptions=[excepted(["*.experts"], "bf16", "E")]).num_quantized == 12
+    with pytest.raises(
+        ValueError, match=r"precision.exceptions\[1\].names has '\*.up_proj', which matches no"
+    ) as error:
+        plan_of(exceptions=[excepted(["*"], "bf16", "*"), excepted(["*.out_proj", "*.up_proj"], "mxfp8", "M")])
+    assert str(error.value).endswith("names are blocks.<0..5>.<one of mixer.in_proj, mixer.out_proj>")
+    with pytest.raises(AssertionError, match="without its recipe"):
+        plan_of(exceptions=[ExceptionConfig(["*"], "", "mxfp8")])
+
+
+@pytest.mark.parametrize("scope", ["both", "forward", "backward"])
+def test_a_switch_goes_linear_by_linear(scope):
+    before = plan_of(exceptions=[excepted(["*"], "bf16", "*"), excepted(["*.out_proj"], "mxfp8", "M")])
+    after = {row.linear.name: row for row in before.switched(plan_of(recipe=ref.MXFP8), scope).rows}
+    assert after["blocks.0.mixer.out_proj"].recipe == ref.MXFP8  # it was there already
+    assert after["blocks.0.mixer.out_proj"].reason == "its name matches *.out_proj in blocks M"
+    changed, was_bf16 = after["blocks.0.mixer.in_proj"].recipe, after["blocks.2.mixer.in_proj"].recipe
+    forward, backward = scope != "backward", scope != "forward"
+    assert (changed.fprop_activation == ref.MX8) is forward and (changed.wgrad_gradient == ref.MX8) is backward
+    assert (was_bf16.fprop_weight == ref.MX8) is forward and (was_bf16.dgrad_weight == ref.MX8) is backward
 
 
 @pytest.mark.parametrize("pattern", ["*.outproj", "blocks.6.*", "*.OUT_PROJ", "", "out_proj"])

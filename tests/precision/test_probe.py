@@ -28,6 +28,7 @@ RECIPES = {
     "nvfp4": NVFP4,
     "all the way": Recipe("all the way", ROW, ROW, SR, ROW, SR, SR),
     "mxfp4": Recipe("mxfp4", MX, MX, MX_SR, MX, MX_SR, MX, wgrad_rht=32),
+    "mxfp8": Recipe("mxfp8", *[Operand("mxfp8", (1, 32))] * 6),
     "fp8": Recipe("fp8", FP8, FP8_SQUARE, FP8, FP8_SQUARE, FP8, FP8),
     "4/6, signs afresh": replace(
         NVFP4, fprop_activation=replace(ROW, four_over_six=True), dgrad_rht=16, rht_signs="fresh"

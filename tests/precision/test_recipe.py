@@ -15,7 +15,9 @@ PUBLISHED = {
     "bf16": BF16,
     "nvfp4": ref.NVFP4,
     "mxfp4": ref.MXFP4,
+    "mxfp8": ref.MXFP8,
     "fp8_block": replace(ref.FP8, name="fp8_block"),
+    "nvfp4_nemotron_3": replace(ref.NVFP4, name="nvfp4_nemotron_3"),
     "nvfp4_all_the_way": replace(ref.ALL_THE_WAY, name="nvfp4_all_the_way"),
 }
 

@@ -18,10 +18,11 @@ from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.precision.selftest import Case, SelfTestError, check
 from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from tests.training.harness import alone
 
-NVFP4, FP8, FP8_POWERS, *_ = selftest.RECIPES
+NVFP4, FP8, FP8_POWERS, MXFP8 = selftest.RECIPES
 CASE = Case(128, 128, 256, 1, NVFP4)
 CPU = torch.device("cpu")
 
@@ -294,6 +295,15 @@ def test_native_operands_decode_to_our_layout():
     operand = te.NativeOperand(quantized.codes, padded, quantized.amax.view(1), form)
     assert torch.equal(operand.decoded().dequantize(), quantized.dequantize())
     assert te.NativeOperand(*operand.tensors(), operand.kind).storage()["rowwise_data"] is quantized.codes
+
+    mxfp8 = quantize_mxfp8(rows)
+    for along, turned in (("columns", lambda t: t), ("rows", lambda t: t.t().contiguous())):
+        padded = torch.full((128, 8) if along == "columns" else (8, 128), 99, dtype=torch.uint8)
+        padded[tuple(slice(size) for size in turned(mxfp8.scales).shape)] = turned(mxfp8.scales)
+        form = te._Form(Operand("mxfp8", (1, 32)), along, dict, ())
+        native = te.NativeOperand(turned(mxfp8.codes.view(torch.uint8)), padded, None, form)
+        assert torch.equal(native.decoded().codes.view(torch.uint8), mxfp8.codes.view(torch.uint8))
+        assert torch.equal(native.decoded().scales, mxfp8.scales)
 
     wide = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
     for block, scales in (

@@ -5,7 +5,8 @@ round once each), double precision where a result is to be exact. The small form
 nearest entry of the table, an even code on a tie. Nothing is fast and nothing is shared with the package.
 
 Sources: arXiv 2509.25149 appendix B (NVFP4), B.4 and section 5 (MXFP4), A.1 (FP8 blocks), appendix C (Hadamard);
-arXiv 2512.02010 (four over six). Shapes: every function takes a matrix (rows, columns), blocks run along columns.
+arXiv 2512.02010 (four over six); the OCP microscaling specification 1.0 and arXiv 2506.08027
+(MXFP8). Shapes: every function takes a matrix (rows, columns), blocks run along columns.
 """
 
 from dataclasses import dataclass
@@ -176,6 +177,19 @@ def mxfp4(x: np.ndarray, block_rows: int = 1) -> Quantized:
         scale = np.where(6 * 2.0**exponent < block_amax, 2.0 ** (exponent + 1), scale)
     codes = e2m1(np.clip(x / _spread(scale, 32), -6, 6))
     return Quantized(codes, scale, float(np.abs(x).max(initial=0)), E2M1[codes] * _spread(scale, 32))
+
+
+def mxfp8(x: np.ndarray, block_rows: int = 1) -> Quantized:
+    """MXFP8 with 1x32 or 32x32 blocks: the smallest power of two s in 2^-127 .. 2^127 with amax / 448 <= s, the left
+    side a product with 1/448 in single precision. `codes` are the E4M3 values."""
+    x = np.asarray(x, dtype=F32)
+    wanted = _block_amax(x, block_rows, 32) * (F32(1) / F32(448))
+    assert wanted.dtype == np.float32
+    scale = np.full(wanted.shape, 2.0**-127)
+    for exponent in range(-127, 127):
+        scale = np.where(2.0**exponent < wanted.astype(np.float64), 2.0 ** (exponent + 1), scale)
+    values = e4m3(np.clip(x.astype(np.float64) / _spread(scale, 32), -448, 448))
+    return Quantized(values, scale, float(np.abs(x).max(initial=0)), values * _spread(scale, 32))
 
 
 def fp8(x: np.ndarray, block_rows: int = 1, power_of_two: bool = False) -> Quantized:

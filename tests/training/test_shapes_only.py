@@ -58,6 +58,8 @@ CASES = {
         recipe("nvfp4", fprop_weight=FOUR_OVER_SIX, dgrad_weight=FOUR_OVER_SIX), 2 * W, X // 2 + X // 16, 2 * X
     ),
     "mxfp4": (recipe("mxfp4"), 4 * W, X // 2 + X // 32, 2 * X),
+    # The two weights in BF16; of x one byte, and a scale for 32.
+    "mxfp8": (recipe("mxfp8"), 4 * W, X + X // 32, 2 * X),
     # E4M3 codes as BF16 with FP32 scales; of x one byte, and a scale for 128.
     "fp8": (recipe("fp8_block"), 2 * W + W // 4096, X + X // 32, 2 * X),
     "fp8_power_of_two": (power_of_two(), 2 * W, 2 * X, 0),

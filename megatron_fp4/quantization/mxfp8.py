@@ -1,0 +1,45 @@
+"""MXFP8 (OCP microscaling): E4M3 codes, one power-of-two scale for 32 (or 32x32) elements, no tensor scale.
+
+As Transformer Engine computes it (`cast/mxfp8/quantize_mxfp8.cuh`, `float_to_e8m0` in `util/ptx_arch_spec.cuh`):
+
+    scale = block_amax * (1/448 in FP32) rounded up to a power of two (UE8M0), so that nothing saturates
+    code  = e4m3(x / scale), to nearest
+    value = code * scale
+
+An all-zero block takes the smallest scale, 2^-127, and zero codes. A block that holds NaN or inf takes the scale NaN.
+
+Of BF16 tensors every value is exact in BF16: x and the spacing of the codes are multiples of BF16's smallest number,
+2^-133, so a value is one too, and it has four significant bits. (In FP32 tensors, blocks below 1.1e-35 can have codes
+that stand for less than 2^-133.) An element of at least 2^127 * 31/16 = 3.3e38 is rounded to 2^128, which is infinite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.quantization.formats import E4M3_MAX, to_e4m3, to_ue8m0_up, ue8m0_values
+from megatron_fp4.quantization.tensor import MXFP8Tensor, as_rows, block_amax
+
+MXFP8_BLOCKS = ((1, 32), (32, 32))
+
+
+def quantize_mxfp8(x: Tensor, block: tuple[int, int] = (1, 32)) -> MXFP8Tensor:
+    """Quantize `x` ([..., cols], floating point) along its last dimension, rounding to nearest.
+
+    block: elements that share a scale, (1, 32) or (32, 32); rows are all leading dimensions flattened.
+    Raises TypeError unless `x` is floating point, ValueError for another block or if the block does not tile `x`.
+    """
+    if tuple(block) not in MXFP8_BLOCKS:
+        raise ValueError(f"quantize_mxfp8: block {tuple(block)} is not one of {MXFP8_BLOCKS}")
+    codes, scales = encode_mxfp8(as_rows(x, block, "quantize_mxfp8"), block)
+    lead = x.shape[:-1]
+    return MXFP8Tensor(codes.reshape(*lead, -1), scales.reshape(*lead, -1), (block[0], block[1]))
+
+
+def encode_mxfp8(rows: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """E4M3 values [rows, cols] and UE8M0 codes [rows, cols / 32] of checked FP32 rows."""
+    amax = block_amax(rows, block)
+    scales = to_ue8m0_up(amax * torch.full_like(amax, 1 / E4M3_MAX))
+    inverse = ue8m0_values(scales).reciprocal()
+    return to_e4m3((rows.unflatten(-1, (-1, 32)) * inverse[..., None]).flatten(-2)), scales

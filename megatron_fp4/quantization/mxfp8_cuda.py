@@ -1,0 +1,69 @@
+"""MXFP8 on an NVIDIA GPU: operands as BF16 values, or as codes where they wait for the backward pass.
+
+The codes are those of `quantize_mxfp8` on a CPU, bit for bit, of BF16 tensors, whose values are exact in BF16. Kernels
+are in `triton_mxfp8.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KERNELS = "megatron_fp4.quantization.triton_mxfp8"
+
+
+@dataclass(frozen=True)
+class PackedMXFP8:
+    """An operand along the rows: E4M3 codes uint8 [rows, columns], UE8M0 scales uint8 [rows / 32, columns]."""
+
+    codes: Tensor
+    scales: Tensor
+    format: str = "mxfp8"
+
+    def values(self) -> Tensor:
+        """BF16 [rows, columns]: `code * scale`."""
+        rows, columns = self.codes.shape
+        values = torch.empty_like(self.codes, dtype=torch.bfloat16)
+        with torch.cuda.device(values.device):
+            _kernels().decode_mxfp8_kernel[_grid(rows, columns)](
+                self.codes, self.scales, values, rows, columns, num_warps=4, enable_fp_fusion=False
+            )
+        return values
+
+
+def quantize_mxfp8_fused(x: Tensor, block_rows: int, *, along_rows: bool, keep: bool) -> Tensor | PackedMXFP8:
+    """`x` [n, m] as an operand [n, k = m], or transposed (`along_rows`) as an operand [m, k = n].
+
+    x: BF16, or FP32 that counts as rounded to BF16. block_rows: 1 or 32. keep: the operand along the rows as codes.
+    Returns BF16 values [n, k] or [m, k], or `PackedMXFP8` [k, m].
+    Raises ValueError for sizes that do not divide.
+    """
+    num_rows, num_columns = x.shape
+    rows, columns = (32, block_rows) if along_rows else (block_rows, 32)
+    if num_rows % rows or num_columns % columns:
+        raise ValueError(f"mxfp8: shape {tuple(x.shape)} is not a multiple of the block {rows}x{columns}")
+    codes = keep and along_rows
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=torch.uint8 if codes else torch.bfloat16)
+    # Without codes the kernel writes no scales.
+    scales = torch.empty(num_rows // 32, num_columns, dtype=torch.uint8, device=x.device) if codes else out
+    with torch.cuda.device(x.device):
+        _kernels().quantize_mxfp8_kernel[_grid(num_rows, num_columns)](
+            x, out, scales, num_rows, num_columns,
+            BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, CODES=codes, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    if codes:
+        return PackedMXFP8(out, scales)
+    return out.t() if along_rows else out
+
+
+def _grid(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // 32), -(-columns // 128)
+
+
+def _kernels() -> Any:
+    return importlib.import_module(_KERNELS)
