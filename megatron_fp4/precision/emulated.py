@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,7 +111,7 @@ class OperandRequest:
 
     rht, signs: size of the Hadamard transform applied first (input and result in BF16), 0 for none, and what its signs
     are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of stochastic rounding; None rounds
-    to nearest. name: of the operand in its recipe, for whoever watches.
+    to nearest. name: of the operand in its recipe, for whoever watches; requests that ask for the same are equal.
     """
 
     operand: Operand
@@ -119,7 +119,7 @@ class OperandRequest:
     signs: str = "fixed"
     key: RoundingKey | None = None
     signs_key: RoundingKey | None = None
-    name: str = ""
+    name: str = field(default="", compare=False)
 
 
 class EmulatedBackend:
