@@ -1,0 +1,75 @@
+"""Whole short runs on a GPU, of what was found broken or new there: recipes, switches, odd sizes, backends.
+
+Each is pretrain.py in a process of its own on the tiny model, through its switch, a validation with a rest and the end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+COMMON = [
+    "train.steps=6",
+    "checkpoint.interval=0",
+    "validation.num_samples=3",
+    "logging.tensorboard=false",
+    "train.kernels=torch",
+    "precision.recheck_interval=1",
+]
+SWITCH = ["precision.switch.when=3"]
+RUNS = {
+    "mxfp8": ["precision=mxfp8"],
+    "MXFP4, tokens that are no multiple of 32": [
+        *("precision=mxfp4", "train.sequence_length=2064", "train.micro_batch_size=2"),
+        "validation.num_samples=3",
+    ],
+    "FP8 blocks, tokens that are no multiple of 128": ["precision=fp8_block", "train.sequence_length=208"],
+    "qaf": ["experiment=qaf", *SWITCH],
+    "forward": [*SWITCH, "precision.switch.scope=forward"],
+    "backward": [*SWITCH, "precision.switch.scope=backward"],
+    "backward to MXFP8": [*SWITCH, "precision.switch.scope=backward", "precision.switch.target=mxfp8"],
+    "forward to FP8 blocks": [*SWITCH, "precision.switch.scope=forward", "precision.switch.target=fp8_block"],
+    "sensitive layers in MXFP8, then all": [
+        *("precision=nvfp4_nemotron_3", *SWITCH, "precision.switch.target=mxfp8", "precision.recheck_action=end"),
+    ],
+    "a model that divides by few": [
+        *("model.pattern=M*-", "model.mamba_num_heads=6", "model.mamba_num_groups=2", "model.mamba_head_dim=16"),
+        *("model.num_query_heads=6", "model.head_dim=16", "model.ffn_dim=176", "precision.bf16_blocks.last=0"),
+    ],
+    "Transformer Engine's FP8": ["precision=fp8_block", "precision.backend=transformer_engine"],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_short_run(tmp_path: Path, name: str) -> None:
+    overrides = RUNS[name]
+    if "precision.backend=transformer_engine" in overrides and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
+    named = {override.split("=")[0] for override in overrides}
+    common = [override for override in COMMON if override.split("=")[0] not in named]
+    done = subprocess.run(
+        [sys.executable, "pretrain.py", *common, *overrides, f"run.dir={tmp_path / 'run'}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["kind"] == "step"]
+    assert len(losses) == 6 and all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < losses[0]
+    if SWITCH[0] in overrides:
+        assert [record["step"] for record in records if record.get("event") == "switch"] == [4]
+    assert any(record["kind"] == "validation" for record in records)
