@@ -1,10 +1,11 @@
 """Everything that needs a GPU, proved by one command: `make test-gpu`, at most eight minutes on one H200.
 
-    python scripts/test_gpu.py [--only NAME ...] [--jobs 4] [--output FOLDER] [--commit ID]
+    python scripts/test_gpu.py [--only WORD ...] [--jobs 6] [--limit 480] [--output FOLDER] [--commit ID]
 
 Runs the steps below as programs of their own, several at a time, each with its output in a file, and ends in one table
 (Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. That others
-use the same GPU at the same time is part of the test: it disturbs what kernels are timed to be fastest.
+use the same GPU at the same time is part of the test: it disturbs what kernels are timed to be fastest. What is not
+done after the limit has failed.
 
 Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the command is wrong or there is no GPU.
 """
@@ -16,6 +17,7 @@ import importlib.util
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,19 +47,26 @@ class Step:
     fresh: bool = False
 
 
-# GPU tests that do on a small model what other steps do on a larger one.
-REPEATED = ("test_repeats_and_a_resume_are_equal", "test_two_ranks", "test_the_proof_of_this_machine")
+def tests(name: str, *files: str, but: str = "", needs: tuple[str, ...] = ()) -> Step:
+    """Files under tests/gpu, without those tests (`but`) that do on a small model what another step does."""
+    chosen = ("-k", f"not ({but})") if but else ()
+    paths = [f"tests/gpu/{file}.py" for file in files]
+    return Step(name, ("-m", "pytest", "-q", "-m", "gpu", *chosen, *paths), r"^.*\d+ (passed|failed).*", needs=needs)
+
+
 FUSED = ("mamba_ssm", "causal_conv1d")
 EQUAL = r"^all \d+ runs are equal.*"
 RESUMED = ("--repeats", "1", "--kill-after", "6")
 THREE = ("--repeats", "3", "--kill-after", "6")
 # The longest first.
 STEPS = (
-    Step(
-        "GPU tests",
-        ("-m", "pytest", "-q", "-rfE", "-m", "gpu", "-k", f"not ({' or '.join(REPEATED)})", "tests/gpu"),
-        r"^.*\d+ (passed|failed).*",
-    ),
+    tests("GPU tests: quantizers and linears", "test_quantizers", "test_linear_cuda"),
+    tests("GPU tests: whole short runs", "test_runs"),
+    tests("GPU tests: runs that recheck themselves", "test_recheck_cuda", but="test_the_proof_of_this_machine"),
+    tests("GPU tests: Transformer Engine", "test_transformer_engine", needs=("transformer_engine",)),
+    tests("GPU tests: the backend torch", "test_torch_backend"),
+    tests("GPU tests: models and optimizers", "test_model_kernels", "test_model_optimizer", needs=FUSED),
+    tests("GPU tests: tuned kernels in a checkpoint", "test_repeatable", but="equal or two_ranks", needs=FUSED),
     Step("three runs, one more killed and resumed", (*REPEATS, *THREE), EQUAL, needs=FUSED),
     Step("the same on two GPUs, data parallel", (*REPEATS, *THREE, "--nproc", "2"), EQUAL, gpus=2, needs=FUSED),
     Step(
@@ -110,7 +119,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code, see the top of this file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only steps whose names contain one of these words")
-    parser.add_argument("--jobs", type=int, default=4, help="steps at a time (default: 4)")
+    parser.add_argument("--jobs", type=int, default=6, help="steps at a time (default: 6)")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds for all (default: 480)")
     parser.add_argument("--output", type=Path, help="folder for the outputs (default: a temporary one)")
     parser.add_argument("--commit", help="what is tested (default: what git says)")
     options = parser.parse_args(arguments)
@@ -129,34 +139,43 @@ def main(arguments: Sequence[str]) -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         # Steps for one GPU take turns on those that there are.
         places = [str(number % count) if step.gpus == 1 else "0,1" for number, step in enumerate(steps)]
-        results = list(pool.map(lambda step, place: run(step, place, count, output), steps, places))
+        deadline = began + options.limit
+        results = list(pool.map(lambda step, place: run(step, place, count, output, deadline), steps, places))
     print(table(results, torch.cuda.get_device_name(), count, options.commit or commit(), time.perf_counter() - began))
     print(f"outputs: {output}")
     return 1 if any(result.verdict == "FAILED" for result in results) else 0
 
 
-def run(step: Step, gpus: str, num_gpus: int, output: Path) -> Result:
-    """Run one step on the GPUs of these indices."""
+def run(step: Step, gpus: str, num_gpus: int, output: Path, deadline: float) -> Result:
+    """Run one step on the GPUs of these indices. deadline: when it has to be done, as `time.perf_counter` counts."""
     if step.gpus > num_gpus:
         return Result(step, "not run", f"needs {step.gpus} GPUs")
     if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
         return Result(step, "not run", f"{', '.join(missing)} not installed")
     command = list(step.command)
     if command[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(min(12, os.cpu_count() or 1))]  # nearly all of their time is spent compiling kernels
+        command += ["-n", "4"]  # nearly all of their time is spent compiling kernels
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
     if step.fresh:
         environment["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="test_gpu_cache_")
     log = output / (re.sub(r"\W+", "_", step.name).strip("_") + ".txt")
     began = time.perf_counter()
-    with log.open("w") as file:
-        code = subprocess.run(
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
-        ).returncode
+            start_new_session=True,
+        ) as program,
+    ):
+        try:
+            code = program.wait(max(0.0, deadline - began))
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            return Result(step, "FAILED", "not done in time", time.perf_counter() - began)
     text = log.read_text(errors="replace")
     shown = [match[0].strip() for match in re.finditer(step.shows, text, re.MULTILINE) if match[0].strip()]
     seconds = time.perf_counter() - began
