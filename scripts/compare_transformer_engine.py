@@ -11,8 +11,9 @@ Trains the model for a few steps in emulated NVFP4 and keeps x, W and dy of ever
                      block scales and maxima of all operands bit for bit, products to the order of accumulation
 
 The two Hadamard transforms add up 16 products in different orders, and where the sum is no FP32 number they may round
-to BF16 differently. Such elements are counted; they must be one BF16 number apart and fewer than one in 10^4. Codes of
-the transformed tensors are compared on the *same* transform, Transformer Engine's.
+to BF16 differently. Such elements are counted; they must be one BF16 number apart, or where the 16 nearly cancel no
+farther than FP32 sums of them can be, and fewer than one in 10^4. Codes of the transformed tensors are compared on the
+*same* transform, Transformer Engine's.
 
 Exit code 0 if everything agrees, else 1.
 """
@@ -164,9 +165,11 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
             turned = random_hadamard_transform(turned, 16)
             steps = (_ordinal(turned) - _ordinal(reference["transformed"])).abs()
             found.transformed += steps.numel()
-            found.moved += int((steps == 1).sum())
-            if steps.amax() > 1:
-                found.differences[f"{name} transformed"] = f"differs by {int(steps.amax())} units in the last place"
+            found.moved += int((steps > 0).sum())
+            other = reference["transformed"].float()
+            apart = (turned.float() - other).abs() - other.abs() * 2.0**-7  # beyond one BF16 number
+            if (far := (steps > 1) & (apart > _sum_error(tensor.t()))).any():
+                found.differences[f"{name} transformed"] = f"is {int(steps[far].amax())} BF16 numbers away"
         makers = call.prepare(columns, rows, tensor, (0, 0), None)
         for source, same, suffix, amax, maker, operand in (
             (tensor, tensor, "", "global_amax_row", makers[0], columns),
@@ -192,6 +195,12 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
         rounded = mine[name].to(torch.bfloat16).to(torch.float64)
         found.errors[name] = ((rounded - expected).norm() / expected.norm()).item()
     return found
+
+
+def _sum_error(x: Tensor) -> Tensor:
+    """FP32 [n, k]: how far two FP32 sums of the 16 products in an element's transform can be apart."""
+    terms = x.float().abs().unflatten(-1, (-1, 16)).sum(-1) / 4
+    return (terms * 15 * 2.0**-23).repeat_interleave(16, dim=-1)
 
 
 def _ordinal(t: Tensor) -> Tensor:

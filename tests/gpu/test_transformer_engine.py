@@ -13,6 +13,7 @@ from megatron_fp4.precision import selftest
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.products import PRODUCT_ERROR
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.transformer_engine import NVFP4_CAPABILITIES, TransformerEngineBackend, unsupported
 from scripts.compare_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
@@ -108,7 +109,7 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
         places.append(w.grad.data_ptr())
     assert totals == [False, False] + [False, True] * 2  # fprop and wgrad; nobody asks for dx
     assert len(set(places)) == 1
-    assert ((w.grad.double() - expected).norm() / expected.norm()) < selftest.PRODUCT_ERROR[torch.float32]
+    assert ((w.grad.double() - expected).norm() / expected.norm()) < PRODUCT_ERROR[torch.float32]
 
 
 def test_padded_groups_and_single_gemms(backend):
