@@ -103,7 +103,7 @@ def _torch(precisions: Mapping[str, PrecisionConfig], device_type: str) -> Backe
             f"precision.backend=torch: {refusal}; use precision.backend=emulated, which has the same codes"
         )
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    return BackendChoice("torch", f"our codes, FP4 tensor cores of compute capability {capability}")
+    return BackendChoice("torch", f"our codes, tensor cores of compute capability {capability}")
 
 
 def _parts(precisions: Mapping[str, PrecisionConfig]) -> list[tuple[str, PrecisionConfig]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_fp4.config import ConfigError, PrecisionConfig
 
-_FORMATS = ("bf16", "nvfp4")
+_FORMATS = ("bf16", "nvfp4", "mxfp8")
 
 
 def validate_torch_backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
@@ -16,7 +16,7 @@ def validate_torch_backend(precision: PrecisionConfig, device_type: str, key: st
         raise ConfigError(f"{problem} does not go with {key}.backend=torch; {remedy}")
     if device_type != "cuda":
         raise ConfigError(
-            f"{key}.backend=torch multiplies on FP4 tensor cores and this run is on {device_type}; use "
+            f"{key}.backend=torch multiplies on Blackwell's tensor cores and this run is on {device_type}; use "
             f"{key}.backend=emulated, which has the same codes"
         )
 
@@ -36,7 +36,8 @@ def torch_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | Non
         for name, operand in operands.items():
             where = f"{key}.{gemm}.{name}"
             if operand.format not in _FORMATS:
-                return f"{where}.format={operand.format}", f"it multiplies nvfp4 alone; use nvfp4 or bf16, {emulated}"
+                remedy = f"it multiplies nvfp4 and mxfp8; use one of them or bf16, {emulated}"
+                return f"{where}.format={operand.format}", remedy
             if operand.reuse_fprop:
                 along = "tensor cores want scales along the dot product"
                 return f"{where}.reuse_fprop=true", f"{along}; set it to false, {emulated}"

@@ -207,6 +207,8 @@ def test_torch_on_blackwell_needs_no_package_and_is_never_chosen_by_auto(machine
     choice = chosen(configured(backend="torch"))
     assert choice.name == "torch" and f"{capability[0]}.{capability[1]}" in choice.reason
     assert isinstance(choice.open(), TorchBackend)
+    for precision in ("mxfp8", "nvfp4_nemotron_3"):
+        assert chosen(configured(precision, backend="torch")).name == "torch"
     assert chosen(configured()).name == "emulated"
 
 
@@ -216,6 +218,7 @@ def test_torch_on_blackwell_needs_no_package_and_is_never_chosen_by_auto(machine
         (configured, (9, 0), "12.8", "this GPU has 9.0"),
         (configured, (11, 0), "13.0", "this GPU has 11.0"),
         (configured, (10, 0), "12.6", "built with 12.6"),
+        (lambda **keys: configured("mxfp8", **keys), (9, 0), "12.8", "this GPU has 9.0"),
         (lambda **keys: configured("mxfp4", **keys), (10, 0), "12.8", "precision.fprop.activation.format=mxfp4"),
     ],
 )

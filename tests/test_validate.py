@@ -330,7 +330,12 @@ def test_what_transformer_engine_cannot_do(changes, value, remedy):
         (
             {"fprop.weight.format": "fp8", "fprop.weight.block": "128x128"},
             "precision.fprop.weight.format=fp8",
-            "use nvfp4 or bf16, or backend=emulated",
+            "use one of them or bf16, or backend=emulated",
+        ),
+        (
+            {"fprop.weight.format": "mxfp8", "fprop.weight.block": "32x32"},
+            "activation.format=nvfp4 and weight.format=mxfp8 in one GEMM",
+            "make them equal",
         ),
         (
             {"wgrad.activation.reuse_fprop": True, "wgrad.rht": 0},

@@ -79,18 +79,19 @@ def bytes_fault(made: PackedOperand, rows: Tensor, call: _Call, name: str) -> st
     operand: Operand = getattr(call.recipe, name)
     amax = rows.abs().amax().to(torch.float32)
     codes, scales = made.plain()
+    drawn = operand.rounding == "stochastic"
     size = max(128, CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
     for start in range(0, rows.shape[0], size):
         here = slice(start, start + size)
-        key = call.numerics.key(call.step, call.micro_batch, name, start, 0)
-        expected = quantize_nvfp4(
-            rows[here], operand.block, operand.rounding, key=key, amax=amax, four_over_six=operand.four_over_six
-        )
+        key = call.numerics.key(call.step, call.micro_batch, name, start, 0) if drawn else None
+        expected = reference(rows[here], operand, amax, key)
         parts = {
             "codes": (codes[here], expected.codes),
-            "scales": (scales[here], expected.scales),
-            "tensor scale": (made.scale, expected.decode_scale()),
+            "scales": (scales[here], expected.scales.view(scales.dtype)),
         }
+        if isinstance(expected, NVFP4Tensor):
+            assert made.scale is not None
+            parts["tensor scale"] = made.scale, expected.decode_scale()
         for part, (actual, right) in parts.items():
             if fault := difference(actual, right, start):
                 return f"{part} {fault}"

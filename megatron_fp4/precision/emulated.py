@@ -242,9 +242,7 @@ def _codes_transpose(request: OperandRequest) -> bool:
 
 def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:
     """What makes an FP8 or MXFP8 operand by the kernels, or None if PyTorch has to do it or it is neither."""
-    if request is None or request.rht or request.key is not None or request.operand.format not in _EIGHT_BITS:
-        return None
-    if not x.is_cuda or not _kernels_available(x.device):
+    if request is None or not fused_eight_bits(x, request):
         return None
     operand = request.operand
 
@@ -259,6 +257,13 @@ def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool
         return GemmOperand(values, None, True)
 
     return make
+
+
+def fused_eight_bits(x: Tensor, request: OperandRequest) -> bool:
+    """Whether the request is for FP8 or MXFP8 and the kernels make it."""
+    if request.rht or request.key is not None or request.operand.format not in _EIGHT_BITS:
+        return False
+    return x.is_cuda and _kernels_available(x.device)
 
 
 def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:

@@ -379,8 +379,8 @@ def _untestable(recipe: Recipe, backend_name: str, device: torch.device) -> str 
     if device.type != "cuda":
         return "there is no CUDA device"
     if backend_name == "torch":
-        if any(operand.format not in ("bf16", "nvfp4") for operand in recipe.operands.values()):
-            return "it multiplies nvfp4 alone"
+        if any(op.quantized and op.format not in torch_scaled_mm.FORMATS for op in recipe.operands.values()):
+            return f"it multiplies {' and '.join(torch_scaled_mm.FORMATS)} alone"
         return torch_scaled_mm.unsupported(recipe, torch.cuda.get_device_capability(device))
     if reason := te.unsupported(recipe, torch.cuda.get_device_capability(device)):
         return reason

@@ -4,18 +4,21 @@ Transformer Engine is not needed. Codes, block scales and tensor scales are thos
 draws of stochastic rounding included: one run has the same codes on a CPU, on Hopper and on Blackwell, at any mesh.
 Only the order of accumulation is the chip's.
 
-    operand [rows, k]    codes uint8 [rows, k / 2], the even column in the low nibble, k along the dot product
-                         block scales E4M3 in cuBLAS's tiles (quantization/swizzle.py)
-                         tensor scale FP32 0-dim, amax / 2688: cuBLAS multiplies both into the FP32 sum
+    operand [rows, k]    nvfp4                                        mxfp8
+    codes                uint8 [rows, k / 2], even column in the      E4M3 bytes [rows, k]
+                         low nibble
+    block scales         E4M3, k / 16 columns                         UE8M0, k / 32 columns
+    tensor scale         FP32 0-dim, amax / 2688                      none
 
-Such a GEMM reads both sides along the dot product ("TN"). An operand along the rows of a tensor is therefore quantized
-there, as ever, and its bytes are transposed. 16x16 blocks have the same codes along both dimensions: these are made
-once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and whole 32 along the dot product:
-codes are filled up to them here, with zeros.
+k is along the dot product; block scales lie in cuBLAS's tiles (quantization/swizzle.py); cuBLAS multiplies both tensor
+scales into the FP32 sum. Such a GEMM reads both sides along the dot product ("TN"). An operand along the rows of a
+tensor is therefore quantized there, as ever, and its bytes are transposed. Square blocks have the same codes along both
+dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and
+whole 32 along the dot product: codes are filled up to them here, with zeros.
 
 What has no packed kernel (four-over-six, transforms of other sizes, fresh signs) is quantized in PyTorch, as in the
-emulated backend. What it cannot do, `refusal` in `validate_torch_backend.py` says: other formats than nvfp4, two
-formats in one GEMM, codes of fprop in another GEMM.
+emulated backend. What it cannot do, `torch_refusal` in `validate_torch_backend.py` says: other formats, two formats in
+one GEMM, codes of fprop in another GEMM.
 
 Not run: no Blackwell chip was at hand. The self-test compares codes, products and poison before the first step.
 """
@@ -36,6 +39,7 @@ from megatron_fp4.precision.emulated import (
     GemmOperand,
     OperandRequest,
     encode_with_scale,
+    fused_eight_bits,
     fused_side,
     gemm,
     quantize_operand,
@@ -43,20 +47,56 @@ from megatron_fp4.precision.emulated import (
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.cuda import Measured, Side
-from megatron_fp4.quantization.formats import e2m1_codes, e2m1_values, pack_codes, unpack_codes
+from megatron_fp4.quantization.formats import e2m1_codes, e2m1_values, pack_codes, ue8m0_values, unpack_codes
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.mxfp8 import encode_mxfp8
+from megatron_fp4.quantization.mxfp8_cuda import mxfp8_bytes
 from megatron_fp4.quantization.swizzle import swizzle_scales, unswizzle_scales
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Data-centre Blackwell, and the consumer and workstation chips whose FP4 GEMMs cuBLAS has as well.
+# Data-centre Blackwell, and the consumer and workstation chips, for which cuBLAS has such GEMMs as well.
 CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
-# The first CUDA whose cuBLAS multiplies FP4.
+# The first CUDA whose cuBLAS multiplies block-scaled codes.
 _CUDA = (12, 8)
-_DOT_MULTIPLE = 32  # 16 bytes of codes
-_RECIPE = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-_SWIZZLE = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+_DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
+
+
+@dataclass(frozen=True)
+class _Format:
+    """How `scaled_mm` takes operands of a format.
+
+    block: elements along the dot product under one scale. per_byte: codes a byte. recipe, swizzle: what its scales are
+    and how they lie, block scales first.
+    """
+
+    block: int
+    per_byte: int
+    codes: torch.dtype
+    scales: torch.dtype
+    recipe: tuple[ScalingType, ...]
+    swizzle: tuple[SwizzleType, ...]
+
+
+FORMATS = {
+    "nvfp4": _Format(
+        block=16,
+        per_byte=2,
+        codes=torch.float4_e2m1fn_x2,
+        scales=torch.float8_e4m3fn,
+        recipe=(ScalingType.BlockWise1x16, ScalingType.TensorWise),
+        swizzle=(SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE),
+    ),
+    "mxfp8": _Format(
+        block=32,
+        per_byte=1,
+        codes=torch.float8_e4m3fn,
+        scales=torch.float8_e8m0fnu,
+        recipe=(ScalingType.BlockWise1x32,),
+        swizzle=(SwizzleType.SWIZZLE_32_4_4,),
+    ),
+}
 
 
 def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
@@ -66,54 +106,68 @@ def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
     if torch.version.cuda is None:
         return "this PyTorch is built without CUDA"
     if tuple(map(int, torch.version.cuda.split(".")[:2])) < _CUDA:
-        return f"FP4 GEMMs need CUDA {_CUDA[0]}.{_CUDA[1]} and this PyTorch is built with {torch.version.cuda}"
+        return f"block-scaled GEMMs need CUDA {_CUDA[0]}.{_CUDA[1]} and this PyTorch is built with {torch.version.cuda}"
     if capability not in CAPABILITIES:
         chips = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        return f"FP4 tensor cores need compute capability {chips} and this GPU has {capability[0]}.{capability[1]}"
+        return f"block-scaled GEMMs need compute capability {chips} and this GPU has {capability[0]}.{capability[1]}"
     return None
 
 
 @dataclass(frozen=True)
 class PackedOperand:
-    """One side of an FP4 GEMM, [rows, k] with the dot product along k.
+    """One side of a GEMM of codes, [rows, k] with the dot product along k.
 
-    codes: uint8 [rows, k / 2 filled up to whole 16 bytes]. scales: E4M3 in tiles, flat. scale: FP32 0-dim factor from
-    `code * block scale` to real values. kind: (how it was quantized, k).
+    codes: uint8 [rows, bytes of k codes, in nvfp4 filled up to whole 16]. scales: E4M3 or UE8M0 in tiles, flat. scale:
+    FP32 0-dim factor from `code * block scale` to real values, None for 1 (mxfp8). kind: (how it was quantized, k).
     """
 
     codes: Tensor
     scales: Tensor
-    scale: Tensor
+    scale: Tensor | None
     kind: tuple[Operand, int]
     quantized: bool = True
 
     @staticmethod
-    def of(codes: Tensor, scales: Tensor, scale: Tensor, operand: Operand) -> PackedOperand:
-        """From codes uint8 [rows, k / 2] and block scales [rows, k / 16] in their plain order."""
-        size = codes.shape[1] * 2
-        codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // 2))
-        scales = swizzle_scales(scales).view(torch.float8_e4m3fn)
+    def of(codes: Tensor, scales: Tensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
+        """From the bytes of codes, uint8 [rows, k / 2] or [rows, k], and block scales [rows, k / block] in their plain
+        order."""
+        form = FORMATS[operand.format]
+        size = codes.shape[1] * form.per_byte
+        codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // form.per_byte))
+        scales = swizzle_scales(scales).view(form.scales)
         return PackedOperand(codes.contiguous(), scales, scale, (operand, size))
 
+    @property
+    def form(self) -> _Format:
+        """How `scaled_mm` takes it."""
+        return FORMATS[self.kind[0].format]
+
     def plain(self) -> tuple[Tensor, Tensor]:
-        """Codes uint8 [rows, k / 2] and block scales E4M3 [rows, k / 16] in their plain order."""
-        rows, size = self.codes.shape[0], self.kind[1]
-        return self.codes[:, : size // 2], unswizzle_scales(self.scales, rows, size // 16)
+        """Codes, uint8 [rows, k / 2] or E4M3 [rows, k], and block scales [rows, k / block] in their plain order."""
+        rows, size, form = self.codes.shape[0], self.kind[1], self.form
+        codes = self.codes[:, : size // form.per_byte]
+        codes = codes if form.per_byte == 2 else codes.view(form.codes)
+        return codes, unswizzle_scales(self.scales, rows, size // form.block)
 
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
         codes, scales = self.plain()
-        values = e2m1_values(unpack_codes(codes)).unflatten(-1, (-1, 16))
-        return (values * scales.to(torch.float32)[..., None]).flatten(-2)
+        if self.kind[0].format == "mxfp8":
+            values, factors = codes.to(torch.float32), ue8m0_values(scales.view(torch.uint8))
+        else:
+            values, factors = e2m1_values(unpack_codes(codes)), scales.to(torch.float32)
+        return (values.unflatten(-1, (-1, self.form.block)) * factors[..., None]).flatten(-2)
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
         operand = self.kind[0]
         assert operand.block[0] == operand.block[1], "the scales of other blocks lie along the dot product"
-        codes, scales = self.plain()
-        # Of 16 rows under one scale the first, for the 16 columns that they become.
-        scales = scales.view(torch.uint8)[::16].t().repeat_interleave(16, dim=0)
-        return PackedOperand.of(pack_codes(unpack_codes(codes).t()), scales, self.scale, operand)
+        (codes, scales), block = self.plain(), self.form.block
+        # Of a block's rows under one scale the first, for the columns that they become.
+        scales = scales.view(torch.uint8)[::block].t().repeat_interleave(block, dim=0)
+        codes = codes.view(torch.uint8)
+        codes = codes.t() if self.form.per_byte == 1 else pack_codes(unpack_codes(codes).t())
+        return PackedOperand.of(codes, scales, self.scale, operand)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Codes, scales, tensor scale."""
@@ -154,7 +208,7 @@ class TorchBackend:
         return along_columns if columns == rows else other, lambda: along_columns().transposed()
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        """a b^T: FP4 where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
+        """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
         product = self._product(a, b, out_dtype)
         return product if total is None else total.add_(product)
 
@@ -162,15 +216,17 @@ class TorchBackend:
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
             return gemm(a, b, out_dtype)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
+        assert a.form == b.form, "two formats in one GEMM"
+        recipe, swizzle = list(a.form.recipe), list(a.form.swizzle)
         return scaled_mm(
-            a.codes.view(torch.float4_e2m1fn_x2),
-            b.codes.view(torch.float4_e2m1fn_x2).t(),
-            scale_a=[a.scales, a.scale],
-            scale_recipe_a=_RECIPE,
-            scale_b=[b.scales, b.scale],
-            scale_recipe_b=_RECIPE,
-            swizzle_a=_SWIZZLE,
-            swizzle_b=_SWIZZLE,
+            a.codes.view(a.form.codes),
+            b.codes.view(b.form.codes).t(),
+            scale_a=[a.scales] if a.scale is None else [a.scales, a.scale],
+            scale_recipe_a=recipe,
+            scale_b=[b.scales] if b.scale is None else [b.scales, b.scale],
+            scale_recipe_b=recipe,
+            swizzle_a=swizzle,
+            swizzle_b=swizzle,
             output_dtype=out_dtype,
         )
 
@@ -179,7 +235,7 @@ class TorchBackend:
         codes, scales, scale = tensors
         if not isinstance(kind[0], Operand):
             return GemmOperand.from_tensors(tensors, kind)
-        assert codes is not None and scales is not None and scale is not None
+        assert codes is not None and scales is not None
         return PackedOperand(codes, scales, scale, kind)
 
 
@@ -203,15 +259,23 @@ def _makers(
         assert scale is not None
         return PackedOperand.of(codes, scales, scale, request.operand)
 
+    def eight_bits(request: OperandRequest, along_rows: bool) -> PackedOperand:
+        codes, scales = mxfp8_bytes(x, request.operand.block[0], along_rows=along_rows)
+        return PackedOperand.of(codes, scales, None, request.operand)
+
     def plain(request: OperandRequest, along_rows: bool) -> PackedOperand | GemmOperand:
         rounded = x.to(dtype)
         return _plain(rounded.t() if along_rows else rounded, request, amax_group)
 
-    makers = [
-        None if request is None else functools.partial(plain if side is None else packed, request, along_rows)
-        for request, side, along_rows in ((columns, sides[0], False), (rows, sides[1], True))
-    ]
-    return makers[0], makers[1]
+    def maker(request: OperandRequest | None, side: Side | None, along_rows: bool) -> Maker | None:
+        if request is None:
+            return None
+        make: Callable[..., Any] = plain if side is None else packed
+        if dtype == torch.bfloat16 and fused_eight_bits(x, request):
+            make = eight_bits
+        return functools.partial(make, request, along_rows)
+
+    return maker(columns, sides[0], False), maker(rows, sides[1], True)
 
 
 def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
@@ -235,6 +299,9 @@ def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) 
         return quantize_operand(x, request.operand, rht=request.rht, signs=signs)
     if request.rht:
         x = random_hadamard_transform(x.to(torch.bfloat16), request.rht, signs)
+    if request.operand.format == "mxfp8":
+        codes, scales = encode_mxfp8(x.to(torch.float32), request.operand.block)
+        return PackedOperand.of(codes.view(torch.uint8), scales, None, request.operand)
     encoded, scale = encode_with_scale(x.to(torch.float32), request.operand, request.key, amax_group)
     codes = pack_codes(e2m1_codes(encoded.values, encoded.negative))
     return PackedOperand.of(codes, encoded.scales, scale, request.operand)

@@ -1,4 +1,4 @@
-"""MXFP8 on an NVIDIA GPU: operands as BF16 values, or as codes where they wait for the backward pass.
+"""MXFP8 on an NVIDIA GPU: operands as BF16 values, or as codes: to wait for the backward pass, or for tensor cores.
 
 The codes are those of `quantize_mxfp8` on a CPU, bit for bit, of BF16 tensors, whose values are exact in BF16. Kernels
 are in `triton_mxfp8.py`.
@@ -42,23 +42,40 @@ def quantize_mxfp8_fused(x: Tensor, block_rows: int, *, along_rows: bool, keep: 
     Returns BF16 values [n, k] or [m, k], or `PackedMXFP8` [k, m].
     Raises ValueError for sizes that do not divide.
     """
+    if keep and along_rows:
+        return PackedMXFP8(*_quantized(x, block_rows, along_rows=True, codes=True))
+    values, _ = _quantized(x, block_rows, along_rows=along_rows, codes=False)
+    return values.t() if along_rows else values
+
+
+def mxfp8_bytes(x: Tensor, block_rows: int, *, along_rows: bool) -> tuple[Tensor, Tensor]:
+    """The same operand as E4M3 codes uint8 [n, k] (or [m, k]) and UE8M0 scales uint8 [n, k / 32] (or [m, k / 32])."""
+    codes, scales = _quantized(x, block_rows, along_rows=along_rows, codes=True)
+    if along_rows:
+        return codes.t().contiguous(), scales.t().contiguous()
+    if block_rows == 32:  # the kernel writes the scale of a square block for each of its columns
+        scales = scales[:, ::32].repeat_interleave(32, dim=0)
+    return codes, scales
+
+
+def _quantized(x: Tensor, block_rows: int, *, along_rows: bool, codes: bool) -> tuple[Tensor, Tensor]:
+    """Values and nothing in particular, or codes and scales in the kernel's layout."""
     num_rows, num_columns = x.shape
     rows, columns = (32, block_rows) if along_rows else (block_rows, 32)
     if num_rows % rows or num_columns % columns:
         raise ValueError(f"mxfp8: shape {tuple(x.shape)} is not a multiple of the block {rows}x{columns}")
-    codes = keep and along_rows
     x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.uint8 if codes else torch.bfloat16)
-    # Without codes the kernel writes no scales.
-    scales = torch.empty(num_rows // 32, num_columns, dtype=torch.uint8, device=x.device) if codes else out
+    scales = out  # without codes the kernel writes no scales
+    if codes:
+        size = (num_rows, num_columns // 32) if rows == 1 else (num_rows // 32, num_columns)
+        scales = torch.empty(size, dtype=torch.uint8, device=x.device)
     with torch.cuda.device(x.device):
         _kernels().quantize_mxfp8_kernel[_grid(num_rows, num_columns)](
             x, out, scales, num_rows, num_columns,
             BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, CODES=codes, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    if codes:
-        return PackedMXFP8(out, scales)
-    return out.t() if along_rows else out
+    return out, scales
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:

@@ -19,12 +19,12 @@ from megatron_fp4.quantization.triton_fp8 import e4m3_bytes, nan_max, round_e4m3
 def quantize_mxfp8_kernel(
     x_ptr,  # [rows, columns], BF16, or FP32 that counts as rounded to BF16
     out_ptr,  # values as BF16, or codes as bytes, in the layout of x
-    scales_ptr,  # out, with codes: UE8M0 codes, [rows / 32, columns]
+    scales_ptr,  # out, with codes: UE8M0 codes, [rows, columns / 32] of 1x32, else [rows / 32, columns]
     num_rows,
     num_columns,
     BLOCK_ROWS: tl.constexpr,  # 1x32: along the columns, 32x1: along the rows, 32x32
     BLOCK_COLUMNS: tl.constexpr,
-    CODES: tl.constexpr,  # codes rather than values; not with 1x32
+    CODES: tl.constexpr,  # codes rather than values
 ):
     rows, columns = _tile()
     mask = (rows < num_rows) & (columns < num_columns)
@@ -45,8 +45,13 @@ def quantize_mxfp8_kernel(
     negative = scaled.to(tl.int32, bitcast=True) & -2147483648
     if CODES:
         tl.store(out_ptr + offsets, e4m3_bytes(magnitude, negative), mask)
-        row = tl.program_id(0).to(tl.int64)
-        tl.store(scales_ptr + row * num_columns + columns, _broadcast(scale).to(tl.uint8), columns < num_columns)
+        if BLOCK_ROWS == 1:
+            block, num_blocks = tl.program_id(1) * 4 + tl.arange(0, 4)[None, :, None], num_columns // 32
+            inside = (rows < num_rows) & (block < num_blocks)
+            tl.store(scales_ptr + rows.to(tl.int64) * num_blocks + block, scale.to(tl.uint8), inside)
+        else:
+            row = tl.program_id(0).to(tl.int64)
+            tl.store(scales_ptr + row * num_columns + columns, _broadcast(scale).to(tl.uint8), columns < num_columns)
     else:
         code = (magnitude.to(tl.int32, bitcast=True) | negative).to(tl.float32, bitcast=True)
         tl.store(out_ptr + offsets, (code * _power_of_two(scale)).to(tl.bfloat16), mask)

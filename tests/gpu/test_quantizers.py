@@ -11,7 +11,7 @@ from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
-from megatron_fp4.quantization.mxfp8_cuda import PackedMXFP8, quantize_mxfp8_fused
+from megatron_fp4.quantization.mxfp8_cuda import PackedMXFP8, mxfp8_bytes, quantize_mxfp8_fused
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 
@@ -237,14 +237,16 @@ def test_mxfp8_values_codes_and_scales_are_those_of_the_reference(case, along_ro
     made = quantize_mxfp8_fused(on_device, block_rows, along_rows=along_rows, keep=False)
     assert isinstance(made, Tensor) and made.dtype == torch.bfloat16
     assert same(made, expected.dequantize(torch.bfloat16))
+    finite = (expected.scales != 255).repeat_interleave(32, -1)  # the codes under a scale of NaN do not matter
+    codes, scales = mxfp8_bytes(on_device, block_rows, along_rows=along_rows)
+    assert codes.is_contiguous() and torch.equal(codes.cpu()[finite], expected.codes.view(torch.uint8)[finite])
+    assert torch.equal(scales.cpu(), expected.scales)
     if along_rows:
         kept = quantize_mxfp8_fused(on_device, block_rows, along_rows=True, keep=True)
         assert isinstance(kept, PackedMXFP8)
         assert same(kept.values().t(), expected.dequantize(torch.bfloat16))
         assert torch.equal(kept.scales.cpu().t(), expected.scales)
-        finite = (expected.scales != 255).repeat_interleave(32, -1)  # the codes under a scale of NaN do not matter
-        codes = expected.codes.view(torch.uint8)
-        assert torch.equal(kept.codes.cpu().t()[finite], codes[finite])
+        assert torch.equal(kept.codes, codes.t())
 
 
 @pytest.mark.parametrize("shape, along_rows", [((77, 96), False), ((96, 77), True), ((1, 32), False), ((32, 1), True)])
@@ -252,6 +254,9 @@ def test_mxfp8_needs_whole_blocks_along_the_dot_product_alone(shape, along_rows)
     x = normal(*shape).bfloat16()
     expected = quantize_mxfp8(x.t() if along_rows else x).dequantize(torch.bfloat16)
     assert same(quantize_mxfp8_fused(x.cuda(), 1, along_rows=along_rows, keep=False), expected)
+    codes, scales = mxfp8_bytes(x.cuda(), 1, along_rows=along_rows)
+    whole = quantize_mxfp8(x.t() if along_rows else x)
+    assert torch.equal(codes.cpu(), whole.codes.view(torch.uint8)) and torch.equal(scales.cpu(), whole.scales)
     with pytest.raises(ValueError, match=r"mxfp8: shape .* is not a multiple of the block"):
         quantize_mxfp8_fused(normal(33, 33).bfloat16().cuda(), 1, along_rows=along_rows, keep=False)
 

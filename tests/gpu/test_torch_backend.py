@@ -1,4 +1,5 @@
-"""The backend `torch` on a GPU: operands are the CPU's bits on any of them, products on those with FP4 tensor cores."""
+"""The backend `torch` on a GPU: operands are the CPU's bits on any of them, products on those whose tensor cores take
+block scales."""
 
 from dataclasses import replace
 
@@ -24,12 +25,18 @@ X, W = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 DY = replace(X, rounding="stochastic")
 NVFP4 = Recipe("nvfp4", X, W, DY, W, DY, X, wgrad_rht=16)
 SIX = replace(X, four_over_six=True)
+X8, W8 = Operand("mxfp8", (1, 32)), Operand("mxfp8", (32, 32))
+MXFP8 = Recipe("mxfp8", X8, X8, X8, X8, X8, X8)
 RECIPES = {
     "nvfp4": NVFP4,
     "fresh signs": replace(NVFP4, rht_signs="fresh"),
     "1x16 weights": replace(NVFP4, fprop_weight=X, dgrad_weight=X),
     "four over six": replace(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
     "all the way": Recipe("all_the_way", X, X, DY, X, DY, DY),
+    "mxfp8": MXFP8,
+    "mxfp8, square weights": replace(MXFP8, fprop_weight=W8, dgrad_weight=W8),
+    "mxfp8, transform": replace(MXFP8, wgrad_rht=32),
+    "nvfp4 forward, mxfp8 backward": replace(MXFP8, fprop_activation=X, fprop_weight=W),
 }
 
 
@@ -46,10 +53,38 @@ def requests(operand: Operand, rht: int) -> tuple[OperandRequest, OperandRequest
 def test_operands_are_the_same_bytes_as_on_the_cpu(shape, dtype, operand, rht):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[:, ::7] *= 20
+    same_bytes(x, operand, rht)
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (64, 96), (160, 2080), (1056, 352)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("operand", "rht"), [(X8, 0), (X8, 32), (W8, 0)], ids=str)
+def test_mxfp8_operands_too(shape, dtype, operand, rht):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:, ::7] *= 20
+    x[5], x[:, 9], x[0, 0], x[1, 1], x[2, 2] = 1e-39, -0.0, 3e38, -1e-30, 448
+    same_bytes(x, operand, rht)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_mxfp8_scales_are_poisoned_in_their_block_alone(bad):
+    x = torch.ones(64, 96, dtype=torch.bfloat16, device="cuda")
+    x[5, 40] = bad
+    along = [maker() for maker in TorchBackend().operands(x, *requests(X8, 0), dtype=torch.bfloat16)]
+    for operand, at in zip(along, ([5, 1], [40, 0]), strict=True):
+        scales = operand.plain()[1].view(torch.uint8)
+        assert (scales == 255).nonzero().tolist() == [at]
+        assert operand.unpacked().isnan().sum() == 32
+
+
+def same_bytes(x: torch.Tensor, operand: Operand, rht: int) -> None:
     makers = [TorchBackend().operands(t, *requests(operand, rht), dtype=torch.bfloat16) for t in (x, x.cuda())]
     for on_cpu, on_gpu in zip(*makers, strict=True):
         expected, made = on_cpu(), on_gpu()
         for mine, theirs in zip(made.tensors(), expected.tensors(), strict=True):
+            if theirs is None:
+                assert mine is None
+                continue
             assert mine.is_cuda and mine.shape == theirs.shape and mine.dtype == theirs.dtype
             assert torch.equal(mine.cpu().reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
         assert made.kind == expected.kind
@@ -59,8 +94,8 @@ def test_operands_are_the_same_bytes_as_on_the_cpu(shape, dtype, operand, rht):
 def test_a_linear_is_the_emulations_with_gemms_that_decode_their_bytes(name, monkeypatch):
     monkeypatch.setattr(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
     generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(48, n, generator=generator).bfloat16().cuda() for n in (80, 120))
-    w = (torch.randn(120, 80, generator=generator) * 0.1).cuda()
+    x, dy = (torch.randn(48, n, generator=generator).bfloat16().cuda() for n in (96, 120))
+    w = (torch.randn(120, 96, generator=generator) * 0.1).cuda()
     found = []
     for settings in ({}, {"backend": TorchBackend()}):
         numerics = LinearNumerics(
@@ -77,14 +112,14 @@ def test_a_linear_is_the_emulations_with_gemms_that_decode_their_bytes(name, mon
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_self_test_passes_with_the_gemms_replaced(name, monkeypatch):
     monkeypatch.setattr(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
-    findings = selftest.check(TorchBackend(), Case(256, 272, 3 * 80, 3, RECIPES[name]), torch.device("cuda", 0))
+    findings = selftest.check(TorchBackend(), Case(256, 288, 3 * 80, 3, RECIPES[name]), torch.device("cuda", 0))
     assert [str(finding) for finding in findings if finding.fault] == []
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(256, 272, 240), (1024, 512, 2048)])
-def test_fp4_tensor_cores(name, shape):
-    reason = torch_scaled_mm.unsupported(NVFP4, torch.cuda.get_device_capability())
+@pytest.mark.parametrize("shape", [(256, 288, 240), (1024, 512, 2048)])
+def test_tensor_cores(name, shape):
+    reason = torch_scaled_mm.unsupported(RECIPES[name], torch.cuda.get_device_capability())
     if reason is not None:
         pytest.skip(reason)
     findings = selftest.check(TorchBackend(), Case(*shape, 1, RECIPES[name]), torch.device("cuda", 0))

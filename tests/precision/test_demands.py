@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from megatron_fp4.config import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
+from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
 from megatron_fp4.training.dry_run import fake_ranks
@@ -157,14 +161,11 @@ def test_native_gemms_get_whole_rows_of_codes(model: str) -> None:
                         assert all(size % along == 0 for size in sizes), (name, sizes)
 
 
-@pytest.mark.parametrize("tensor", [1, 8])
-@pytest.mark.parametrize("model", MODELS)
-def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
-    """The backend `torch` on the way of a GPU, up to what PyTorch demands of the tensors of such a call on CUDA."""
-    config, backend = composed(model), torch_scaled_mm.TorchBackend()
-    products: list[torch.dtype] = []
-    if not possible(config, tensor):
-        pytest.skip(f"{model} does not run on {tensor} tensor-parallel ranks")
+@contextmanager
+def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
+    """The way of a GPU up to what PyTorch demands of the tensors of such a call on CUDA; types of codes and products
+    seen."""
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
 
     def shape_of(t: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
@@ -174,28 +175,83 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
             for name in ("scale_a", "scale_b"):
                 settings[name] = [shape_of(scale) for scale in settings[name]]
             product = torch.nn.functional.scaled_mm(shape_of(a), shape_of(b), **settings)
-        products.append(product.dtype)
+        seen.add((a.dtype, product.dtype))
         return a.new_empty(product.shape, dtype=product.dtype)
 
+    slow = mock.Mock(side_effect=AssertionError("no kernel"))
+    with (
+        FakeTensorMode(),
+        shapes_only(),
+        mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
+        mock.patch.object(torch_scaled_mm, "encode_with_scale", slow),
+        mock.patch.object(torch_scaled_mm, "encode_mxfp8", slow),
+    ):
+        yield seen
+
+
+def computed(weight_shape: tuple[int, int], numerics: LinearNumerics) -> None:
+    """Forward and backward of a linear."""
+    outputs, inputs = weight_shape
+    x = torch.empty(TOKENS[0], inputs, dtype=torch.bfloat16, requires_grad=True)
+    weight = nn.Parameter(torch.empty(outputs, inputs))
+    y = quantized_linear(x, weight, numerics)
+    y.backward(torch.empty_like(y))
+    assert weight.grad is not None and weight.grad.shape == weight.shape, numerics.recipe.name
+
+
+FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
+    """Of the backend `torch`."""
+    config, backend = composed(model), torch_scaled_mm.TorchBackend()
+    if not possible(config, tensor):
+        pytest.skip(f"{model} does not run on {tensor} tensor-parallel ranks")
     with fake_ranks(tensor):
         layers = linears(config.model, tensor)
-        with (
-            FakeTensorMode(),
-            shapes_only(),
-            mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
-            mock.patch.object(torch_scaled_mm, "encode_with_scale", mock.Mock(side_effect=AssertionError("no kernel"))),
-        ):
-            for name, recipe in recipes(model).items():
-                if {operand.format for operand in recipe.operands.values() if operand.quantized} != {"nvfp4"}:
+        with scaled_mm_checked() as seen:
+            for recipe in recipes(model).values():
+                formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
+                if formats - torch_scaled_mm.FORMATS.keys():
                     continue
-                for (outputs, inputs), numerics in layers:
+                for weight_shape, numerics in layers:
+                    if weight_shape[1] % block_demands(recipe).inputs:
+                        continue  # refused
                     numerics.recipe, numerics.backend, numerics.weight_cache = recipe, backend, None
-                    x = torch.empty(TOKENS[0], inputs, dtype=torch.bfloat16, requires_grad=True)
-                    weight = nn.Parameter(torch.empty(outputs, inputs))
-                    y = quantized_linear(x, weight, numerics)
-                    y.backward(torch.empty_like(y))
-                    assert weight.grad is not None and weight.grad.shape == weight.shape, name
-    assert {torch.bfloat16, torch.float32} == set(products)
+                    computed(weight_shape, numerics)
+    assert seen == {(codes, product) for codes in (FP4, E4M3) for product in (torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
+    """Each linear by the plan of `nvfp4_nemotron_3`."""
+    config = composed(model, "nvfp4_nemotron_3")
+    config = replace(config, precision=replace(config.precision, backend="torch"))
+    validate(config, 1, "cuda")
+    with fake_ranks(1):
+        mesh = build_mesh(config.parallel, torch.device("cpu"))
+        with torch.device("meta"):
+            modules = dict(build_model(config.model, mesh, torch.bfloat16).linears())
+        shapes = []
+        for name, module in modules.items():
+            block = int(name.split(".")[1])
+            kind = config.model.pattern[block]
+            shapes.append(LinearShape(name, block, module.in_features, module.out_features, kind))
+        recipe, blocks = recipe_from_config(config.precision), config.precision.bf16_blocks
+        plan = build_plan(shapes, recipe, blocks, config.model.num_blocks, config.precision.exceptions)
+        numerics = {name: module.numerics for name, module in modules.items()}
+        apply_plan(numerics, plan, RunClock(seed=1), torch_scaled_mm.TorchBackend())
+        with scaled_mm_checked() as seen:
+            for row in plan.rows:
+                seen.clear()
+                computed((row.linear.out_features, row.linear.in_features), numerics[row.linear.name])
+                mamba_out = row.linear.kind == "M" and row.linear.name.endswith(".out_proj")
+                codes = E4M3 if mamba_out else FP4
+                expected = {(codes, torch.bfloat16), (codes, torch.float32)} if row.recipe.quantized else set()
+                assert seen == expected, row
+    assert any(row.recipe.name == "mxfp8" for row in plan.rows) == ("M" in config.model.pattern)
 
 
 def meta(*shape: int) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """The backend `torch` against the emulation: operands bit for bit, products to the order of accumulation.
 
-No chip here multiplies FP4: the GEMM is replaced by one that decodes its arguments (tests/quantization/cublas.py).
+No chip here multiplies such codes: the GEMM is one that decodes its arguments (tests/quantization/cublas.py).
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import cublas
@@ -18,11 +19,14 @@ from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRe
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
+from megatron_fp4.quantization import mxfp8_cuda
 from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 
-NVFP4 = ref.NVFP4
+NVFP4, MXFP8 = ref.NVFP4, ref.MXFP8
+MX8_2D = Operand("mxfp8", (32, 32))
 SIX, SIX2 = replace(ref.X, four_over_six=True), replace(ref.W2, four_over_six=True)
 RECIPES = {
     "nvfp4": NVFP4,
@@ -42,6 +46,13 @@ RECIPES = {
     "backward only, stochastic weights": Recipe(
         "", dgrad_gradient=ref.DY, dgrad_weight=replace(ref.W2, rounding=ref.SR)
     ),
+    "mxfp8": MXFP8,
+    "mxfp8, square weights": replace(MXFP8, fprop_weight=MX8_2D, dgrad_weight=MX8_2D),
+    "mxfp8, square in dgrad": replace(MXFP8, dgrad_weight=MX8_2D, wgrad_activation=MX8_2D),
+    "mxfp8, transforms": replace(MXFP8, fprop_rht=16, dgrad_rht=32, wgrad_rht=64),
+    "mxfp8 forward, nvfp4 backward": replace(NVFP4, fprop_activation=ref.MX8, fprop_weight=ref.MX8),
+    "nvfp4 forward, mxfp8 backward": replace(MXFP8, fprop_activation=ref.X, fprop_weight=ref.W2),
+    "mxfp8 forward, bf16 backward": Recipe("", ref.MX8, ref.MX8),
     "bf16": BF16,
 }
 
@@ -71,8 +82,15 @@ def kernels(monkeypatch):
         made = Side(request.operand.format, request.operand.block[0], request.rht, request.signs, request.key)
         return made if made.fused(along) else None
 
+    def eight_bits(x: Tensor, request: OperandRequest) -> bool:
+        return request.operand.format == "mxfp8" and not request.rht
+
+    mxfp8 = kernel_layout.MXFP8Kernels(asked)
     monkeypatch.setattr(backend, "Measured", Counted)
     monkeypatch.setattr(backend, "fused_side", side)
+    monkeypatch.setattr(backend, "fused_eight_bits", eight_bits)
+    monkeypatch.setattr(mxfp8_cuda, "_kernels", lambda: mxfp8)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     return asked
 
 
@@ -111,16 +129,23 @@ def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **se
     return found
 
 
-@pytest.mark.parametrize("shape", [(64, 96, 128), (48, 80, 208), (37, 16, 9)])
+@pytest.mark.parametrize("shape", [(64, 96, 128), (48, 80, 208), (37, 16, 9), (160, 288, 272)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_operands_are_the_emulations_and_products_agree(name, shape):
-    compare(RECIPES[name], shape)
+    compare(RECIPES[name], inputs_for(RECIPES[name], shape))
 
 
+@pytest.mark.parametrize("shape", [(48, 80, 208), (160, 256, 288)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_same_from_the_kernels_bytes(name, kernels):
-    compare(RECIPES[name], (48, 80, 208))
-    assert bool(kernels) == RECIPES[name].quantized
+def test_the_same_from_the_kernels_bytes(name, shape, kernels):
+    compare(RECIPES[name], inputs_for(RECIPES[name], shape))
+    assert bool(kernels) == (RECIPES[name].quantized and name != "mxfp8, transforms")
+
+
+def inputs_for(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """With input features, which nobody pads, that the recipe takes."""
+    inputs = EMULATED.demands(recipe).inputs
+    return shape[0], -(-shape[1] // inputs) * inputs, shape[2]
 
 
 def test_the_papers_recipe_runs_on_the_kernels_alone(kernels, monkeypatch):
@@ -132,6 +157,9 @@ def test_the_papers_recipe_runs_on_the_kernels_alone(kernels, monkeypatch):
     ref.run(x, w.float(), dy, ref.numerics_of(NVFP4, backend=TorchBackend()))
     # W once for both of its GEMMs; x and dy along both dimensions.
     assert sorted(kernels) == ["columns"] * 3 + ["rows"] * 2
+    kernels.clear()
+    ref.run(x, w.float(), dy, ref.numerics_of(RECIPES["mxfp8, square weights"], backend=TorchBackend()))
+    assert sorted(kernels) == [(1, 32)] * 2 + [(32, 1)] * 2 + [(32, 32)]
 
 
 def test_fp32_tensors_too():
@@ -161,6 +189,23 @@ def test_codes_are_the_quantizers_to_the_sign_of_zero(block, rounding):
         assert torch.equal(scales.view(torch.uint8), expected.scales.view(torch.uint8))
 
 
+@pytest.mark.parametrize("block", [(1, 32), (32, 32)])
+def test_mxfp8_codes_are_the_quantizers(block):
+    x = torch.randn(160, 288, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[32:64, 32:64], x[0, 0], x[1, 5], x[2, 9] = -1e-30, -0.0, 1000, 3e-39
+    expected = quantize_mxfp8(x, block)
+    request = OperandRequest(Operand("mxfp8", block))
+    for rows in (x, x.t().contiguous()):
+        along = (request, None) if rows is x else (None, request)
+        maker = next(filter(None, TorchBackend().operands(rows, *along, dtype=torch.bfloat16)))
+        codes, scales = maker().plain()
+        assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(scales.view(torch.uint8), expected.scales)
+        assert maker().scale is None
+        assert torch.equal(maker().unpacked(), expected.dequantize())
+        assert torch.equal(cublas.decoded(maker().codes.view(torch.float8_e4m3fn), maker().scales), maker().unpacked())
+
+
 @pytest.mark.parametrize("columns", [32, 48, 80])
 def test_rows_of_codes_are_filled_up_with_zeros(columns):
     x = torch.randn(16, columns, generator=torch.Generator().manual_seed(1))
@@ -172,23 +217,37 @@ def test_rows_of_codes_are_filled_up_with_zeros(columns):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_the_emulation_poisons_is_poisoned(bad, which):
-    given = [t.bfloat16() for t in ref.tensors(48, 80, 64)]
+@pytest.mark.parametrize("recipe", [NVFP4, MXFP8, RECIPES["mxfp8, square weights"]], ids=["nvfp4", "mxfp8", "square"])
+def test_what_the_emulation_poisons_is_poisoned(recipe, bad, which):
+    given = [t.bfloat16() for t in ref.tensors(64, 96, 64)]
     given[which][5, 7] = bad
     x, w, dy = given
-    expected = ref.run(x, w, dy, ref.numerics_of(NVFP4))
-    found = ref.run(x, w, dy, ref.numerics_of(NVFP4, backend=TorchBackend()))
+    expected = ref.run(x, w, dy, ref.numerics_of(recipe))
+    found = ref.run(x, w, dy, ref.numerics_of(recipe, backend=TorchBackend()))
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine.isfinite(), theirs.isfinite())
         assert torch.equal(mine.isnan(), theirs.isnan())
     assert sum(not t.isfinite().all() for t in found) == 2
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_one_scale_poisons_a_block_whatever_its_codes(bad):
+    """A kernel's codes under the scale NaN are any."""
+    x = torch.ones(64, 64)
+    x[5, 40] = bad
+    operand = TorchBackend().operands(x, OperandRequest(ref.MX8), None, dtype=torch.float32)[0]()
+    operand = replace(operand, codes=torch.full_like(operand.codes, 0x38))
+    assert operand.unpacked().isnan().nonzero().tolist() == [[5, 32 + column] for column in range(32)]
+    product = TorchBackend().gemm(operand, operand, torch.bfloat16)
+    assert product.isnan().sum() == 127
+
+
 def test_operands_survive_being_saved_and_weights_are_kept_for_a_step():
-    request = OperandRequest(ref.X)
-    operand = TorchBackend().operands(torch.randn(16, 48), request, None, dtype=torch.float32)[0]()
-    again = TorchBackend().restored(operand.tensors(), operand.kind)
-    assert again == operand
+    for made_for in (ref.X, ref.MX8):
+        request = OperandRequest(made_for)
+        operand = TorchBackend().operands(torch.randn(16, 96), request, None, dtype=torch.float32)[0]()
+        again = TorchBackend().restored(operand.tensors(), operand.kind)
+        assert again == operand
     plain = TorchBackend().operands(torch.randn(16, 48), OperandRequest(Operand()), None, dtype=torch.bfloat16)[0]()
     assert TorchBackend().restored(plain.tensors(), plain.kind).values is plain.values
     numerics = ref.numerics_of(NVFP4, backend=TorchBackend())
@@ -198,8 +257,9 @@ def test_operands_survive_being_saved_and_weights_are_kept_for_a_step():
     assert isinstance(numerics.weight_cache[2], PackedOperand)
 
 
-def test_scales_along_the_dot_product_cannot_be_exchanged():
-    operand = TorchBackend().operands(torch.randn(16, 32), OperandRequest(ref.X), None, dtype=torch.float32)[0]()
+@pytest.mark.parametrize("made_for", [ref.X, ref.MX8], ids=str)
+def test_scales_along_the_dot_product_cannot_be_exchanged(made_for):
+    operand = TorchBackend().operands(torch.randn(16, 32), OperandRequest(made_for), None, dtype=torch.float32)[0]()
     with pytest.raises(AssertionError, match="along the dot product"):
         operand.transposed()
 
@@ -216,6 +276,7 @@ def test_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for capability in ((10, 0), (10, 3), (12, 0), (12, 1)):
         assert backend.unsupported(NVFP4, capability) is None
+        assert backend.unsupported(MXFP8, capability) is None
     for capability in ((9, 0), (8, 9), (11, 0)):
         assert f"this GPU has {capability[0]}.{capability[1]}" in backend.unsupported(NVFP4, capability)
         assert backend.unsupported(BF16, capability) is None
@@ -228,6 +289,7 @@ def test_where_it_cannot_run(monkeypatch):
 # -------------------------------------------------------------------------------------------------------- self-test
 
 CASE = Case(64, 96, 3 * 40, 3, NVFP4)
+EIGHT = replace(CASE, inputs=160, recipe=MXFP8)
 
 
 class Spoiled(TorchBackend):
@@ -261,7 +323,7 @@ def plain_scales(operand: PackedOperand, request: OperandRequest) -> PackedOpera
     scales = torch.zeros_like(operand.scales.view(torch.uint8))
     flat = operand.plain()[1].view(torch.uint8).flatten()
     scales[: flat.numel()] = flat
-    return replace(operand, scales=scales.view(torch.float8_e4m3fn))
+    return replace(operand, scales=scales.view(operand.scales.dtype))
 
 
 def encode_scale(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
@@ -282,6 +344,7 @@ def faults(made: TorchBackend, case: Case = CASE) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
 def test_the_self_test_passes(name):
     case = replace(CASE, recipe=RECIPES[name])
+    case = replace(case, inputs=inputs_for(case.recipe, (case.tokens, case.inputs, case.outputs))[1])
     assert faults(TorchBackend(), case) == []
     found = [finding.what for finding in selftest.check(TorchBackend(), case, torch.device("cpu"))]
     quantized = [operand for operand in case.recipe.operands.values() if operand.quantized]
@@ -304,6 +367,25 @@ def test_the_self_test_notices(spoil, seen):
     assert any(seen in fault for fault in found), found
 
 
+def half_scales(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+    return replace(operand, scales=(operand.scales.view(torch.uint8) - 1).view(operand.scales.dtype))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "seen"),
+    [
+        (one_code, "wgrad_activation bytes: codes differ in 1 of"),
+        (plain_scales, "fprop_activation bytes: scales differ"),
+        (plain_scales, "dgrad_weight bytes: scales differ"),
+        (half_scales, "wgrad_gradient bytes: scales differ"),
+    ],
+)
+def test_the_self_test_notices_in_mxfp8(spoil, seen):
+    found = faults(Spoiled(spoil), EIGHT)
+    assert any(seen in fault for fault in found), found
+
+
+@pytest.mark.parametrize("case", [CASE, EIGHT], ids=["nvfp4", "mxfp8"])
 @pytest.mark.parametrize(
     ("spoil", "seen"),
     [
@@ -312,10 +394,10 @@ def test_the_self_test_notices(spoil, seen):
         (lambda product, a, b: torch.full_like(product, 1e-3), "wgrad product"),
     ],
 )
-def test_the_self_test_notices_a_wrong_gemm(spoil, seen, monkeypatch):
+def test_the_self_test_notices_a_wrong_gemm(spoil, seen, case, monkeypatch):
     def wrong(a, b, **settings):
         return spoil(cublas.scaled_mm(a, b, **settings), a, b)
 
     monkeypatch.setattr(backend, "scaled_mm", wrong)
-    found = faults(TorchBackend())
+    found = faults(TorchBackend(), case)
     assert any(seen in fault for fault in found), found

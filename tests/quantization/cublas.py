@@ -1,4 +1,4 @@
-"""What `torch.nn.functional.scaled_mm` computes of NVFP4 operands, in PyTorch on any device: it decodes its arguments.
+"""What `torch.nn.functional.scaled_mm` computes of NVFP4 and MXFP8 operands, in PyTorch: it decodes its arguments.
 
 The call itself is checked by PyTorch's own shape function, on tensors without data, and by what the CUDA function
 demands beyond that (aten/src/ATen/native/cuda/ScaledBlas.cpp, 2.10 to 2.13).
@@ -10,6 +10,12 @@ from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BLOCK, SWIZZLED = ScalingType.BlockWise1x16, SwizzleType.SWIZZLE_32_4_4
+# Of each type of codes: the type of block scales, what the scales are, how they lie.
+TAKEN = {
+    torch.float4_e2m1fn_x2: (torch.float8_e4m3fn, [BLOCK, ScalingType.TensorWise], [SWIZZLED, SwizzleType.NO_SWIZZLE]),
+    torch.float8_e4m3fn: (torch.float8_e8m0fnu, [ScalingType.BlockWise1x32], [SWIZZLED]),
+}
 
 
 def scaled_mm(
@@ -36,23 +42,39 @@ def scaled_mm(
     )
     assert seen.shape == (mat_a.shape[0], mat_b.shape[1]) and seen.dtype == output_dtype
     assert output_dtype in (torch.bfloat16, torch.float32)
-    for scales, recipe, swizzle in ((scale_a, scale_recipe_a, swizzle_a), (scale_b, scale_recipe_b, swizzle_b)):
-        assert recipe == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
-        assert swizzle == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-        assert scales[0].is_contiguous() and scales[0].device == mat_a.device == mat_b.device == scales[1].device
+    assert mat_a.dtype == mat_b.dtype
+    scale_type, *taken = TAKEN[mat_a.dtype]
+    for scales, *given in ((scale_a, scale_recipe_a, swizzle_a), (scale_b, scale_recipe_b, swizzle_b)):
+        assert given == taken and len(scales) == len(taken[0]) and scales[0].dtype == scale_type
+        assert scales[0].is_contiguous() and {t.device for t in (mat_a, mat_b, *scales)} == {mat_a.device}
     for matrix in (mat_a, mat_b.t()):
         assert matrix.is_contiguous() and matrix.data_ptr() % 16 == 0 and matrix.shape[1] % 16 == 0
     product = decoded(mat_a, scale_a[0]) @ decoded(mat_b.t(), scale_b[0]).t()
-    return product.mul_(scale_a[1] * scale_b[1]).to(output_dtype)
+    for a, b in zip(scale_a[1:], scale_b[1:], strict=True):
+        product.mul_(a * b)
+    return product.to(output_dtype)
 
 
 def decoded(codes: Tensor, swizzled: Tensor) -> Tensor:
-    """FP32 code * block scale [rows, k] of packed codes [rows, k / 2] and their scales in cuBLAS's tiles."""
-    packed = codes.view(torch.uint8).long()
-    nibbles = torch.stack((packed % 16, packed // 16), -1).flatten(1)
-    table = torch.tensor([*GRID, *(-value for value in GRID)], device=codes.device)
-    rows, columns = nibbles.shape[0], nibbles.shape[1] // 16
+    """FP32 code * block scale [rows, k] of codes, E4M3 [rows, k] or packed E2M1 [rows, k / 2], and their scales in
+    cuBLAS's tiles.
+    """
+    block = 32 if codes.dtype == torch.float8_e4m3fn else 16
+    values = codes.float() if block == 32 else _e2m1(codes)
+    rows, columns = values.shape[0], values.shape[1] // block
     r, c = torch.arange(rows, device=codes.device)[:, None], torch.arange(columns, device=codes.device)[None, :]
     tiles = (r // 128) * -(-columns // 4) + c // 4
-    scales = swizzled.float()[tiles * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4]
-    return table[nibbles] * scales.repeat_interleave(16, 1)
+    bytes_ = swizzled.view(torch.uint8)[tiles * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4]
+    scales = bytes_.view(torch.float8_e4m3fn).float() if block == 16 else _powers_of_two(bytes_)
+    return values * scales.repeat_interleave(block, 1)
+
+
+def _e2m1(codes: Tensor) -> Tensor:
+    packed = codes.view(torch.uint8).long()
+    nibbles = torch.stack((packed % 16, packed // 16), -1).flatten(1)
+    return torch.tensor([*GRID, *(-value for value in GRID)], device=codes.device)[nibbles]
+
+
+def _powers_of_two(codes: Tensor) -> Tensor:
+    """Of UE8M0 codes; 255 is NaN."""
+    return torch.exp2(codes.double() - 127).masked_fill(codes == 255, float("nan")).float()

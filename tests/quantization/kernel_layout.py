@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import PackedColumns, Side
 from megatron_fp4.quantization.formats import unpack_codes
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.tensor import NVFP4Tensor
 
@@ -42,6 +46,31 @@ class Measured:
         quantized = _quantized(self.x.t(), self.rows)
         self.rows_scale.copy_(quantized.decode_scale())
         return words(unpack_codes(quantized.codes).t(), quantized.scales.view(torch.uint8).t())
+
+
+class MXFP8Kernels:
+    """`megatron_fp4.quantization.triton_mxfp8` with its codes alone, on a CPU; `launched` are the blocks it was for."""
+
+    def __init__(self, launched: list[Any]) -> None:
+        self.launched, self.quantize_mxfp8_kernel = launched, self
+
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        return self._quantize
+
+    def _quantize(self, x: Tensor, out: Tensor, scales: Tensor, *size: int, **constants: Any) -> None:
+        block = constants["BLOCK_ROWS"], constants["BLOCK_COLUMNS"]
+        assert constants["CODES"] and size == tuple(x.shape) and x.is_contiguous() and out.shape == x.shape
+        self.launched.append(block)
+        x = x.to(torch.bfloat16)
+        if block[0] == 1:
+            made = quantize_mxfp8(x)
+            codes, expected = made.codes, made.scales
+        else:
+            made = quantize_mxfp8(x.t(), (block[1], 32))
+            codes, expected = made.codes.t(), made.scales.t()
+        out.copy_(codes.view(torch.uint8))
+        assert scales.shape == expected.shape
+        scales.copy_(expected)
 
 
 def _quantized(x: Tensor, side: Side) -> NVFP4Tensor:
