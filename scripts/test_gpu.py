@@ -154,7 +154,8 @@ def run(step: Step, gpus: str, num_gpus: int, output: Path, deadline: float) -> 
         return Result(step, "not run", f"{', '.join(missing)} not installed")
     command = list(step.command)
     if command[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist") is not None:
-        command += ["-n", "4"]  # nearly all of their time is spent compiling kernels
+        # Nearly all of their time is spent compiling kernels.
+        command += ["-n", str(max(4, (os.cpu_count() or 1) // 3))]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
     if step.fresh:
         environment["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="test_gpu_cache_")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -143,5 +144,7 @@ def test_inductor_is_told_before_it_is_imported(deterministic: bool) -> None:
         f"assert inductor.deterministic is {deterministic}\n"
         "import os; os._exit(0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    # A run in this process, of another test, may have set it.
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_DETERMINISTIC"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
