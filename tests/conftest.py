@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_fp4.config import ParallelConfig
@@ -14,3 +16,17 @@ def mesh() -> Iterator[ParallelMesh]:
     """The mesh of this process alone, on the CPU; one a module, because other modules run whole programs in here."""
     yield build_mesh(ParallelConfig(), init_distributed("cpu", 60))
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """What a whole run in this process sets for its own end: environment variables, deterministic algorithms."""
+    environment = dict(os.environ)
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+    torch.utils.deterministic.fill_uninitialized_memory = fill
