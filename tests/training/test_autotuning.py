@@ -109,9 +109,10 @@ def test_the_machine_keeps_only_what_was_measured(tmp_path: Path) -> None:
     with alone():
         pinned = pin_kernels(lambda: call(128), None, tmp_path / "first")
     call(256)
+    saved = pinned.record()
     install(fastest=128)
     with alone():
-        pin_kernels(lambda: call(512), pinned.record(), tmp_path / "second")
+        pin_kernels(lambda: call(512), saved, tmp_path / "second")
     (written,) = (tmp_path / "second").iterdir()
     assert sizes(json.loads(written.read_text())) == {(SCAN, (512,)): 128, (NORM, (512,)): 128}
 
