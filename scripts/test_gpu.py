@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     output: Path = options.output or Path(tempfile.mkdtemp(prefix="test_gpu_"))
     output.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="test_gpu_") as cache, ThreadPoolExecutor(options.jobs) as pool:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, ThreadPoolExecutor(options.jobs) as pool:
         # Steps for one GPU take turns on those that there are.
         places = [str(number % count) if step.gpus == 1 else "0,1" for number, step in enumerate(steps)]
         deadline = began + options.limit
