@@ -34,7 +34,7 @@ from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.validate import validate
 from megatron_fp4.validate_precision import validate_precision, validate_switch
-from models.execution import Execution, choose_execution
+from models.execution import Execution, agreed_execution, choose_execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 
@@ -159,6 +159,7 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
     torch.manual_seed(seed)
     clock = RunClock(seed=seed)
     backend = agreed_backend(backend_of(config, target))
+    agreed_execution(execution_of(config))
     model, linears, plan, switched_plan = build_model_parts(config, target, mesh, clock)
     schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
     at_step = switch_step(config.precision.switch.when, config.train.steps, schedule.decay_start_step)

@@ -355,7 +355,8 @@ class ParallelConfig:
     tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
     replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
     (`true`, less memory) or keep them for the whole step (`false`, less communication).
-    timeout_seconds: after which a hanging collective aborts the run.
+    timeout_seconds: after which a hanging collective aborts the run. The others wait in one while the first rank tunes
+    kernels whose choices neither the checkpoint nor the machine has.
     """
 
     tensor: int = 1

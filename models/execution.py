@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from megatron_fp4.config import ConfigError, ModelConfig, TrainConfig
 
@@ -104,6 +105,21 @@ def choose_execution(
     if general is not None:
         return Execution(recompute=recompute)
     return Execution(recompute=recompute, **{part: refusal is None for part, refusal in refusals.items()})
+
+
+def agreed_execution(execution: Execution) -> Execution:
+    """`execution`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
+    executions: list[Execution] = [execution] * dist.get_world_size()
+    dist.all_gather_object(executions, execution)
+    for part in ("scan", "conv", "compiled"):
+        values = [getattr(chosen, part) for chosen in executions]
+        others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
+        if others:
+            raise ConfigError(
+                f"train.kernels=auto: the fused part `{part}` is {'' if values[0] else 'not '}used on rank 0, unlike "
+                f"on rank {', '.join(others)}; install the same packages on all machines, or choose train.kernels=torch"
+            )
+    return execution
 
 
 def _scan_unavailable(model: ModelConfig) -> str | None:

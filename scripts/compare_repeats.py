@@ -2,11 +2,15 @@
 
     python scripts/compare_repeats.py                                three runs of hybrid_60m, one killed and resumed
     python scripts/compare_repeats.py --nproc 2 parallel.tensor=2    on two ranks
-    python scripts/compare_repeats.py --caches own                   every start compiles and tunes its kernels anew
+    python scripts/compare_repeats.py --caches own                   every start compiles its kernels anew
     python scripts/compare_repeats.py --print-autotuning --repeats 3 --kill-after 0
 
 Overrides are pretrain.py's; where they do not say otherwise the runs are `DEFAULTS` below. Caches of compiled kernels
-(Triton's, Inductor's) begin empty: with `--caches shared` the first start fills them and the others find them warm.
+(Triton's, Inductor's) begin empty: with `--caches shared` the first start fills them and the others find them warm,
+with `--caches own` every start has empty ones. The file of kernel choices that runs leave on a machine is not the
+user's but also begins empty: the first start tunes, and every other that begins at step 0 takes over its choices, with
+both values of `--caches`. The resumed start gets an empty one of its own, as on another machine: what it knows of
+choices comes from its checkpoint alone.
 
 Compares loss and gradient norm of every step, and weights and moments of the last checkpoint, bit for bit. With
 --print-autotuning it also lists which kernels each start tuned, by Triton's own report, and where choices differ.
@@ -39,6 +43,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # to run where the package is not installed
 
+from data.cache import default_cache_dir
 from megatron_fp4.training.metrics import METRICS_FILE, read_metrics
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain.py"
@@ -89,7 +94,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--nproc", type=int, default=1, help="ranks, one a GPU (default: 1)")
     parser.add_argument("--repeats", type=int, default=3, help="runs without an interruption (default: 3)")
     parser.add_argument("--kill-after", type=int, default=6, metavar="STEP", help="when to kill; 0: never (default: 6)")
-    parser.add_argument("--caches", choices=("shared", "own"), default="shared", help="of all starts, or of each")
+    parser.add_argument("--caches", choices=("shared", "own"), default="shared", help="of compiled kernels")
     parser.add_argument("--print-autotuning", action="store_true", help="list what Triton tunes (a start: one process)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one start (default: 600)")
     parser.add_argument("--output", type=Path, help="folder for the runs, which stay (default: a temporary one)")
@@ -117,9 +122,13 @@ def main(arguments: list[str]) -> int:
 
 
 def with_defaults(overrides: Sequence[str]) -> list[str]:
-    """`DEFAULTS` but for the keys that `overrides` name, and `overrides`."""
+    """`DEFAULTS` but for the keys that `overrides` name, and `overrides`; the built-in corpus is the user's."""
     named = {override.lstrip("+").split("=")[0] for override in overrides}
-    return [*(f"{key}={value}" for key, value in DEFAULTS.items() if key not in named), *overrides]
+    defaults = dict(DEFAULTS)
+    if not named & {"data", "data.kind", "data.sources"}:
+        # Each start has another XDG_CACHE_HOME, where it would be built anew.
+        defaults["data.cache_dir"] = str(default_cache_dir())
+    return [*(f"{key}={value}" for key, value in defaults.items() if key not in named), *overrides]
 
 
 class Program:
@@ -138,25 +147,32 @@ class Program:
         return self._read(name, run_dir, [self._start(run_dir)])
 
     def killed(self, name: str, kill_after: int) -> Repeat:
-        """A run that gets SIGKILL when step `kill_after` is done, and is then started again."""
+        """A run that gets SIGKILL when step `kill_after` is done, and is then started again, as on another machine."""
         run_dir = self.folder / name.replace(" ", "_")
-        return self._read(name, run_dir, [self._start(run_dir, kill_after), self._start(run_dir)])
+        killed = self._start(run_dir, kill_after)
+        if not (run_dir / "checkpoints" / "latest").exists():
+            raise FailedError(
+                f"the run in {run_dir} was killed before its first checkpoint; raise --kill-after, or lower "
+                "checkpoint.interval"
+            )
+        return self._read(name, run_dir, [killed, self._start(run_dir, machine="another_machine")])
 
-    def _start(self, run_dir: Path, kill_after: int | None = None) -> Start:
+    def _start(self, run_dir: Path, kill_after: int | None = None, machine: str = "machine") -> Start:
+        """machine: the folder of the file of kernel choices that it finds and leaves."""
         self.num_starts += 1
         logs = [self.folder / f"start_{self.num_starts}_rank_{rank}.log" for rank in range(self.num_ranks)]
         began = time.monotonic()
         # Without torchrun: what is to be killed are exactly the ranks, and each has its output to itself.
-        processes = []
-        for log, environment in zip(logs, self._environments(), strict=True):
-            command = [sys.executable, str(PRETRAIN), *self.overrides, f"run.dir={run_dir}"]
-            with log.open("w") as output:
-                processes.append(
-                    subprocess.Popen(
-                        command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-                    )
-                )
+        processes: list[subprocess.Popen[bytes]] = []
         try:
+            for log, environment in zip(logs, self._environments(machine), strict=True):
+                command = [sys.executable, str(PRETRAIN), *self.overrides, f"run.dir={run_dir}"]
+                with log.open("w") as output:
+                    processes.append(
+                        subprocess.Popen(
+                            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                        )
+                    )
             while any(process.poll() is None for process in processes):
                 if kill_after is not None and steps_done(run_dir) >= kill_after:
                     break
@@ -176,12 +192,13 @@ class Program:
             raise FailedError(f"start {self.num_starts} in {run_dir} {what}\n{tails}")
         return Start(time.monotonic() - began, outputs)
 
-    def _environments(self) -> list[dict[str, str]]:
+    def _environments(self, machine: str) -> list[dict[str, str]]:
         caches = self.folder / (f"caches_{self.num_starts}" if self.own_caches else "caches")
         common = {
             **os.environ,
             "TRITON_CACHE_DIR": str(caches / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "XDG_CACHE_HOME": str(self.folder / machine),
             "PYTHONUNBUFFERED": "1",
         }
         if self.print_autotuning:
@@ -298,4 +315,6 @@ def tuning_report(repeats: Sequence[Repeat]) -> str:
 
 
 if __name__ == "__main__":
+    # As an exception, which ends the ranks: they have sessions of their own and outlive a signal to this one's.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,8 @@
 Runs the steps below as programs of their own, several at a time, each with its output in a file, and ends in one table
 (Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. That others
 use the same GPU at the same time is part of the test: it disturbs what kernels are timed to be fastest. What is not
-done after the limit has failed. Most of the time goes into compiling kernels, on as many cores as there are.
+done after the limit has failed. Most of the time goes into compiling kernels, on as many cores as there are. What is
+tuned here, on a busy GPU, no later run finds: all steps have one temporary XDG_CACHE_HOME.
 
 Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the command is wrong or there is no GPU.
 """
@@ -13,6 +14,7 @@ Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the com
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import platform
@@ -28,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 10.0
+"""Seconds from SIGTERM to SIGKILL, in which a step ends what it started."""
 REPEATS = ("scripts/compare_repeats.py", "--timeout", "240")
 HYBRID_SWITCH = ("model=hybrid_60m", "precision.switch.when=3")
 
@@ -36,7 +40,7 @@ HYBRID_SWITCH = ("model=hybrid_60m", "precision.switch.when=3")
 class Step:
     """command: what Python runs. shows: a pattern whose last match in the output is the result's summary.
 
-    gpus: how many it needs. needs: packages without which it is not run. fresh: as on a machine that has no caches yet.
+    gpus: how many it needs. needs: packages without which it is not run.
     """
 
     name: str
@@ -44,7 +48,6 @@ class Step:
     shows: str
     gpus: int = 1
     needs: tuple[str, ...] = ()
-    fresh: bool = False
 
 
 def tests(name: str, *files: str, but: str = "", needs: tuple[str, ...] = ()) -> Step:
@@ -81,7 +84,6 @@ STEPS = (
         (*REPEATS, "--caches", "own", "--repeats", "2", "--kill-after", "0"),
         EQUAL,
         needs=FUSED,
-        fresh=True,
     ),
     Step(
         "qaf: through its switch, killed and resumed behind it",
@@ -136,18 +138,23 @@ def main(arguments: Sequence[str]) -> int:
     output: Path = options.output or Path(tempfile.mkdtemp(prefix="test_gpu_"))
     output.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
-    with ThreadPoolExecutor(options.jobs) as pool:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache, ThreadPoolExecutor(options.jobs) as pool:
         # Steps for one GPU take turns on those that there are.
         places = [str(number % count) if step.gpus == 1 else "0,1" for number, step in enumerate(steps)]
         deadline = began + options.limit
-        results = list(pool.map(lambda step, place: run(step, place, count, output, deadline), steps, places))
+        results = list(
+            pool.map(lambda step, place: run(step, place, count, output, Path(cache), deadline), steps, places)
+        )
     print(table(results, torch.cuda.get_device_name(), count, options.commit or commit(), time.perf_counter() - began))
     print(f"outputs: {output}")
     return 1 if any(result.verdict == "FAILED" for result in results) else 0
 
 
-def run(step: Step, gpus: str, num_gpus: int, output: Path, deadline: float) -> Result:
-    """Run one step on the GPUs of these indices. deadline: when it has to be done, as `time.perf_counter` counts."""
+def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: Path, deadline: float) -> Result:
+    """Run one step on the GPUs of these indices.
+
+    cache: its XDG_CACHE_HOME. deadline: when it has to be done, as `time.perf_counter` counts.
+    """
     if step.gpus > num_gpus:
         return Result(step, "not run", f"needs {step.gpus} GPUs")
     if missing := [name for name in step.needs if importlib.util.find_spec(name) is None]:
@@ -156,9 +163,7 @@ def run(step: Step, gpus: str, num_gpus: int, output: Path, deadline: float) -> 
     if command[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist") is not None:
         # Nearly all of their time is spent compiling kernels.
         command += ["-n", str(max(4, (os.cpu_count() or 1) // 3))]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
-    if step.fresh:
-        environment["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="test_gpu_cache_")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(cache)}
     log = output / (re.sub(r"\W+", "_", step.name).strip("_") + ".txt")
     began = time.perf_counter()
     with (
@@ -175,7 +180,7 @@ def run(step: Step, gpus: str, num_gpus: int, output: Path, deadline: float) -> 
         try:
             code = program.wait(max(0.0, deadline - began))
         except subprocess.TimeoutExpired:
-            os.killpg(program.pid, signal.SIGKILL)
+            end(program)
             return Result(step, "FAILED", "not done in time", time.perf_counter() - began)
     text = log.read_text(errors="replace")
     shown = [match[0].strip() for match in re.finditer(step.shows, text, re.MULTILINE) if match[0].strip()]
@@ -183,6 +188,18 @@ def run(step: Step, gpus: str, num_gpus: int, output: Path, deadline: float) -> 
     if code == 0 and shown:
         return Result(step, "passed", shown[-1], seconds)
     return Result(step, "FAILED", f"exit code {code}; {text.strip().splitlines()[-1] if text.strip() else ''}", seconds)
+
+
+def end(program: subprocess.Popen[bytes]) -> None:
+    """End a step with all its processes, those of other sessions too if it ends them itself on SIGTERM."""
+    with contextlib.suppress(ProcessLookupError):  # raised once the group has no process left
+        os.killpg(program.pid, signal.SIGTERM)
+        until = time.perf_counter() + PATIENCE
+        while time.perf_counter() < until:
+            program.poll()
+            os.killpg(program.pid, 0)
+            time.sleep(0.05)
+        os.killpg(program.pid, signal.SIGKILL)
 
 
 def table(results: Sequence[Result], gpu: str, count: int, tested: str, seconds: float) -> str:

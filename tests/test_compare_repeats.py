@@ -25,6 +25,21 @@ def test_defaults_give_way() -> None:
     assert not any(override.startswith("train.steps=") for override in overrides)
 
 
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ([], True),
+        (["data.num_workers=0"], True),
+        (["data=indexed"], False),
+        (["experiment=nemotron_h_8b", "+data.sources={web: x}"], False),
+        (["data.cache_dir=x"], False),
+    ],
+)
+def test_starts_share_the_built_in_corpus(given: list[str], added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert ("data.cache_dir=/somewhere/megatron_fp4" in compare_repeats.with_defaults(given)) == added
+
+
 def test_equal_runs_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare_repeats.differences(RUN, replace(RUN, name="run 2")) == []
     assert compare_repeats.report([RUN, replace(RUN, name="run 2")]) == 0
@@ -114,17 +129,61 @@ def test_a_failed_run_ends_the_comparison(tmp_path: Path, capfd: pytest.CaptureF
 
 
 def test_a_run_that_cannot_be_killed_in_time_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "pretrain.py"
-    program.write_text("pass")
-    monkeypatch.setattr(compare_repeats, "PRETRAIN", program)
+    stub(tmp_path, monkeypatch, "pass")
     with pytest.raises(FailedError, match="was finished before it could be killed"):
         Program([], 1, tmp_path, 30.0).killed("killed", 2)
 
 
-def test_a_run_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "pretrain.py"
-    program.write_text("import time; print('here', flush=True); time.sleep(60)")
+KILLED = """
+import json, os, sys, time
+from pathlib import Path
+
+run_dir = Path(sys.argv[-1].removeprefix("run.dir="))
+run_dir.mkdir(exist_ok=True)
+names = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+with (run_dir / "environments").open("a") as file:
+    print(*(os.environ[name] for name in names), file=file)
+resumed = (run_dir / "metrics.jsonl").exists()
+if "checkpointed" in sys.argv:
+    (run_dir / "checkpoints").mkdir(exist_ok=True)
+    (run_dir / "checkpoints" / "latest").touch()
+if "killed" in run_dir.name and not resumed:
+    (run_dir / "metrics.jsonl").write_text(json.dumps({"kind": "step", "step": 2}) + chr(10))
+    time.sleep(60)
+"""
+
+
+def stub(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    program = folder / "pretrain.py"
+    program.write_text(text)
     monkeypatch.setattr(compare_repeats, "PRETRAIN", program)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_resumed_start_finds_no_choices_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """All other starts find those of the first; compiled kernels are every start's own if wanted, and only then."""
+    stub(tmp_path, monkeypatch, KILLED)
+    monkeypatch.setattr(Program, "_read", lambda self, name, run_dir, starts: replace(RUN, name=name, starts=starts))
+    program = Program(["checkpointed"], 1, tmp_path, 30.0)
+    program.own_caches = own
+    program.straight("run")
+    assert len(program.killed("killed", 2).starts) == 2
+    found = [line.split() for name in ("run", "killed") for line in (tmp_path / name / "environments").open()]
+    machines, *compiled = zip(*found, strict=True)
+    assert machines == tuple(str(tmp_path / name) for name in ("machine", "machine", "another_machine"))
+    assert [len(set(folders)) for folders in compiled] == ([3, 3] if own else [1, 1])
+
+
+def test_a_run_killed_before_its_first_checkpoint_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, KILLED)
+    with pytest.raises(FailedError, match="killed before its first checkpoint; raise --kill-after"):
+        Program([], 1, tmp_path, 30.0).killed("killed", 2)
+
+
+def test_a_run_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch, "import time; print('here', flush=True); time.sleep(60)")
     started: list[Any] = []
     popen = compare_repeats.subprocess.Popen
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,15 +39,68 @@ def test_every_file_of_gpu_tests_is_in_a_step() -> None:
 )
 def test_a_step_passes_only_with_its_summary(tmp_path: Path, program: str, verdict: str, detail: str) -> None:
     step = Step("a step", ("-c", program), r"^\d+ done")
-    result = run(step, "0", 1, tmp_path, time.perf_counter() + (20 if "sleep" not in program else 0.5))
+    result = run(step, "0", 1, tmp_path, tmp_path, time.perf_counter() + (20 if "sleep" not in program else 0.5))
     assert (result.verdict, result.detail) == (verdict, detail)
 
 
 def test_what_cannot_run_is_named(tmp_path: Path) -> None:
     two = Step("on two", ("-c", ""), ".*", gpus=2)
-    assert run(two, "0,1", 1, tmp_path, 0.0) == Result(two, "not run", "needs 2 GPUs")
+    assert run(two, "0,1", 1, tmp_path, tmp_path, 0.0) == Result(two, "not run", "needs 2 GPUs")
     other = Step("with more", ("-c", ""), ".*", needs=("no_such_package",))
-    assert run(other, "0", 1, tmp_path, 0.0).detail == "no_such_package not installed"
+    assert run(other, "0", 1, tmp_path, tmp_path, 0.0).detail == "no_such_package not installed"
+
+
+def test_what_is_tuned_here_stays_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a chip")
+    monkeypatch.setattr(test_gpu, "table", lambda results, *_: results_of.extend(results))
+    results_of: list[Result] = []
+    program = "import os; folder = os.environ['XDG_CACHE_HOME']; print('in', folder, os.path.isdir(folder))"
+    monkeypatch.setattr(test_gpu, "STEPS", [Step(name, ("-c", program), r"^in .*") for name in "ab"])
+    assert test_gpu.main(["--output", str(tmp_path / "results"), "--commit", "abc"]) == 0
+    first, second = (result.detail.split() for result in results_of)
+    assert first == second and first[2] == "True"
+    assert first[1] != str(tmp_path / "mine") and not Path(first[1]).exists()
+
+
+def started(command: list[str], said: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A step's process as `run` starts it, and the process id that the file `said` will hold."""
+    program = subprocess.Popen([sys.executable, *command], start_new_session=True)
+    for _ in range(1200):
+        if said.exists() and said.read_text().endswith("."):
+            return program, int(said.read_text()[:-1])
+        time.sleep(0.05)
+    raise AssertionError("it did not start")
+
+
+def test_the_end_reaches_runs_in_sessions_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of compare_repeats.py, which it starts so."""
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "compare_repeats.py", tmp_path / "scripts")
+    said = tmp_path / "said"
+    rank = f"import os, time; open({str(said)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(600)"
+    (tmp_path / "pretrain.py").write_text(rank)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    program, pid = started([str(script), "--output", str(tmp_path / "runs")], said)
+    assert os.getsid(pid) == pid
+    test_gpu.end(program)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert program.wait() == 128 + 15
+
+
+def test_the_end_waits_for_no_one_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_gpu, "PATIENCE", 0.2)
+    said = tmp_path / "said"
+    deaf = (
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"open({str(said)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(600)"
+    )
+    program, _ = started(["-c", deaf], said)
+    test_gpu.end(program)
+    assert program.wait() == -9
 
 
 def test_the_table() -> None:

@@ -14,8 +14,8 @@ more. Choices come, in this order, from
                         from the beginning chooses once
     measuring
 
-The first two count only for the same GPU and versions. A key that comes up later is not timed, which each rank would
-do for itself: it gets the smallest configuration, whatever rank or run meets it.
+The first two count only for the same GPU and versions. A key that comes up later is not compared with others, which
+each rank would do for itself: it gets the smallest configuration, whatever rank or run meets it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None,
     """
     importlib.import_module(_KERNELS)
     autotuners = live_autotuners()
+    for autotuner in autotuners.values():
+        # What an earlier run of this process left; this one shall find what a new process finds.
+        autotuner.__dict__.pop("prune_configs", None)
+        autotuner.cache.clear()
     environment = environment_here()
     chosen: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -112,14 +116,15 @@ def _choose(
         lines += [f"kernels: not as in {place}: {line}" for line in refused]
     known = choices_of(autotuners).keys()
     rehearse()
-    tuned = choices_of(autotuners).keys() - known
+    tuned = {tuning: config for tuning, config in choices_of(autotuners).items() if tuning not in known}
     if tuned:
         # Another run may have finished tuning in the meantime: the first to write decides for both.
         kept = choices_in(read_record(machine_file) or record_of(environment, {}))
         put_back({tuning: config for tuning, config in kept.items() if tuning in tuned}, autotuners)
         try:
             machine_folder.mkdir(parents=True, exist_ok=True)
-            write_record(machine_file, record_of(environment, {**choices_of(autotuners), **kept}))
+            # No others: among those of a checkpoint are smallest ones, of keys that came late.
+            write_record(machine_file, record_of(environment, {**tuned, **kept}))
         except OSError as error:
             lines.append(f"kernels: a new run will tune again, {machine_file} cannot be written: {error}")
     lines.append(f"kernels: {len(known)} configurations known, {len(tuned)} tuned")

@@ -6,13 +6,14 @@ Runs the whole program in processes of its own, some minutes in all; scripts/com
 import importlib
 import importlib.util
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from data.cache import default_cache_dir
 from megatron_fp4.training.autotuning import choices_in, live_autotuners, record_of
 from megatron_fp4.training.metrics import read_metrics
 from scripts import compare_repeats
@@ -30,16 +31,16 @@ SMALL = [
     "model.vocab_size=2048",
     "train.steps=8",
     "checkpoint.interval=3",
-    f"data.cache_dir={default_cache_dir()}",
 ]
 TIMEOUT = 240.0
 
 
 @pytest.fixture(autouse=True)
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine on which nothing was tuned yet: where it will keep what is."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "megatron_fp4" / "autotuning"
+def ranks_end_with_the_test() -> Iterator[None]:
+    """Also on SIGTERM, which scripts/test_gpu.py sends when time is over; ranks have sessions of their own."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def compare(folder: Path, *arguments: str) -> int:
@@ -67,11 +68,11 @@ def test_repeats_and_a_resume_are_equal(
     assert not any("was not tuned in advance" in log for log in logs), "the rehearsal missed a kernel or a key"
 
 
-def test_a_checkpoint_carries_the_choices(tmp_path: Path, machine: Path) -> None:
+def test_a_checkpoint_carries_the_choices(tmp_path: Path) -> None:
     """A resume on a machine that would choose otherwise."""
     assert compare(tmp_path, "--repeats", "1", "--kill-after", "4") == 0
     straight = tmp_path / "run_1"
-    (known,) = machine.iterdir()
+    (known,) = (tmp_path / "machine" / "megatron_fp4" / "autotuning").iterdir()
     record = json.loads(known.read_text())
     importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     autotuners = live_autotuners()

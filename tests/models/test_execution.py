@@ -1,11 +1,17 @@
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
 
-from megatron_fp4.config import ConfigError, TrainConfig
+import assembly
+from assembly import configure
+from megatron_fp4.config import ConfigError, ParallelConfig, TrainConfig
+from megatron_fp4.parallel.mesh import build_mesh
 from models import execution
 from models.execution import PLAIN, Execution, choose_execution
 from tests.models.builders import small_config
+from tests.training.harness import launch
 
 EVERYTHING = {"triton", "mamba_ssm", "causal_conv1d"}
 
@@ -63,3 +69,30 @@ def test_unknown_choices(monkeypatch, changes):
 def test_the_log_says_what_runs():
     assert "scan: mamba-ssm, convolution: torch" in Execution(scan=True, compiled=True).describe("M-")
     assert dataclasses.replace(PLAIN).describe("*-").startswith("attention: SDPA, its own choice")
+
+
+def _build(rank: int, executions: list[Execution]) -> str:
+    """What `build` says on a rank whose packages lead to executions[rank]."""
+    config, target = configure(["model=tiny"])
+    assembly.execution_of = lambda config: executions[rank]  # type: ignore[assignment]
+    mesh: Any = build_mesh(ParallelConfig(), torch.device("cpu"))
+    with pytest.raises(ConfigError) as refused:
+        assembly.build(config, target, mesh)
+    return str(refused.value)
+
+
+def test_a_rank_without_a_package_is_refused_on_all_ranks():
+    """Else ranks with mamba-ssm's scan would wait for the others in the collective that pins its kernels."""
+    first, second = launch(_build, 2, [PLAIN, Execution(scan=True)])
+    assert first == second
+    assert "`scan` is not used on rank 0, unlike on rank 1" in first
+
+
+def test_ranks_that_agree(monkeypatch):
+    chosen = [Execution(scan=True, conv=True)] * 4
+    monkeypatch.setattr(execution.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(execution.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen))
+    assert execution.agreed_execution(chosen[1]) is chosen[1]
+    chosen[1] = chosen[3] = Execution(scan=True)
+    with pytest.raises(ConfigError, match=r"`conv` is used on rank 0, unlike on rank 1, 3; install the same"):
+        execution.agreed_execution(chosen[0])

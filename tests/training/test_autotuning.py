@@ -87,6 +87,36 @@ def test_a_key_that_comes_late_gets_the_smallest_configuration(real: bool, tmp_p
     assert {key[0]: size for (_, key), size in sizes(pinned.record()).items()} == {128: 128, 256: 32}
 
 
+@pytest.mark.parametrize("real", [pytest.param(False, id="a stand-in"), REAL])
+def test_a_second_run_in_one_process_tunes_like_the_first(real: bool, tmp_path: Path) -> None:
+    """Also sizes that came late in the first, and so had the smallest configuration, which nobody measured."""
+    kernels = install(fastest=128, real=real)
+    with alone():
+        pin_kernels(lambda: call(128), None, tmp_path / "first")
+        call(256)
+        second = pin_kernels(lambda: (call(256), call(512)), None, tmp_path / "second")
+    assert second.lines == ["kernels: 0 configurations known, 4 tuned"]
+    (written,) = (tmp_path / "second").iterdir()
+    expected = {(name, (n,)): 128 for name in (SCAN, NORM) for n in (256, 512)}
+    assert sizes(second.record()) == sizes(json.loads(written.read_text())) == expected
+    call(1024)
+    assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are again not compared"
+
+
+def test_the_machine_keeps_only_what_was_measured(tmp_path: Path) -> None:
+    """Not a checkpoint's smallest configuration of a key that came late."""
+    install(fastest=64)
+    with alone():
+        pinned = pin_kernels(lambda: call(128), None, tmp_path / "first")
+    call(256)
+    saved = pinned.record()
+    install(fastest=128)
+    with alone():
+        pin_kernels(lambda: call(512), saved, tmp_path / "second")
+    (written,) = (tmp_path / "second").iterdir()
+    assert sizes(json.loads(written.read_text())) == {(SCAN, (512,)): 128, (NORM, (512,)): 128}
+
+
 def test_smallest_counts_all_blocks_and_stages() -> None:
     configs = [
         Config({"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 32}, num_stages=2),
