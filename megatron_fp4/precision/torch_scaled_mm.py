@@ -204,8 +204,8 @@ class TorchBackend:
         source, _ = _makers(x, rows, None, dtype, amax_group)
         assert source is not None
         along_columns = functools.cache(source)
-        other, _ = _makers(x, columns, None, dtype, amax_group)
-        return along_columns if columns == rows else other, lambda: along_columns().transposed()
+        first = along_columns if columns == rows else _makers(x, columns, None, dtype, amax_group)[0]
+        return first, lambda: along_columns().transposed()
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
