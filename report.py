@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from assembly import Run
-from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.plan import Plan
 from megatron_fp4.training import console as show
 from megatron_fp4.training.console import RunConsole
 from megatron_fp4.training.plot import plot_loss
@@ -33,10 +33,7 @@ def introduce(run: Run, console: RunConsole, start: int) -> None:
         for row in plan.rows
     ]
     console.table(show.plan_table(rows, config.precision.name))
-    facts: dict[str, object] = {}
-    for gemm in recipe_from_config(config.precision).describe():
-        name, _, value = gemm.partition(": ")
-        facts[name] = value
+    facts: dict[str, object] = {**recipe_facts(plan)}
     facts["linears quantized"] = f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})"
     facts["model FLOPs quantized"] = f"{plan.quantized_flops_per_token / flops.total:.1%}"
     facts["compute dtype, backend"] = f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}"
@@ -61,6 +58,19 @@ def introduce(run: Run, console: RunConsole, start: int) -> None:
     console.text(run.bundle.summary())
     if start:
         console.text(f"resumed after step {start} of {config.train.steps}")
+
+
+def recipe_facts(plan: Plan) -> dict[str, str]:
+    """What the GEMMs of each quantized recipe of the plan multiply; the recipe is named where there are several."""
+    written = plan.as_dict()
+    quantized = [written["linears"][row.linear.name]["recipe"] for row in plan.rows if row.recipe.quantized]
+    names = list(dict.fromkeys(quantized)) or list(written["recipes"])
+    facts = {}
+    for recipe in names:
+        for line in written["recipes"][recipe]:
+            gemm, _, value = line.partition(": ")
+            facts[gemm if len(names) == 1 else f"{recipe}, {gemm}"] = value
+    return facts
 
 
 def summarize(run: Run, console: RunConsole, losses: dict[str, float], entropy: dict[str, float]) -> None:

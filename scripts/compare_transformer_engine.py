@@ -41,10 +41,11 @@ from assembly import build, configure, device_type_of, set_determinism
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
 from megatron_fp4.precision.recipe import Recipe
-from megatron_fp4.precision.selftest import RECIPES, actual_parts, difference, expected_parts, nearest
+from megatron_fp4.precision.selftest import RECIPES, nearest
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4

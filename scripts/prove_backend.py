@@ -1,10 +1,11 @@
 """Prove on this machine, in two minutes and without a run, that the backends compute what the recipes say.
 
     python scripts/prove_backend.py                                      every precision and backend, some shapes
-    python scripts/prove_backend.py model=nemotron_h_8b parallel.tensor=8     the linears of one rank of that run
+    python scripts/prove_backend.py model=nemotron_h_8b parallel.tensor=8     the quantized linears of one rank of it
     python scripts/prove_backend.py precision.wgrad.rht=0 --precision nvfp4 --backend transformer_engine
 
-Arguments are overrides of pretrain.py, before the options. Compared are: the reference quantizers with the formats'
+Arguments are overrides of pretrain.py, before the options. Each linear is computed by its own recipe in the plan; where
+no run is named, every shape by every recipe of the precision. Compared are: the reference quantizers with the formats'
 definition, by brute force; every operand's codes, scales and maxima with the reference; the fairness of stochastic
 rounding; the three products with FP64; what becomes of NaN and inf (precision/selftest.py); and timed is every linear
 against BF16. What this machine cannot run is listed with the reason. The end is a block of Markdown for a report. Exit
@@ -22,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
 
-from assembly import CONFIGS
+from assembly import CONFIGS, configuration_errors
 from megatron_fp4.backend_choice import choose_backend
 from megatron_fp4.compose import compose_config
 from megatron_fp4.config import Config, ConfigError
@@ -30,10 +31,11 @@ from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
 from megatron_fp4.precision.linear import LinearNumerics, _Call
+from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.selftest import PAIRS, Case, Finding, check, sample_tensors, transformed
 from megatron_fp4.validate import validate
-from megatron_fp4.validate_precision import BACKENDS
+from megatron_fp4.validate_precision import BACKENDS, parts
 from models.flops import linear_costs
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
@@ -94,6 +96,7 @@ def main(arguments: list[str]) -> int:
     names = list(BACKENDS) if "all" in options.backend else list(dict.fromkeys(options.backend))
     try:
         configs = {name: composed(name, options.overrides, device.type) for name in options.precision}
+        cases = {name: cases_of(config, bool(options.overrides), device.type) for name, config in configs.items()}
     except ConfigError as error:
         print(f"prove_backend.py: {error}", file=sys.stderr)
         return 2
@@ -101,19 +104,20 @@ def main(arguments: list[str]) -> int:
     proofs: list[Proof] = []
     able: dict[Shape, dict[str, tuple[Recipe, Backend]]] = {}
     for name, config in configs.items():
-        recipe = recipe_from_config(config.precision)
-        shapes = shapes_of(config, bool(options.overrides), device.type)
         for backend_name in names:
             print(f"{name}, {backend_name} ...", file=sys.stderr, flush=True)
-            backend = backend_for(config, backend_name, device.type)
+            backend = backend_for(config, backend_name, device.type) if cases[name] else "it quantizes no linear"
             if isinstance(backend, str):
                 proofs.append(Proof(name, backend_name, untested=backend))
                 continue
-            proof = prove(Proof(name, backend_name), backend, [Case(*shape, recipe) for shape in shapes], device)
+            proof = prove(Proof(name, backend_name), backend, cases[name], device)
             proofs.append(proof)
             if not any(finding.what == "kernels" for finding in proof.findings):
-                for shape in shapes:
-                    able.setdefault(shape, {})[f"{name}, {backend_name}"] = recipe, backend
+                own = recipe_from_config(config.precision)
+                for case in cases[name]:
+                    shape = (case.tokens, case.inputs, case.outputs, case.num_groups)
+                    label = name if case.recipe == own else f"{name}: {case.recipe.name}"
+                    able.setdefault(shape, {})[f"{label}, {backend_name}"] = case.recipe, backend
     print("times ...", file=sys.stderr, flush=True)
     times = [(shape, linear_times(shape, candidates, device)) for shape, candidates in able.items()]
     print(report(definition, proofs, times, device))
@@ -139,22 +143,32 @@ def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
         return str(error)
 
 
-def shapes_of(config: Config, named: bool, device_type: str) -> list[Shape]:
-    """What to compute: the different linears of one rank of the model, or some shapes if none is `named`."""
+def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
+    """What to compute: the different quantized linears of one rank by the run's plan, or if no run is `named` some
+    shapes by every recipe of the precision. Raises ConfigError for a plan that the model does not go with."""
     if not named:
-        return SHAPES[device_type]
+        recipes = dict.fromkeys(recipe_from_config(part) for _, part in parts(config.precision, "precision"))
+        return [Case(*shape, recipe) for recipe in recipes if recipe.quantized for shape in SHAPES[device_type]]
     model, shards = config.model, config.parallel.tensor
     tokens = config.train.micro_batch_size * config.train.sequence_length
     tokens = min(tokens, _CPU_TOKENS) if device_type == "cpu" else tokens
     groups = {"in_proj": model.mamba_num_groups // shards, "qkv_proj": model.num_kv_heads // shards}
-    shapes: dict[Shape, None] = {}
-    for cost in linear_costs(model):
-        kind = cost.name.split(".")[-1]
+    linears = [
+        LinearShape(cost.name, cost.block, cost.in_features, cost.out_features, model.pattern[cost.block])
+        for cost in linear_costs(model)
+    ]
+    own, bf16 = recipe_from_config(config.precision), config.precision.bf16_blocks
+    with configuration_errors():
+        plan = build_plan(linears, own, bf16, model.num_blocks, config.precision.exceptions)
+    cases: dict[Case, None] = {}
+    for row in plan.rows:
+        kind = row.linear.name.split(".")[-1]
         along_inputs = kind in ("out_proj", "down_proj")
-        inputs = cost.in_features // (shards if along_inputs else 1)
-        outputs = cost.out_features // (1 if along_inputs else shards)
-        shapes[tokens, inputs, outputs, groups.get(kind, 1)] = None
-    return list(shapes)
+        inputs = row.linear.in_features // (shards if along_inputs else 1)
+        outputs = row.linear.out_features // (1 if along_inputs else shards)
+        if row.recipe.quantized:
+            cases[Case(tokens, inputs, outputs, groups.get(kind, 1), row.recipe)] = None
+    return list(cases)
 
 
 def prove(proof: Proof, backend: Backend, cases: list[Case], device: torch.device) -> Proof:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from assembly import CONFIGS
 from megatron_fp4.compose import compose_config
+from megatron_fp4.config import Config
 from megatron_fp4.precision.emulated import EmulatedBackend
-from megatron_fp4.quantization import nvfp4
-from megatron_fp4.quantization.formats import round_e2m1_stochastic
+from megatron_fp4.quantization import mxfp8, nvfp4
+from megatron_fp4.quantization.formats import round_e2m1_stochastic, to_e4m3, to_ue8m0_up
 from megatron_fp4.validate_precision import BACKENDS
 from scripts import prove_backend
 from scripts.prove import environment
@@ -85,16 +86,71 @@ def test_the_reference_is_judged_too(monkeypatch) -> None:
     assert [what for what, holds in properties(cpu) if not holds] == ["NVFP4: codes are the nearest of all 15"]
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "seen"),
+    [
+        ("to_ue8m0_up", lambda x: to_ue8m0_up(x) + 1, "MXFP8: scales are the least powers of two that clip nothing"),
+        ("to_ue8m0_up", lambda x: to_ue8m0_up(x) - 1, "MXFP8: scales are the least powers of two that clip nothing"),
+        ("to_e4m3", lambda x: to_e4m3(x * 1.03), "MXFP8: codes are the nearest E4M3 numbers"),
+    ],
+)
+def test_the_reference_of_mxfp8_is_judged_too(name, wrong, seen, monkeypatch) -> None:
+    monkeypatch.setattr(mxfp8, name, wrong)
+    failed = [what for what, holds in properties(torch.device("cpu")) if not holds]
+    assert seen in failed and all(what.startswith("MXFP8") for what in failed)
+
+
+@pytest.mark.parametrize("value", ["/home/someone/cache", "~/cache", "caches/triton"])
+def test_paths_stay_on_the_machine(value, monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", value)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    found = {name: shown for name, shown, _ in environment.switches()}
+    assert found["TRITON_CACHE_DIR"] == "set" and found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def shapes_of(config: Config, device_type: str) -> set[prove_backend.Shape]:
+    cases = prove_backend.cases_of(config, True, device_type)
+    return {(case.tokens, case.inputs, case.outputs, case.num_groups) for case in cases}
+
+
 def test_the_shapes_of_a_model() -> None:
     config = compose_config(["model=tiny", "parallel.tensor=2"], CONFIGS)
-    shapes = prove_backend.shapes_of(config, True, "cuda")
+    shapes = shapes_of(config, "cuda")
     model = config.model
     tokens = config.train.micro_batch_size * config.train.sequence_length
     in_proj = 2 * model.mamba_inner_dim + 2 * model.mamba_num_groups * model.mamba_state_dim + model.mamba_num_heads
     assert (tokens, model.hidden_dim, in_proj // 2, 1) in shapes
     assert (tokens, model.ffn_dim // 2, model.hidden_dim, 1) in shapes
     assert len(shapes) == 6  # two of each kind of block
-    assert {shape[0] for shape in prove_backend.shapes_of(config, True, "cpu")} == {256}
+    assert {shape[0] for shape in shapes_of(config, "cpu")} == {256}
+
+
+def test_every_linear_has_the_recipe_that_the_plan_gives_it() -> None:
+    """Mamba's output projection in MXFP8, attention in BF16, the rest in NVFP4."""
+    config = compose_config(["precision=nvfp4_nemotron_3", "model=tiny"], CONFIGS)
+    model = config.model
+    found = {(case.recipe.name, case.inputs, case.outputs) for case in prove_backend.cases_of(config, True, "cpu")}
+    in_proj = 2 * model.mamba_inner_dim + 2 * model.mamba_num_groups * model.mamba_state_dim + model.mamba_num_heads
+    assert found == {
+        ("nvfp4_nemotron_3", model.hidden_dim, in_proj),
+        ("mxfp8", model.mamba_inner_dim, model.hidden_dim),
+        ("nvfp4_nemotron_3", model.hidden_dim, model.ffn_dim),
+        ("nvfp4_nemotron_3", model.ffn_dim, model.hidden_dim),
+    }
+    without_a_model = {case.recipe.name for case in prove_backend.cases_of(config, False, "cpu")}
+    assert without_a_model == {"nvfp4_nemotron_3", "mxfp8"}
+
+
+def test_an_exception_is_proven_and_timed_by_its_own_recipe(capsys) -> None:
+    assert prove_backend.main(["--precision", "nvfp4_nemotron_3", "--backend", "emulated"]) == 0
+    printed = capsys.readouterr().out
+    for label in ("nvfp4_nemotron_3, emulated", "nvfp4_nemotron_3: mxfp8, emulated"):
+        assert f"| 128 tokens, 128 -> 144 | {label} |" in " ".join(printed.split())
+
+
+def test_where_nothing_is_quantized_nothing_is_tested(capsys) -> None:
+    assert prove_backend.main(["--precision", "bf16", "--backend", "emulated"]) == 0
+    assert "not tested: it quantizes no linear" in capsys.readouterr().out
 
 
 def test_the_command_line() -> None:
@@ -107,6 +163,8 @@ def test_misuse(capsys) -> None:
     assert prove_backend.main(["model.hidden_dims=3"]) == 2
     assert "did you mean" in capsys.readouterr().err
     assert prove_backend.main(["model.hidden_dim=100"]) == 2
+    assert prove_backend.main(["precision.bf16_blocks.names=['*.no_proj']", "--precision", "nvfp4"]) == 2
+    assert "matches no linear" in capsys.readouterr().err
     for wrong in (["--precision", "fp3"], ["--backend", "cutlass"], ["--fast"]):
         with pytest.raises(SystemExit) as ended:
             prove_backend.main(wrong)

@@ -7,6 +7,7 @@ where a backend promises our own bytes (`bytes_fault`) is it not.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,8 @@ from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
 
-# Elements that are compared at once: bounds the memory.
-CHUNK_ELEMENTS = 2**24
+# Elements that are compared at once, in whole blocks of every format: bounds the memory of the reference.
+_CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.linear import _Call
@@ -45,11 +46,17 @@ def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | N
 
 def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
     """An operand in comparable parts: codes and scales of native operands, values of emulated ones."""
+    return parts_by_rows(made)(rows)
+
+
+def parts_by_rows(made: object) -> Callable[[slice], dict[str, Tensor]]:
+    """`actual_parts` of an operand that is decoded once, as a function of the rows."""
     if isinstance(made, te.NativeOperand):
         decoded = made.decoded()
-        return _code_parts(decoded, rows)
+        return lambda rows: _code_parts(decoded, rows)
     values, scale = made.unpacked(), made.scale  # type: ignore[attr-defined]
-    return {"values": values[rows].to(torch.float32) + 0.0} | ({} if scale is None else {"tensor scale": scale})
+    whole = {} if scale is None else {"tensor scale": scale}
+    return lambda rows: {"values": values[rows].to(torch.float32) + 0.0} | whole
 
 
 def _code_parts(quantized: Quantized, rows: slice) -> dict[str, Tensor]:
@@ -80,20 +87,39 @@ def bytes_fault(made: PackedOperand, rows: Tensor, call: _Call, name: str) -> st
     amax = rows.abs().amax().to(torch.float32)
     codes, scales = made.plain()
     drawn = operand.rounding == "stochastic"
-    size = max(128, CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
-    for start in range(0, rows.shape[0], size):
-        here = slice(start, start + size)
-        key = call.numerics.key(call.step, call.micro_batch, name, start, 0) if drawn else None
-        expected = reference(rows[here], operand, amax, key)
-        parts = {
-            "codes": (codes[here], expected.codes),
-            "scales": (scales[here], expected.scales.view(scales.dtype)),
-        }
-        if isinstance(expected, NVFP4Tensor):
-            assert made.scale is not None
-            parts["tensor scale"] = made.scale, expected.decode_scale()
-        for part, (actual, right) in parts.items():
-            if fault := difference(actual, right, start):
+
+    def expected(chunk: slice) -> dict[str, Tensor]:
+        key = call.numerics.key(call.step, call.micro_batch, name, chunk.start, 0) if drawn else None
+        right = reference(rows[chunk], operand, amax, key)
+        parts = {"codes": right.codes, "scales": right.scales.view(scales.dtype)}
+        return parts | ({"tensor scale": right.decode_scale()} if isinstance(right, NVFP4Tensor) else {})
+
+    def actual(chunk: slice) -> dict[str, Tensor]:
+        parts = {"codes": codes[chunk], "scales": scales[chunk]}
+        return parts | ({} if made.scale is None else {"tensor scale": made.scale})
+
+    return parts_fault(rows, actual, expected)
+
+
+def row_chunks(rows: Tensor) -> Iterator[slice]:
+    """The rows of a matrix, some at a time: whole blocks of every format."""
+    size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // rows.shape[1] // _CHUNK_ROWS * _CHUNK_ROWS)
+    return (slice(start, start + size) for start in range(0, rows.shape[0], size))
+
+
+def parts_fault(
+    rows: Tensor,
+    actual: Callable[[slice], Mapping[str, Tensor]],
+    expected: Callable[[slice], Mapping[str, Tensor]],
+) -> str:
+    """The first part in which an operand of `rows` [n, k] is not the reference, and where; empty if there is none.
+
+    actual, expected: parts of the given rows; those that are expected are compared.
+    """
+    for chunk in row_chunks(rows):
+        found = actual(chunk)
+        for part, right in expected(chunk).items():
+            if fault := difference(found[part], right, chunk.start):
                 return f"{part} {fault}"
     return ""
 

@@ -10,7 +10,6 @@ step, a block scale by one E4M3 step, and codes must follow from values within o
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,17 +17,18 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.comparison import (
-    actual_parts,
     difference,
     expected_parts,
     operand_scale,
     operand_values,
+    parts_by_rows,
+    parts_fault,
     reference,
+    row_chunks,
 )
 from megatron_fp4.precision.emulated import OperandRequest, shared_amax, transform_signs
-from megatron_fp4.precision.fair_rounding import grid_values
 from megatron_fp4.precision.transformer_engine import NativeOperand
-from megatron_fp4.quantization.formats import E2M1_MAX, E2M1_VALUES, FP32_MAX
+from megatron_fp4.quantization.formats import E2M1_MAX, E2M1_VALUES, FP32_MAX, e2m1_values, unpack_codes
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.tensor import NVFP4Tensor
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 # One step of BF16 where it is widest, relative; and what FP32 sums of 16 may be off near zero, in units of the E2M1
 # grid, whose largest value is that of the tile.
 _BF16_STEP, _NEAR_ZERO = 2.0**-7, 2.0**-14
-_CHUNK_ELEMENTS = 2**22
-_CHUNK_ROWS = 128  # whole blocks of every format
 
 
 def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: ProcessGroup | None) -> str:
@@ -58,24 +56,21 @@ def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: Pr
         part = rows[chunk]
         return part if signs is None else random_hadamard_transform(part.to(torch.bfloat16), request.rht, signs)
 
-    amax = functools.reduce(torch.maximum, (source(chunk).abs().amax() for chunk in _chunks(rows))).to(torch.float32)
+    amax = functools.reduce(torch.maximum, (source(chunk).abs().amax() for chunk in row_chunks(rows))).to(torch.float32)
     amax = shared_amax(amax, group) if operand.format == "nvfp4" else amax
     if not amax.isfinite():
         return "" if _poisoned(made) else "is finite although it was made of NaN or inf"
-    native = isinstance(made, NativeOperand)
-    for chunk in _chunks(rows):
-        if native and (request.key is not None or request.rht):
-            fault = _native_fault(made, chunk, source(chunk), request, amax)
-        else:
-            fault = _exact_fault(made, chunk, source(chunk), request, amax)
-        if fault:
-            return fault
-    return ""
+    if isinstance(made, NativeOperand) and (request.key is not None or request.rht):
+        decoded = made.decoded()
+        assert isinstance(decoded, NVFP4Tensor)
+        faults = (_native_fault(decoded, chunk, source(chunk), request, amax) for chunk in row_chunks(rows))
+        return next(filter(None, faults), "")
 
+    def expected(chunk: slice) -> dict[str, Tensor]:
+        key = request.key and replace(request.key, row_offset=request.key.row_offset + chunk.start)
+        return expected_parts(reference(source(chunk), operand, amax, key), made)
 
-def _chunks(rows: Tensor) -> Iterator[slice]:
-    size = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // rows.shape[1] // _CHUNK_ROWS * _CHUNK_ROWS)
-    return (slice(start, start + size) for start in range(0, rows.shape[0], size))
+    return parts_fault(rows, parts_by_rows(made), expected)
 
 
 def _poisoned(made: object) -> bool:
@@ -83,23 +78,8 @@ def _poisoned(made: object) -> bool:
     return not torch.as_tensor(scale).isfinite() or not bool(operand_values(made).isfinite().all())
 
 
-def _exact_fault(made: object, chunk: slice, source: Tensor, request: OperandRequest, amax: Tensor) -> str:
-    key = None
-    if request.key is not None:
-        key = replace(request.key, row_offset=request.key.row_offset + chunk.start)
-    expected = expected_parts(reference(source, request.operand, amax, key), made)
-    actual = actual_parts(made, chunk)
-    for part, value in expected.items():
-        if fault := difference(actual[part], value, chunk.start):
-            return f"{part} {fault}"
-    return ""
-
-
-def _native_fault(made: object, chunk: slice, source: Tensor, request: OperandRequest, amax: Tensor) -> str:
+def _native_fault(decoded: NVFP4Tensor, chunk: slice, source: Tensor, request: OperandRequest, amax: Tensor) -> str:
     """Codes with Transformer Engine's draws or behind its transform, which exist in NVFP4 alone."""
-    assert isinstance(made, NativeOperand)
-    decoded = made.decoded()
-    assert isinstance(decoded, NVFP4Tensor)
     step = _BF16_STEP if request.rht else 0.0
     if not (decoded.amax - amax).abs() <= step * amax:
         return f"amax is {decoded.amax.item():g} instead of {amax.item():g}"
@@ -111,7 +91,7 @@ def _native_fault(made: object, chunk: slice, source: Tensor, request: OperandRe
         return f"scales {difference(scales, right.scales, chunk.start)}"
 
     scales = scales.to(torch.float32)
-    codes = grid_values(made, decoded.scales.to(torch.float32))[chunk]
+    codes = e2m1_values(unpack_codes(decoded.codes[chunk]))
     encode = (scales * encode_tensor_scale(decoded.amax).reciprocal()).reciprocal().clamp(max=FP32_MAX)
     positions = (source.to(torch.float32).unflatten(-1, (-1, 16)) * encode[..., None]).flatten(-2)
     slack = positions.abs() * step + (_NEAR_ZERO if request.rht else 0.0)

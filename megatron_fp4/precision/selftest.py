@@ -38,20 +38,14 @@ from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.comparison import (
-    CHUNK_ELEMENTS,
-    actual_parts,
-    bytes_fault,
-    difference,
-    expected_parts,
-    reference,
-)
+from megatron_fp4.precision.comparison import bytes_fault, expected_parts, parts_by_rows, parts_fault, reference
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, _Call
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.products import product_errors, product_rows
 from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.te_releases import outdated
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
 _DRAWS = 16
@@ -219,15 +213,13 @@ def _amax(rows: Tensor) -> Tensor:
 
 def _codes_fault(made: object, rows: Tensor, operand: Operand, amax: Tensor) -> str:
     """What of an operand differs from the reference of `rows` [n, k]; of a stochastic one only what is no draw."""
-    size = max(128, CHUNK_ELEMENTS // rows.shape[1] // 128 * 128)
-    for start in range(0, rows.shape[0], size):
-        expected = expected_parts(reference(rows[start : start + size], operand, amax), made)
-        actual = actual_parts(made, slice(start, start + size))
-        for part, value in expected.items():
-            drawn = operand.rounding == "stochastic" and part in ("codes", "values")
-            if not drawn and (fault := difference(actual[part], value, start)):
-                return f"{part} {fault}"
-    return ""
+    drawn = ("codes", "values") if operand.rounding == "stochastic" else ()
+
+    def expected(chunk: slice) -> dict[str, Tensor]:
+        parts = expected_parts(reference(rows[chunk], operand, amax), made)
+        return {part: value for part, value in parts.items() if part not in drawn}
+
+    return parts_fault(rows, parts_by_rows(made), expected)
 
 
 def _maximum_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
@@ -382,7 +374,8 @@ def _untestable(recipe: Recipe, backend_name: str, device: torch.device) -> str 
         if any(op.quantized and op.format not in torch_scaled_mm.FORMATS for op in recipe.operands.values()):
             return f"it multiplies {' and '.join(torch_scaled_mm.FORMATS)} alone"
         return torch_scaled_mm.unsupported(recipe, torch.cuda.get_device_capability(device))
-    if reason := te.unsupported(recipe, torch.cuda.get_device_capability(device)):
+    capability = torch.cuda.get_device_capability(device)
+    if reason := te.unsupported(recipe, capability) or outdated(recipe, capability):
         return reason
     if variable := te.fast_math_variable():
         return f"{variable} is set"

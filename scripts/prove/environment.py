@@ -79,12 +79,15 @@ def _cublas(cuda: str) -> str:
 
 
 def switches() -> list[tuple[str, str, str]]:
-    """(name, value, what it changes) of every environment variable that is set and of torch's own switches."""
+    """(name, value, what it changes) of every environment variable that is set and of torch's own switches.
+
+    Of a variable that holds a path only that it is set: reports are passed on.
+    """
     found = []
     for name, value in sorted(os.environ.items()):
         effect = next((effect for start, effect in _VARIABLES.items() if name.startswith(start)), None)
         if effect is not None:
-            found.append((name, value, effect))
+            found.append((name, "set" if "/" in value else value, effect))
     matmul = torch.backends.cuda.matmul
     reduced = matmul.allow_bf16_reduced_precision_reduction
     return [

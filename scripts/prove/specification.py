@@ -10,10 +10,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.formats import E2M1_VALUES, e2m1_values, ue8m0_values, unpack_codes
+from megatron_fp4.quantization.formats import E2M1_VALUES, E4M3_MAX, e2m1_values, ue8m0_values, unpack_codes
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 
 # Quotients and products are FP32: near a tie the other neighbour is as good to that precision.
@@ -47,13 +48,17 @@ def properties(device: torch.device) -> Iterator[tuple[str, bool]]:
 
     mxfp4 = quantize_mxfp4(x)
     powers, blocks = ue8m0_values(mxfp4.scales).double(), x.double().unflatten(-1, (-1, 32))
-    needed = blocks.abs().amax(-1) / 6
-    yield (
-        "MXFP4: scales are the least powers of two that clip nothing",
-        bool(((powers >= needed * (1 - _SLACK)) & (powers / 2 < needed * (1 + _SLACK))).all()),
-    )
+    least = _least_powers(powers, blocks.abs().amax(-1) / 6)
+    yield "MXFP4: scales are the least powers of two that clip nothing", least
     codes = e2m1_values(unpack_codes(mxfp4.codes)).double()
     yield "MXFP4: codes are the nearest of all 15", _nearest(codes, (blocks / powers[..., None]).flatten(-2), e2m1)
+
+    mxfp8 = quantize_mxfp8(x)
+    powers = ue8m0_values(mxfp8.scales).double()
+    least = _least_powers(powers, blocks.abs().amax(-1) / E4M3_MAX)
+    yield "MXFP8: scales are the least powers of two that clip nothing", least
+    quotients = (blocks / powers[..., None]).flatten(-2)
+    yield "MXFP8: codes are the nearest E4M3 numbers", _nearest(mxfp8.codes.double(), quotients, e4m3)
 
     fp8 = quantize_fp8(x)
     quotients = (x.double().unflatten(-1, (-1, 128)) / fp8.scales.double()[..., None]).flatten(-2)
@@ -64,6 +69,11 @@ def properties(device: torch.device) -> Iterator[tuple[str, bool]]:
     after = (random_hadamard_transform(t.double(), 16) for t in (rows, columns))
     left, right = after
     yield "RHT: both sides transformed, the product is the same", torch.allclose(left @ right.t(), exact, rtol=1e-10)
+
+
+def _least_powers(powers: Tensor, needed: Tensor) -> bool:
+    """Whether every power of two is at least what is needed, and half of it is less."""
+    return bool(((powers >= needed * (1 - _SLACK)) & (powers / 2 < needed * (1 + _SLACK))).all())
 
 
 def _nearest(chosen: Tensor, exact: Tensor, grid: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest, quantize_operand
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, GemmOperand, OperandRequest, quantize_operand
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.recheck import Recheck, Rechecked
@@ -285,7 +285,7 @@ def test_a_native_operand_without_draws_or_transform_must_have_the_reference_bit
 
 def test_large_operands_are_compared_piece_by_piece(monkeypatch):
     """Draws and blocks of a piece are those of the whole."""
-    monkeypatch.setattr("megatron_fp4.precision.operand_check._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
     rows = rows_of(384)
     for operand, rht in ((DRAWN, 16), (Operand("nvfp4", (16, 16)), 0), (Operand("fp8", (128, 128)), 0)):
         request = request_of(operand, rht)
@@ -296,3 +296,24 @@ def test_large_operands_are_compared_piece_by_piece(monkeypatch):
         wrong[300, 0] += 1
         fault = operand_fault(replace(made, values=wrong), rows, request, None)
         assert "first at [300, 0]" in fault
+    made = native(rows, DRAWN)
+    at = int((made.data[256:].reshape(-1) & 0xF == 7).nonzero()[0]) + 256 * 128
+    made.data.view(-1)[at] &= 0xF0
+    fault = operand_fault(made, rows, request_of(DRAWN, 0), None)
+    assert fault.startswith(f"codes differ in 1 of 32768, first at [{at // 128}, {at % 128 * 2}]: 0 for ")
+
+
+@pytest.mark.parametrize("rht", [0, 16])
+@pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
+@pytest.mark.parametrize("is_native", [False, True])
+def test_an_operand_is_decoded_once_however_many_pieces_it_has(is_native, operand, rht, monkeypatch):
+    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
+    rows, request = rows_of(384), request_of(operand, rht)
+    kind, method = (te.NativeOperand, "decoded") if is_native else (GemmOperand, "unpacked")
+    made: object = native(rows, operand, rht)
+    if not is_native:
+        made = quantize_operand(rows, operand, rht=rht, signs=fixed_signs(rht) if rht else None, key=request.key)
+    decode, decoded = getattr(kind, method), []
+    monkeypatch.setattr(kind, method, lambda self: decoded.append(self) or decode(self))
+    assert operand_fault(made, rows, request, None) == ""
+    assert len(decoded) == 1

@@ -7,11 +7,11 @@ import reference as ref
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import fair_rounding, selftest
+from megatron_fp4.precision import fair_rounding, selftest, te_releases
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.comparison import actual_parts, difference, unsigned_zeros
 from megatron_fp4.precision.demands import Demands
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, quantize_operand
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
@@ -166,6 +166,21 @@ def test_the_hardware_s_negative_zero_is_no_fault():
     assert actual_parts(native, slice(None))["codes"].shape == signed.shape
 
 
+def test_codes_are_decoded_once_however_many_pieces_they_have(monkeypatch):
+    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
+    rows, _, _ = selftest.sample_tensors(replace(CASE, tokens=384), CPU)
+    operand = Operand("nvfp4", (1, 16))
+    made = quantize_operand(rows, operand)
+    decode, decoded = GemmOperand.unpacked, []
+    monkeypatch.setattr(GemmOperand, "unpacked", lambda self: decoded.append(self) or decode(self))
+    assert selftest._codes_fault(made, rows, operand, rows.abs().amax().float()) == ""
+    assert len(decoded) == 1
+    wrong = decode(made).clone()
+    wrong[300, 0] *= -1
+    fault = selftest._codes_fault(replace(made, values=wrong), rows, operand, rows.abs().amax().float())
+    assert "first at [300, 0]" in fault
+
+
 def draws_of(rows: Tensor, up: float = 0.0, spread: float = 1.0) -> Draws:
     """Fair draws of NVFP4 codes, made unfair: `up` adds to the chance of going up, `spread` < 1 repeats draws."""
     reference = quantize_nvfp4(rows)
@@ -252,6 +267,15 @@ def test_the_command_without_a_gpu(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "nvfp4, emulated: 13 comparisons, 0 faults" in printed
     assert "nvfp4, transformer_engine: not tested: there is no CUDA device" in printed
+
+
+def test_an_old_release_is_not_tested_rather_than_at_fault(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(te, "not_installed", lambda: None)
+    for version, reason in (("2.13.0", "2.13.0 is installed and precision=nvfp4 needs 2.19"), ("2.20.2", "")):
+        monkeypatch.setattr(te_releases, "installed_version", lambda version=version: version)
+        found = selftest._untestable(NVFP4, "transformer_engine", torch.device("cuda"))
+        assert reason in found if reason else found is None
 
 
 def test_a_linear_computes_by_its_backend():

@@ -367,6 +367,12 @@ def test_the_self_test_notices(spoil, seen):
     assert any(seen in fault for fault in found), found
 
 
+def test_large_operands_are_compared_piece_by_piece(monkeypatch):
+    """Draws of a piece are those of the whole."""
+    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
+    assert faults(TorchBackend(), replace(CASE, tokens=256)) == []
+
+
 def half_scales(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
     return replace(operand, scales=(operand.scales.view(torch.uint8) - 1).view(operand.scales.dtype))
 
