@@ -33,8 +33,9 @@ from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.validate import validate
-from megatron_fp4.validate_precision import validate_precision, validate_switch
+from megatron_fp4.validate_precision import validate_precision
 from models.execution import Execution, agreed_execution, choose_execution
+from models.flops import linear_costs
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 
@@ -53,10 +54,35 @@ def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
     target = precision_config(name, config, CONFIGS)
     if config.precision.switch.when != "never":
         validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
-    validate_switch(config.precision, target)  # the plan after the switch is made in any case
+    plans_of(config, target)  # before any rank waits for others
     if not config.run.dry:
         backend_of(config, target)
     return config, target
+
+
+def plans_of(config: Config, target: PrecisionConfig) -> tuple[Plan, Plan | None]:
+    """The plans before and after the precision switch, None without one.
+
+    Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
+    """
+    model, switch = config.model, config.precision.switch
+    shapes = [
+        LinearShape(linear.name, linear.block, linear.in_features, linear.out_features, model.pattern[linear.block])
+        for linear in linear_costs(model)
+    ]
+
+    def plan_of(precision: PrecisionConfig, prefix: str = "") -> Plan:
+        recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
+        try:
+            return build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions)
+        except ValueError as error:
+            raise ConfigError(f"{prefix}{error}") from error
+
+    plan = plan_of(config.precision)
+    if switch.when == "never":
+        return plan, None
+    with configuration_errors():
+        return plan, plan.switched(plan_of(target, f"precision.switch.target={switch.target}: "), switch.scope)
 
 
 def execution_of(config: Config) -> Execution:
@@ -93,7 +119,7 @@ class Run:
     model: HybridModel
     linears: dict[str, LinearNumerics]
     plan: Plan
-    switched_plan: Plan
+    switched_plan: Plan | None
     switch: PrecisionSwitch
     backend: BackendChoice
     schedule: WSDSchedule
@@ -108,25 +134,12 @@ class Run:
 
 def sharded_model(
     config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
-    """The sharded model on the meta device, the numerics of its linears, its plans before and after the switch."""
+) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
+    """The sharded model on the meta device, the numerics of its linears, and `plans_of` it."""
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
         model = build_model(config.model, mesh, compute_dtype, execution)
-    modules = dict(model.linears())
-    shapes = []
-    for name, module in modules.items():
-        block = int(name.split(".")[1])
-        kind = config.model.pattern[block]
-        shapes.append(LinearShape(name, block, module.in_features, module.out_features, kind))
-
-    def plan_of(precision: PrecisionConfig) -> Plan:
-        blocks, num_blocks = precision.bf16_blocks, config.model.num_blocks
-        return build_plan(shapes, recipe_from_config(precision), blocks, num_blocks, precision.exceptions)
-
-    with configuration_errors():
-        plan = plan_of(config.precision)
-        switched_plan = plan.switched(plan_of(target), config.precision.switch.scope)
+    plan, switched_plan = plans_of(config, target)
     apply_data_parallel(
         model,
         mesh,
@@ -135,14 +148,14 @@ def sharded_model(
         compute_dtype=compute_dtype,
         reshard=config.parallel.reshard,
     )
-    linears = {name: module.numerics for name, module in modules.items()}
+    linears = {name: module.numerics for name, module in model.linears()}
     apply_plan(linears, plan, clock)
     return model, linears, plan, switched_plan
 
 
 def build_model_parts(
     config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan]:
+) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
     """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
     model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
     apply_plan(linears, plan, clock, backend_of(config, target).open())

@@ -189,6 +189,7 @@ def train(
             threshold = switch.config.threshold
             console.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {threshold:.3f}")
         if switch.due(step):
+            assert run.switched_plan is not None
             apply_plan(run.linears, run.switched_plan, run.clock)
             writer.event(step + 1, "switch", scope=switch.config.scope, target=switch.config.target)
             console.event(step, f"precision switches to {switch.config.target} ({switch.config.scope})")
@@ -271,6 +272,7 @@ def save(run: Run, step: int, guard: NonFiniteGuard, wandb_run_id: str | None) -
     """Write the checkpoint of `step` steps done."""
     samples = step * run.config.train.global_batch_size
     plan = run.plan if run.switch.switched_at is None else run.switched_plan
+    assert plan is not None
     trainer = {
         "switch": run.switch.state_dict(),
         "skipped": {"consecutive": guard.consecutive, "total": guard.total},
@@ -295,7 +297,8 @@ def save(run: Run, step: int, guard: NonFiniteGuard, wandb_run_id: str | None) -
 def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None, dict[str, Any] | None]:
     """Load a checkpoint if the configuration says so; returns steps done, the run's wandb id, its autotuned kernels.
 
-    Raises ConfigError if the checkpoint is of another run, or going on would overwrite checkpoints of run.dir.
+    Raises ConfigError if the checkpoint is of another run or behind a switch that this one does not have, or going on
+    would overwrite checkpoints of run.dir.
     """
     settings, root = run.config.checkpoint, run.checkpointer.root
     with configuration_errors():
@@ -318,6 +321,12 @@ def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None, dict[str, 
     run.switch.load_state_dict(resumed.trainer["switch"])
     guard.consecutive, guard.total = resumed.trainer["skipped"]["consecutive"], resumed.trainer["skipped"]["total"]
     if run.switch.switched_at is not None:
+        if run.switched_plan is None:
+            raise ConfigError(
+                f"checkpoint.resume={settings.resume} starts from step {start}, behind the precision switch of its "
+                "run, and precision.switch.when=never says no recipe for that; set precision.switch as that run had "
+                "it, or take a checkpoint from before"
+            )
         apply_plan(run.linears, run.switched_plan, run.clock)
     return start, resumed.trainer["wandb_run_id"], resumed.trainer.get("autotuning")
 
@@ -345,7 +354,7 @@ def pin_autotuned(run: Run, start: int, saved: dict[str, Any] | None, console: R
 def test_backend(run: Run, console: RunConsole) -> None:
     """Compare native kernels with the reference, for this run's linears; raises SelfTestError if they differ."""
     if run.backend.name != "emulated":
-        plans = [run.plan, run.switched_plan] if run.config.precision.switch.when != "never" else [run.plan]
+        plans = [run.plan] if run.switched_plan is None else [run.plan, run.switched_plan]
         train = run.config.train
         cases = selftest.cases_of(plans, run.linears, train.micro_batch_size * train.sequence_length)
         backend = next(iter(run.linears.values())).backend

@@ -3,36 +3,31 @@
 Only values that are not the default are refused, and not what an override naturally leaves behind:
 
     refused                                                         accepted
-    stochastic rounding of an operand in BF16                       its `block`: part of the format that was replaced,
-    a Hadamard transform of a GEMM of which nothing is quantized      and put back with it
+    `rounding`, `block`, `rht` or BF16 blocks of a recipe that      of a BF16 operand or GEMM in another recipe: they
+      quantizes nothing                                               went with the format that was replaced
     `rht_signs` without a transform, `amax` without nvfp4           `amax=shard` without tensor parallelism
-    `block` or BF16 blocks of a recipe that quantizes nothing
     `diagnostics` of a run that never quantizes
+    `recheck_action` without rechecks
     settings of `gradient_noise` with a switch at a fixed step      any of `switch` with `when=never`: a switch that is
-    `gradient_noise` where the backward pass has none                 off stays as it was set
+    `gradient_noise` where no backward pass has any                   off stays as it was set
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_fp4.config import Bf16BlocksConfig, ConfigError, OperandConfig, PrecisionConfig, SwitchConfig
-from megatron_fp4.precision.recipe import GEMMS, Recipe, recipe_from_config
+from megatron_fp4.precision.recipe import GEMMS, Recipe
 
 
-def validate_effects(precision: PrecisionConfig, quantized: bool, key: str) -> None:
+def validate_effects(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> None:
     """Raise ConfigError for the first option of `precision` without an effect; `key` is how messages call it.
 
-    quantized: whether its recipe or that of an exception quantizes anything.
+    recipes: its own and those of its exceptions, in this order.
     """
-    recipe = recipe_from_config(precision)
-    for gemm, names in GEMMS.items():
-        operands = {f"{key}.{gemm}.{name}": getattr(getattr(precision, gemm), name) for name in names}
-        _operands(operands, recipe)
-        rht = getattr(precision, gemm).rht
-        if rht and all(operand.format == "bf16" for operand in operands.values()):
-            raise ConfigError(
-                f"{key}.{gemm}.rht={rht} has no effect: neither operand of {gemm} is quantized, and the transform "
-                "would cancel; set it to 0, or quantize an operand"
-            )
+    recipe = recipes[0]
+    if not recipe.quantized:
+        _unquantized_gemms(precision, key)
     if precision.rht_signs != PrecisionConfig().rht_signs and not recipe.uses("rht_signs", GEMMS):
         raise ConfigError(
             f"{key}.rht_signs={precision.rht_signs} has no effect without a Hadamard transform; leave it at fixed, or "
@@ -42,25 +37,29 @@ def validate_effects(precision: PrecisionConfig, quantized: bool, key: str) -> N
         raise ConfigError(
             f"{key}.amax={precision.amax} has no effect: only nvfp4 operands have a tensor maximum; leave it at global"
         )
-    if not quantized:
+    if not any(other.quantized for other in recipes):
         _unquantized(precision, key)
-    _gradient_noise(precision.switch, recipe, key)
+    if precision.recheck_action != PrecisionConfig().recheck_action and not precision.recheck_interval:
+        raise ConfigError(
+            f"{key}.recheck_action={precision.recheck_action} has no effect with {key}.recheck_interval=0; leave it at "
+            f"end, or set {key}.recheck_interval=100"
+        )
+    _gradient_noise(precision.switch, recipes, key)
 
 
-def _operands(operands: dict[str, OperandConfig], recipe: Recipe) -> None:
-    for key, operand in operands.items():
-        if operand.format != "bf16":
-            continue
-        if operand.rounding != OperandConfig().rounding:
-            raise ConfigError(
-                f"{key}.rounding={operand.rounding} has no effect with format=bf16; set it to nearest, or choose "
-                "another format"
-            )
-        if operand.block != OperandConfig().block and not recipe.quantized:
-            raise ConfigError(
-                f"{key}.block={operand.block} has no effect: nothing of this recipe is quantized; leave it out, or "
-                "choose a quantized one, such as precision=nvfp4"
-            )
+def _unquantized_gemms(precision: PrecisionConfig, key: str) -> None:
+    for gemm, names in GEMMS.items():
+        given = {f"{gemm}.rht": (getattr(precision, gemm).rht, 0)}
+        for name in names:
+            operand = getattr(getattr(precision, gemm), name)
+            for option in ("rounding", "block"):
+                given[f"{gemm}.{name}.{option}"] = getattr(operand, option), getattr(OperandConfig(), option)
+        for option, (value, default) in given.items():
+            if value != default:
+                raise ConfigError(
+                    f"{key}.{option}={value} has no effect: nothing of this recipe is quantized; leave it out, or "
+                    "choose a quantized one, such as precision=nvfp4"
+                )
 
 
 def _unquantized(precision: PrecisionConfig, key: str) -> None:
@@ -77,9 +76,10 @@ def _unquantized(precision: PrecisionConfig, key: str) -> None:
         )
 
 
-def _gradient_noise(switch: SwitchConfig, recipe: Recipe, key: str) -> None:
+def _gradient_noise(switch: SwitchConfig, recipes: Sequence[Recipe], key: str) -> None:
     if switch.when == "gradient_noise":
-        if not any(op.quantized for name, op in recipe.operands.items() if not name.startswith("fprop")):
+        operands = [item for recipe in recipes for item in recipe.operands.items()]
+        if not any(operand.quantized for name, operand in operands if not name.startswith("fprop")):
             raise ConfigError(
                 f"{key}.switch.when=gradient_noise never switches: dgrad and wgrad are not quantized and make no "
                 "noise; give a step, a fraction, before_decay or never"

@@ -12,7 +12,7 @@ from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionCon
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.demands import TILES, block_demands
 from megatron_fp4.precision.plan import first_exception, recipe_of
-from megatron_fp4.precision.recipe import recipe_from_config, switched_recipe
+from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.validate_effects import validate_effects
 from megatron_fp4.validate_torch_backend import validate_torch_backend
 
@@ -67,15 +67,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
         _bf16_blocks(precision, config, key)
     _recheck(precision, quantized, key)
     _switch(precision, key)
-    validate_effects(precision, quantized, key)
-
-
-def validate_switch(precision: PrecisionConfig, target: PrecisionConfig) -> None:
-    """Raise ConfigError if a linear cannot go from the recipe of `precision` to that of `target`, both checked."""
-    try:
-        switched_recipe(recipe_from_config(precision), recipe_from_config(target), precision.switch.scope)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    validate_effects(precision, [recipe_from_config(of_part) for _, of_part in parts(precision, key)], key)
 
 
 def parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:

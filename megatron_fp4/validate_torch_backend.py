@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_fp4.config import ConfigError, PrecisionConfig
-
-_FORMATS = ("bf16", "nvfp4", "mxfp8")
+from megatron_fp4.precision.torch_scaled_mm import FORMATS
 
 
 def validate_torch_backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
@@ -35,8 +34,8 @@ def torch_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | Non
     for gemm, operands in gemms.items():
         for name, operand in operands.items():
             where = f"{key}.{gemm}.{name}"
-            if operand.format not in _FORMATS:
-                remedy = f"it multiplies nvfp4 and mxfp8; use one of them or bf16, {emulated}"
+            if operand.format not in ("bf16", *FORMATS):
+                remedy = f"it multiplies {' and '.join(FORMATS)}; use one of them or bf16, {emulated}"
                 return f"{where}.format={operand.format}", remedy
             if operand.reuse_fprop:
                 along = "tensor cores want scales along the dot product"

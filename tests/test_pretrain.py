@@ -18,6 +18,9 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
+from megatron_fp4.config import ConfigError, SwitchConfig
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.switch import PrecisionSwitch
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8
@@ -242,6 +245,20 @@ def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -
     assert "would overwrite" in output.splitlines()[-1]
     output = run(1, [*small, f"run.dir={folder}", "run.seed=7", f"train.steps={STEPS + 2}"], code=2)
     assert "run.seed" in output and "allow_mismatch" in output
+
+
+def test_a_checkpoint_behind_a_switch_wants_a_run_with_one() -> None:
+    trainer = {"loader": {}, "switch": {"switched_at": 6, "num_below": 0}, "skipped": {"consecutive": 0, "total": 0}}
+    run = MagicMock(switched_plan=None, switch=PrecisionSwitch(SwitchConfig("never"), None), linears={})
+    run.config.checkpoint.resume = "auto"
+    run.checkpointer.steps_after.return_value = []
+    run.checkpointer.resume.return_value = MagicMock(step=7, trainer={**trainer, "wandb_run_id": None})
+    with pytest.raises(ConfigError, match=r"from step 7, behind the precision switch .* precision.switch.when=never"):
+        pretrain.resume(run, MagicMock())
+    run.switched_plan = Plan(())
+    assert pretrain.resume(run, MagicMock()) == (7, None, None)
+    run.switched_plan, trainer["switch"]["switched_at"] = None, None
+    assert pretrain.resume(run, MagicMock()) == (7, None, None)
 
 
 @pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])

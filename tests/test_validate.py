@@ -9,8 +9,9 @@ import torch
 
 from megatron_fp4.compose import compose_config, precision_config
 from megatron_fp4.config import Config, ConfigError, PhaseConfig
+from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.validate import data_parallel_size, validate, validate_precision
-from megatron_fp4.validate_precision import _PROJECTIONS, validate_switch
+from megatron_fp4.validate_precision import _PROJECTIONS
 from models.hybrid import build_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -483,13 +484,9 @@ def test_a_target_is_named_by_its_own_key():
         validate_precision(target, config, "cpu", key="target")
 
 
-def test_a_target_that_a_linear_cannot_share_with_the_recipe_is_refused():
-    config = composed("precision.switch.scope=backward", "precision.fprop.rht=16")
-    target = precision_config("mxfp4", config, CONFIGS)
-    validate_switch(config.precision, target)
-    fresh = changed(config, {"precision.rht_signs": "fresh"}).precision
-    with pytest.raises(ConfigError, match=r"precision\.rht_signs=fresh goes on in fprop .* mxfp4 has fixed"):
-        validate_switch(fresh, target)
-    validate_switch(changed(fresh, {"switch.scope": "both"}), target)
-    validate_switch(changed(fresh, {"fprop.rht": 0}), target)
-    validate_switch(fresh, precision_config("bf16", config, CONFIGS))
+def test_the_backend_torch_takes_the_formats_that_it_has(monkeypatch):
+    changes = {"precision.backend": "torch"}
+    assert "it multiplies nvfp4 and mxfp8;" in refusal(changes, "precision=mxfp4", device_type="cuda")
+    monkeypatch.setitem(torch_scaled_mm.FORMATS, "mxfp4", torch_scaled_mm.FORMATS["mxfp8"])
+    validate(changed(composed("precision=mxfp4"), changes), 1, "cuda")
+    assert "it multiplies nvfp4 and mxfp8 and mxfp4;" in refusal(changes, "precision=fp8_block", device_type="cuda")

@@ -12,13 +12,8 @@ from tests.test_validate import CONFIGS, changed, composed
 REFUSED = [
     (
         ["precision=bf16", "precision.dgrad.gradient.rounding=stochastic"],
-        "precision.dgrad.gradient.rounding=stochastic has no effect with format=bf16",
-        "set it to nearest",
-    ),
-    (
-        ["precision.wgrad.gradient.format=bf16"],
-        "precision.wgrad.gradient.rounding=stochastic has no effect with format=bf16",
-        "or choose another format",
+        "precision.dgrad.gradient.rounding=stochastic has no effect",
+        "leave it out",
     ),
     (
         ["precision=bf16", "precision.fprop.weight.block=16x16"],
@@ -30,11 +25,11 @@ REFUSED = [
         "precision.fprop.weight.four_over_six=true",
         "set it to false",
     ),
-    (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect", "set it to 0"),
+    (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect", "leave it out"),
     (
-        ["precision.fprop.activation.format=bf16", "precision.fprop.weight.format=bf16", "precision.fprop.rht=16"],
-        "precision.fprop.rht=16 has no effect: neither operand of fprop is quantized",
-        "quantize an operand",
+        ["precision.recheck_action=warn"],
+        "precision.recheck_action=warn has no effect",
+        "precision.recheck_interval=100",
     ),
     (["precision.wgrad.rht=0", "precision.rht_signs=fresh"], "precision.rht_signs=fresh", "precision.wgrad.rht=16"),
     (["precision=nvfp4_all_the_way", "precision.rht_signs=none"], "precision.rht_signs=none", "at fixed"),
@@ -50,10 +45,29 @@ REFUSED = [
         "precision.switch.when=gradient_noise never switches",
         "a fraction",
     ),
+    (
+        [
+            "precision=bf16",
+            "precision.exceptions=[{blocks: '*', precision: bf16}]",
+            "precision.switch.when=gradient_noise",
+            "precision.switch.target=nvfp4",
+        ],
+        "precision.switch.when=gradient_noise never switches",
+        "a fraction",
+    ),
 ]
 ACCEPTED = [
     ["precision.fprop.weight.format=bf16"],  # leaves its block of 16x16
     ["precision=mxfp4", "precision.fprop.activation.format=bf16"],
+    ["precision.wgrad.gradient.format=bf16"],  # leaves its stochastic rounding
+    ["precision.wgrad.gradient.format=bf16", "precision.wgrad.activation.format=bf16"],  # leaves the transform, too
+    ["precision.recheck_action=warn", "precision.recheck_interval=5"],
+    [
+        "precision=bf16",
+        "precision.exceptions=[{blocks: '*', precision: nvfp4}]",
+        "precision.switch.when=gradient_noise",
+        "precision.switch.target=mxfp8",
+    ],
     ["precision.amax=shard"],
     ["precision.fprop.rht=16", "precision.rht_signs=none", "precision.wgrad.rht=0"],
     ["precision.fprop.activation.format=bf16", "precision.fprop.rht=16"],

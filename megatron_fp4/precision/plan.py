@@ -88,10 +88,21 @@ class Plan:
                 rows.append(PlannedLinear(now.linear, recipe, f"precision switch ({scope})"))
         return Plan(tuple(rows))
 
+    @property
+    def recipe_names(self) -> dict[Recipe, str]:
+        """Every recipe of the plan once, as rows have them, with a name of its own: `nvfp4`, another `nvfp4 (2)`."""
+        names: dict[Recipe, str] = {}
+        for row in self.rows:
+            if row.recipe not in names:
+                number = 1 + sum(recipe.name == row.recipe.name for recipe in names)
+                names[row.recipe] = row.recipe.name if number == 1 else f"{row.recipe.name} ({number})"
+        return names
+
     def as_dict(self) -> dict[str, Any]:
         """For YAML and checkpoints: the recipes written out, and every linear with its recipe's name and the reason."""
-        recipes = {row.recipe.name: row.recipe.describe() for row in self.rows}
-        linears = {row.linear.name: {"recipe": row.recipe.name, "why": row.reason} for row in self.rows}
+        names = self.recipe_names
+        recipes = {name: recipe.describe() for recipe, name in names.items()}
+        linears = {row.linear.name: {"recipe": names[row.recipe], "why": row.reason} for row in self.rows}
         return {
             "recipes": recipes,
             "linears": linears,
@@ -110,7 +121,8 @@ def build_plan(
     """The plan of a model with `num_blocks` blocks. exceptions: those of a composed configuration.
 
     An exception for kinds of blocks that the model does not have changes nothing. Raises ValueError if a name pattern
-    or a plan file names no linear of this model, or the file cannot be read.
+    or a plan file names no linear of this model, the file cannot be read, or an exception matches only linears that
+    earlier ones take.
     """
     shapes = list(linears)
     recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
@@ -119,6 +131,7 @@ def build_plan(
     for i, exception in enumerate(exceptions):
         among = [shape for shape in shapes if not exception.blocks or shape.kind in exception.blocks]
         _refuse_unmatched(f"precision.exceptions[{i}].names", exception.names, among, num_blocks)
+    _refuse_covered(exceptions, shapes)
     quantized = recipe.quantized or any(other.quantized for other in recipes)
     rows = []
     for shape in shapes:
@@ -157,6 +170,18 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
             raise ValueError(
                 f"{key} has {pattern!r}, which matches no linear; names are "
                 f"blocks.<0..{num_blocks - 1}>.<one of {names}>"
+            )
+
+
+def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape]) -> None:
+    for i, exception in enumerate(exceptions):
+        matched = [shape for shape in shapes if first_exception(shape.name, shape.kind, [exception])]
+        takers = {found[0] for shape in matched if (found := first_exception(shape.name, shape.kind, exceptions))}
+        if matched and i not in takers:
+            earlier = " and ".join(f"precision.exceptions[{taker}]" for taker in sorted(takers))
+            raise ValueError(
+                f"precision.exceptions[{i}].names={exception.names} has no effect: every linear that it matches falls "
+                f"under {earlier} before it; put it first, or drop it"
             )
 
 

@@ -151,6 +151,30 @@ def test_exceptions_that_match_nothing_are_refused_unless_the_model_lacks_such_b
         plan_of(exceptions=[ExceptionConfig(["*"], "", "mxfp8")])
 
 
+def test_an_exception_behind_others_that_leave_it_nothing_is_refused():
+    front, ffn, all_of_it = (excepted([names], "mxfp8") for names in ("blocks.[024].*", "*.mixer.*_proj", "*"))
+    with pytest.raises(ValueError, match=r"precision.exceptions\[2\].names=\['\*'\] has no effect") as error:
+        plan_of(exceptions=[front, ffn, all_of_it])
+    assert "falls under precision.exceptions[0] and precision.exceptions[1] before it; put it first" in str(error.value)
+    assert plan_of(exceptions=[front, all_of_it]).num_quantized == 12  # something is left
+    assert plan_of(exceptions=[excepted(["*"], "bf16", "E"), excepted(["*"], "mxfp8", "E")]).num_quantized == 12
+    # BF16 blocks come before exceptions and may take all that one matches: they follow the model, not the exception.
+    assert plan_of(Bf16BlocksConfig(first=1), exceptions=[excepted(["blocks.0.*"], "mxfp8")]).num_quantized == 10
+
+
+def test_recipes_of_one_name_are_written_apart():
+    six = replace(ref.NVFP4, fprop_activation=replace(ref.X, four_over_six=True))
+    plain = ComposedException(["*.out_proj"], "", "nvfp4", replace(RECIPES["mxfp8"], name="nvfp4"))
+    bf16 = ComposedException(["*.up_proj"], "", "bf16", RECIPES["bf16"])
+    written = plan_of(recipe=six, exceptions=[plain, bf16]).as_dict()
+    assert written["recipes"] == {"nvfp4": six.describe(), "bf16": BF16.describe(), "nvfp4 (2)": ref.MXFP8.describe()}
+    assert list(written["recipes"]) == ["nvfp4", "nvfp4 (2)", "bf16"]
+    recipes = {name: row["recipe"] for name, row in written["linears"].items()}
+    assert recipes["blocks.0.mixer.in_proj"] == "nvfp4"
+    assert recipes["blocks.0.mixer.out_proj"] == recipes["blocks.4.mixer.out_proj"] == "nvfp4 (2)"
+    assert recipes["blocks.1.mixer.up_proj"] == "bf16"
+
+
 @pytest.mark.parametrize("scope", ["both", "forward", "backward"])
 def test_a_switch_goes_linear_by_linear(scope):
     before = plan_of(exceptions=[excepted(["*"], "bf16", "*"), excepted(["*.out_proj"], "mxfp8", "M")])

@@ -1,0 +1,87 @@
+"""`assembly.configure` makes the plans, so that what cannot be planned is refused before ranks wait for each other."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import assembly
+from megatron_fp4.config import ConfigError
+from megatron_fp4.parallel.mesh import ParallelMesh
+from models.flops import linear_costs
+from models.hybrid import build_model
+from tests.test_validate import CONFIGS, composed
+
+FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the configurations, to which a test may add some."""
+    copy = shutil.copytree(CONFIGS, tmp_path / "configs")
+    monkeypatch.setattr(assembly, "CONFIGS", copy)
+    return copy
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        assembly.configure(list(overrides))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("model", [path.stem for path in sorted((CONFIGS / "model").glob("*.yaml"))])
+def test_shapes_are_those_of_the_models_linears(model: str, mesh: ParallelMesh) -> None:
+    config = composed(f"model={model}").model
+    with torch.device("meta"):
+        linears = build_model(config, mesh, torch.bfloat16).linears()
+    shapes = [(name, linear.in_features, linear.out_features) for name, linear in linears]
+    assert [(cost.name, cost.in_features, cost.out_features) for cost in linear_costs(config)] == shapes
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("precision.bf16_blocks.names=['*.outproj']", "precision.bf16_blocks.names has '*.outproj', which matches no"),
+        ("precision.exceptions=[{names: ['*.outproj']}]", "precision.exceptions[0].names has '*.outproj', which"),
+    ],
+)
+def test_lists_that_name_no_linear_are_refused(override: str, message: str) -> None:
+    assert refused(override).startswith(message)
+
+
+def test_a_targets_list_is_named_by_the_target(configs: Path) -> None:
+    odd = "defaults: [nvfp4, _self_]\nname: odd\nbf16_blocks: {names: ['*.outproj']}\n"
+    (configs / "precision" / "odd.yaml").write_text(odd)
+    assert refused("precision=mxfp8", "precision.switch.when=0.5", "precision.switch.target=odd").startswith(
+        "precision.switch.target=odd: precision.bf16_blocks.names has '*.outproj'"
+    )
+
+
+def test_a_linear_must_be_able_to_switch() -> None:
+    backward = [*FRESH, "precision.switch.scope=backward"]
+    message = refused(*backward)
+    assert "precision.rht_signs=fresh goes on in fprop" in message and "mxfp4 has fixed" in message
+    for change in ("precision.switch.scope=both", "precision.fprop.rht=0", "precision.switch.target=bf16"):
+        assembly.configure([*backward, change])
+
+
+def test_linears_of_exceptions_must_be_able_to_switch(configs: Path) -> None:
+    shard = "defaults: [nvfp4, _self_]\nname: shard\namax: shard\nbf16_blocks: {first: 0, last: 0}\n"
+    (configs / "precision" / "shard.yaml").write_text(shard)
+    switch = ["precision=mxfp8", "precision.switch.when=0.5", "precision.switch.target=shard"]
+    backward = [*switch, "precision.switch.scope=backward"]
+    assembly.configure(backward)
+    exception = "precision.exceptions=[{names: ['*.out_proj'], precision: nvfp4}]"
+    assert "precision.amax=global goes on in fprop" in refused(*backward, exception)
+
+
+def test_a_switch_that_is_off_has_no_plan() -> None:
+    config, target = assembly.configure([*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"])
+    plan, switched = assembly.plans_of(config, target)
+    assert plan.num_quantized and switched is None
+    plan, switched = assembly.plans_of(*assembly.configure([]))
+    assert switched is not None and plan.num_quantized and not switched.num_quantized
