@@ -12,7 +12,7 @@ from megatron_fp4.config import Config, ConfigError, OperandConfig, PrecisionCon
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.demands import TILES, block_demands
 from megatron_fp4.precision.plan import first_exception, recipe_of
-from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
 from megatron_fp4.validate_effects import validate_effects
 from megatron_fp4.validate_torch_backend import validate_torch_backend
 
@@ -93,12 +93,11 @@ def _exceptions(precision: PrecisionConfig, key: str) -> None:
 
 
 def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
-    fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
-    return [
-        _Gemm("fprop", {"activation": fprop.activation, "weight": fprop.weight}, fprop.rht),
-        _Gemm("dgrad", {"gradient": dgrad.gradient, "weight": dgrad.weight}, dgrad.rht),
-        _Gemm("wgrad", {"gradient": wgrad.gradient, "activation": wgrad.activation}, wgrad.rht),
-    ]
+    found = []
+    for gemm, names in GEMMS.items():
+        config = getattr(precision, gemm)
+        found.append(_Gemm(gemm, {name: getattr(config, name) for name in names}, config.rht))
+    return found
 
 
 def _choices(precision: PrecisionConfig, key: str) -> None:

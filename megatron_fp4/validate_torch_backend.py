@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_fp4.config import ConfigError, PrecisionConfig
+from megatron_fp4.precision.recipe import GEMMS
 from megatron_fp4.precision.torch_scaled_mm import FORMATS
 
 
@@ -25,13 +26,8 @@ def torch_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | Non
     emulated = "or backend=emulated"
     if precision.compute_dtype != "bfloat16":
         return f"{key}.compute_dtype={precision.compute_dtype}", f"use bfloat16, {emulated}"
-    fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
-    gemms = {
-        "fprop": {"activation": fprop.activation, "weight": fprop.weight},
-        "dgrad": {"gradient": dgrad.gradient, "weight": dgrad.weight},
-        "wgrad": {"gradient": wgrad.gradient, "activation": wgrad.activation},
-    }
-    for gemm, operands in gemms.items():
+    for gemm, names in GEMMS.items():
+        operands = {name: getattr(getattr(precision, gemm), name) for name in names}
         for name, operand in operands.items():
             where = f"{key}.{gemm}.{name}"
             if operand.format not in ("bf16", *FORMATS):

@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
 
-from assembly import CONFIGS, configuration_errors
+from assembly import CONFIGS, plans_of
 from megatron_fp4.backend_choice import choose_backend
 from megatron_fp4.compose import compose_config
 from megatron_fp4.config import Config, ConfigError
@@ -31,12 +31,10 @@ from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
 from megatron_fp4.precision.linear import LinearNumerics, _Call
-from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.selftest import PAIRS, Case, Finding, check, sample_tensors, transformed
 from megatron_fp4.validate import validate
 from megatron_fp4.validate_precision import BACKENDS, parts
-from models.flops import linear_costs
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
 from scripts.prove.times import linear_times
@@ -153,13 +151,7 @@ def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
     tokens = config.train.micro_batch_size * config.train.sequence_length
     tokens = min(tokens, _CPU_TOKENS) if device_type == "cpu" else tokens
     groups = {"in_proj": model.mamba_num_groups // shards, "qkv_proj": model.num_kv_heads // shards}
-    linears = [
-        LinearShape(cost.name, cost.block, cost.in_features, cost.out_features, model.pattern[cost.block])
-        for cost in linear_costs(model)
-    ]
-    own, bf16 = recipe_from_config(config.precision), config.precision.bf16_blocks
-    with configuration_errors():
-        plan = build_plan(linears, own, bf16, model.num_blocks, config.precision.exceptions)
+    plan, _ = plans_of(config, config.precision)  # `composed` left out the switch
     cases: dict[Case, None] = {}
     for row in plan.rows:
         kind = row.linear.name.split(".")[-1]

@@ -208,7 +208,7 @@ def fused_operands(
         columns, rows = (None if eight[0] else columns), (None if eight[1] else rows)
         others = fused_operands(x, columns, rows, pack_rows=pack_rows, amax_group=amax_group)
         return eight[0] or others[0], eight[1] or others[1]
-    if rows is not None and _codes_transpose(rows):
+    if rows is not None and codes_transpose(rows):
         # The kernels make square blocks along the columns.
         square = fused_operands(x, rows, None, amax_group=amax_group)[0]
         along_columns_alone = fused_operands(x, columns, None, amax_group=amax_group)[0]
@@ -233,11 +233,11 @@ def fused_operands(
     return along_columns if sides[0] is not None else None, along_rows if sides[1] is not None else None
 
 
-def _codes_transpose(request: OperandRequest) -> bool:
+def codes_transpose(request: OperandRequest) -> bool:
     """Whether the operand's codes are those of the transposed tensor, transposed."""
     operand = request.operand
     square = operand.quantized and operand.block[0] == operand.block[1]
-    return square and operand.format not in _EIGHT_BITS and not request.rht and request.key is None
+    return square and not request.rht and request.key is None
 
 
 def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:

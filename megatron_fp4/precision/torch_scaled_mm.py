@@ -34,10 +34,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
+from megatron_fp4.precision.backend import Maker
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import (
     GemmOperand,
     OperandRequest,
+    codes_transpose,
     encode_with_scale,
     fused_eight_bits,
     fused_side,
@@ -174,9 +176,6 @@ class PackedOperand:
         return self.codes, self.scales, self.scale
 
 
-Maker = Callable[[], Any]
-
-
 class TorchBackend:
     """See the top of this file. `unsupported` says beforehand where it cannot run."""
 
@@ -284,10 +283,7 @@ def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
     Four-over-six sums errors over a block in an order of its own along each dimension: then only if the operand along
     the columns is the same, which the emulation exchanges as well.
     """
-    operand = rows.operand
-    square = operand.quantized and operand.block[0] == operand.block[1]
-    same = columns == rows or not operand.four_over_six
-    return square and same and rows.key is None and not rows.rht
+    return codes_transpose(rows) and (columns == rows or not rows.operand.four_over_six)
 
 
 def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) -> PackedOperand | GemmOperand:
