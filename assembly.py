@@ -17,9 +17,11 @@ from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 from data.validation import ValidationSet
-from megatron_fp4.backend_choice import BackendChoice, agreed_backend, choose_backend
-from megatron_fp4.compose import ConfigError, compose_config, precision_config
-from megatron_fp4.config import Config, PrecisionConfig
+from megatron_fp4.checks.backend_choice import BackendChoice, agreed_backend, choose_backend
+from megatron_fp4.checks.combinations import validate
+from megatron_fp4.checks.precision import validate_precision
+from megatron_fp4.config.compose import ConfigError, compose_config, precision_config
+from megatron_fp4.config.schema import Config, PrecisionConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
@@ -32,8 +34,6 @@ from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
-from megatron_fp4.validate import validate
-from megatron_fp4.validate_precision import validate_precision
 from models.execution import Execution, agreed_execution, choose_execution
 from models.flops import linear_costs
 from models.hybrid import HybridModel, build_model

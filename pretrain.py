@@ -37,26 +37,27 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.loader import MicroBatch
 from data.validation import ValidationSet, unigram_entropy
-from megatron_fp4.compose import ConfigError, help_text, to_yaml
-from megatron_fp4.config import Config, PrecisionConfig
+from megatron_fp4.config.compose import ConfigError, help_text, to_yaml
+from megatron_fp4.config.schema import Config, PrecisionConfig
+from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
+from megatron_fp4.measure.gradient_noise import gradient_noise
+from megatron_fp4.measure.nonfinite import NonFiniteGuard, diagnose_nonfinite
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.plan import apply_plan
 from megatron_fp4.precision.recheck import Recheck, RecheckError
+from megatron_fp4.report import console as show
+from megatron_fp4.report.console import RunConsole
+from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
+from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.autotuning import pin_kernels
-from megatron_fp4.training.console import RunConsole
-from megatron_fp4.training.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.training.evaluate import evaluate
-from megatron_fp4.training.gradient_noise import gradient_noise
-from megatron_fp4.training.metrics import MetricsWriter, StepMetrics
-from megatron_fp4.training.nonfinite import NonFiniteGuard, diagnose_nonfinite
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
-from models.flops import training_flops_per_token
+from models.flops import forward_flops_per_token, parameter_count, training_flops_per_token
 from models.mamba2 import Mamba2
-from report import introduce, summarize
 
 
 def main(arguments: list[str]) -> int:
@@ -140,7 +141,7 @@ def run_to_end(run: Run) -> int:
         optimizer=run.optimizer.name,
         plan=run.plan.as_dict(),
     )
-    introduce(run, console, start)
+    introduce_run(run, console, start)
     pin_autotuned(run, start, saved_kernels, console)
     test_backend(run, console)
     if mesh.rank == 0:
@@ -158,7 +159,7 @@ def run_to_end(run: Run) -> int:
         console.text(f"stopped after step {stopped_at} of {steps} on {stop.received or 'a signal to another rank'}")
         return 0
     if mesh.rank == 0:
-        summarize(run, console, last_validation, entropy)
+        summarize(console, config, run.switch.switched_at, last_validation, entropy)
     return 0
 
 
@@ -246,6 +247,48 @@ def train(
             writer.event(done, "stop", signal=str(stop.received))
             return done, losses
     return steps, losses
+
+
+def introduce_run(run: Run, console: RunConsole, start: int) -> None:
+    """Print what is about to run, from the `start` steps that are done."""
+    config, model, switch = run.config, run.model, run.switch
+    counts, flops = parameter_count(config.model), forward_flops_per_token(config.model, config.train.sequence_length)
+    pattern = config.model.pattern
+    kinds = {"M": "Mamba-2 blocks", "-": "FFN blocks", "*": "attention blocks"}
+    parts = [show.ModelPart("embedding", 1, counts.embedding)]
+    for letter, name in kinds.items():
+        if pattern.count(letter):
+            own = [b for i, b in enumerate(model.blocks) if pattern[i] == letter]
+            parts.append(show.ModelPart(name, len(own), sum(p.numel() for block in own for p in block.parameters())))
+    parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
+    size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
+    phases = [
+        show.PhaseRow(span.name, span.start // size + 1, span.end // size, tokens[span.name], phase.blend)
+        for span, phase in zip(run.phases.spans, config.data.phases, strict=True)
+    ]
+    when, at_step = config.precision.switch.when, switch.at_step
+    facts = {
+        "compute dtype, backend": f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}",
+        "why this backend": run.backend.reason,
+        "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
+        "learning rate decays from step": run.schedule.decay_start_step + 1,
+        "kernels": model.execution.describe(pattern),
+        "activation checkpointing": model.execution.recompute,
+        "optimizer": run.optimizer.name,
+    }
+    introduce(
+        console,
+        config,
+        run.plan,
+        parts=parts,
+        flops_per_token=flops.total,
+        phases=phases,
+        facts=facts,
+        world_size=run.mesh.world_size,
+    )
+    console.text(run.bundle.summary())
+    if start:
+        console.text(f"resumed after step {start} of {config.train.steps}")
 
 
 def due(interval: int, done: int) -> bool:

@@ -25,7 +25,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_fp4.config import ConfigError, ModelConfig, TrainConfig
+from megatron_fp4.config.schema import ConfigError, ModelConfig, TrainConfig
 
 KERNELS = ("auto", "torch", "fused")
 RECOMPUTE = ("none", "block", "selective")

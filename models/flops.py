@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.collectives import enter_tensor_parallel
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding

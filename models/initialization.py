@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.quantization.rounding import random_uniform, rounding_key
 

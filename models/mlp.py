@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.execution import PLAIN, Execution

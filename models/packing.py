@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 
 
 def group_major_order(section_rows: Sequence[int], num_groups: int) -> Tensor:

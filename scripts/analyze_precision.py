@@ -6,7 +6,7 @@
 
 The checkpoint's model runs forward and backward over a few micro-batches of its own run's data, with *every* linear
 quantized by the run's recipe, and each linear's products are compared with unquantized ones of the same inputs (see
-megatron_fp4/precision/probe.py). Nothing is updated or written but the plan. `key=value` changes the run's
+megatron_fp4/measure/probe.py). Nothing is updated or written but the plan. `key=value` changes the run's
 configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.tensor=1` to analyze it in one process.
 Under torchrun every data-parallel rank contributes its micro-batches.
 
@@ -29,10 +29,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
 from assembly import CONFIGS, Run, build, set_determinism
-from megatron_fp4.config import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
-from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
-from megatron_fp4.precision.probe import LinearMeasurement, Probe
-from megatron_fp4.precision.ranking import (
+from megatron_fp4.checks.combinations import validate
+from megatron_fp4.config.saved_config import config_from_saved
+from megatron_fp4.config.schema import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
+from megatron_fp4.measure.probe import LinearMeasurement, Probe
+from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,
     GEMM_CHOICES,
     RankedLinear,
@@ -40,10 +41,9 @@ from megatron_fp4.precision.ranking import (
     rank_linears,
     select_bf16,
 )
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
-from megatron_fp4.saved_config import config_from_saved
 from megatron_fp4.training.checkpoint_files import DamagedCheckpointError, Manifest, check_file, read_manifest
-from megatron_fp4.validate import validate
 
 
 def main(arguments: list[str]) -> int:

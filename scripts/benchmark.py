@@ -40,8 +40,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
 from assembly import CONFIGS, build_model_parts, execution_of
-from megatron_fp4.compose import ConfigError, compose_config, precision_config
-from megatron_fp4.config import Config
+from megatron_fp4.config.compose import ConfigError, compose_config, precision_config
+from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear

@@ -44,8 +44,8 @@ from assembly import (
     sharded_model,
     world_size,
 )
-from megatron_fp4.compose import ConfigError
-from megatron_fp4.config import Config
+from megatron_fp4.config.compose import ConfigError
+from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import (
     ParallelMesh,
     build_mesh,

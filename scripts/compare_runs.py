@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_fp4.training.comparison import comparison_rows, comparison_table, plot_comparison, read_run
+from megatron_fp4.report.comparison import comparison_rows, comparison_table, plot_comparison, read_run
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
     WORLD_SIZE=736 python pretrain.py experiment=nemotron_h_12b data=my_corpus parallel.tensor=8 run.dry=true
 
 Both do the same. The configuration is checked as for the run itself; then the job is built on a fake process group and
-takes two steps on fake tensors (megatron_fp4/training/dry_run.py), with what the CUDA kernels would allocate. Data is
+takes two steps on fake tensors (megatron_fp4/planning/dry_run.py), with what the CUDA kernels would allocate. Data is
 not opened. Time is the model's FLOPs over `run.dry_mfu` of `run.dry_peak_tflops` per rank.
 """
 
@@ -26,11 +26,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
-from megatron_fp4.config import Config
-from megatron_fp4.training import console as show
-from megatron_fp4.training.console import RunConsole
-from megatron_fp4.training.dry_run import Build, DryRun, dry_run
-from megatron_fp4.training.shapes_only import MULTIPROCESSORS
+from megatron_fp4.config.schema import Config
+from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
+from megatron_fp4.planning.stand_ins import MULTIPROCESSORS
+from megatron_fp4.report import console as show
+from megatron_fp4.report.console import RunConsole
 from models import attention, conv, execution, mamba2
 from models.execution import Execution, choose_execution
 from models.flops import forward_flops_per_token, parameter_count

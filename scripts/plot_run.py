@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_fp4.training.heatmap import plot_heatmap
-from megatron_fp4.training.plot import plot_loss
+from megatron_fp4.report.heatmap import plot_heatmap
+from megatron_fp4.report.plot import plot_loss
 
 
 def main() -> None:

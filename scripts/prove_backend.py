@@ -24,17 +24,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
 
 from assembly import CONFIGS, plans_of
-from megatron_fp4.backend_choice import choose_backend
-from megatron_fp4.compose import compose_config
-from megatron_fp4.config import Config, ConfigError
+from megatron_fp4.checks.backend_choice import choose_backend
+from megatron_fp4.checks.combinations import validate
+from megatron_fp4.checks.precision import BACKENDS, parts
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
 from megatron_fp4.precision.linear import LinearNumerics, _Call
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.selftest import PAIRS, Case, Finding, check, sample_tensors, transformed
-from megatron_fp4.validate import validate
-from megatron_fp4.validate_precision import BACKENDS, parts
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
 from scripts.prove.times import linear_times

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from data.indexed_dataset import IndexedDatasetWriter
-from megatron_fp4.config import ConfigError
-from megatron_fp4.saved_config import config_from_saved
+from megatron_fp4.config.saved_config import config_from_saved
+from megatron_fp4.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [

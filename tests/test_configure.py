@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import assembly
-from megatron_fp4.config import ConfigError
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.flops import linear_costs
 from models.hybrid import build_model
-from tests.test_validate import CONFIGS, composed
+from tests.checks.test_combinations import CONFIGS, composed
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pretrain
-from megatron_fp4.config import Config, ModelConfig, RunConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.conv import fused_conv_silu
 from models.execution import Execution

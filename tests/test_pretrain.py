@@ -18,7 +18,7 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
-from megatron_fp4.config import ConfigError, SwitchConfig
+from megatron_fp4.config.schema import ConfigError, SwitchConfig
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.switch import PrecisionSwitch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import assembly
-from megatron_fp4.compose import compose_config, precision_config
+from megatron_fp4.config.compose import compose_config, precision_config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 

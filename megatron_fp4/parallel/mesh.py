@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_fp4.config import ParallelConfig
+from megatron_fp4.config.schema import ParallelConfig
 
 
 @dataclass(frozen=True)

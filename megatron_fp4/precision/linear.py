@@ -20,7 +20,7 @@ boundaries depend on the model alone, not on how many ranks share the weight.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,19 @@ from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.probe import Probe
+
+class Observer(Protocol):
+    """Looks at the calls of linears that it is attached to (measure/probe.py has one)."""
+
+    def forward(self, call: _Call, x: Tensor, y: Tensor) -> ObservedCall | None:
+        """Sees x [tokens, in] and the local result y [tokens, out]; returns who is to see the backward pass, if any."""
+
+
+class ObservedCall(Protocol):
+    """Sees the backward pass of one call."""
+
+    def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
+        """dy [tokens, out], dx [tokens, in], dw [out, in], the local parts; None for what nobody needed."""
 
 
 @dataclass
@@ -46,7 +58,7 @@ class LinearNumerics:
     num_groups: equal groups of the local output features, each padded to whole blocks.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
-    probe: measures the calls it is interested in (precision/probe.py); None: nobody measures.
+    probe: sees the calls of this linear; None: nobody looks.
     """
 
     name: str = ""
@@ -59,7 +71,7 @@ class LinearNumerics:
     in_shards: ProcessGroup | None = None
     out_shards: ProcessGroup | None = None
     weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
-    probe: Probe | None = None
+    probe: Observer | None = None
 
     @property
     def in_group(self) -> ProcessGroup | None:

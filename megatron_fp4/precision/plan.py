@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from megatron_fp4.config import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
+from megatron_fp4.config.schema import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
 

@@ -16,7 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_fp4.config import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, RecipeConfig, WgradConfig
+from megatron_fp4.config.schema import (
+    DgradConfig,
+    FpropConfig,
+    OperandConfig,
+    PrecisionConfig,
+    RecipeConfig,
+    WgradConfig,
+)
 
 GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
 
@@ -102,7 +109,7 @@ BF16 = Recipe()
 
 
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
-    """The recipe of a precision config or of an exception (which `megatron_fp4.validate` has checked)."""
+    """The recipe of a precision config or of an exception (which `megatron_fp4.checks.combinations` has checked)."""
     fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
     return Recipe(
         name=config.name,

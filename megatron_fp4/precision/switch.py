@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fp4.config import SwitchConfig
+from megatron_fp4.config.schema import SwitchConfig
 
 
 def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_fp4.config import Config
+from megatron_fp4.config.schema import Config
 
 _ABSENT = "(absent)"
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_fp4.config import ConfigError, OptimizerConfig
+from megatron_fp4.config.schema import ConfigError, OptimizerConfig
 from megatron_fp4.training.multi_tensor_adam import MultiTensorAdamW, apex_kernel, transformer_engine_kernel
 
 _KERNELS = {

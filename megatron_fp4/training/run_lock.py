@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_fp4.config import ConfigError
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import EXIT_SECONDS
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megatron_fp4.config import ScheduleConfig
+from megatron_fp4.config.schema import ScheduleConfig
 
 # What is left of (peak - minimum) once a fraction p of the decay is done; every shape is exactly 0 at p = 1, so the
 # last step gets the minimum bit for bit. "1-sqrt" is from Hägele et al., arXiv:2405.18392, section 4.

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_fp4.measure.statistics import operand_statistics, operand_sums
 from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, rounding_key
-from megatron_fp4.quantization.diagnostics import operand_statistics, operand_sums
 
 FORMATS = {
     "NVFP4 1x16": Operand("nvfp4", (1, 16)),
@@ -50,7 +50,7 @@ def stochastic(operand: Operand) -> Operand:
 
 
 def statistics(x: Tensor, operand: Operand) -> dict[str, float]:
-    """SNR in dB, zeroed share and so on (quantization/diagnostics.py) of one quantization of `x`."""
+    """SNR in dB, zeroed share and so on (measure/statistics.py) of one quantization of `x`."""
     exact = x.to(torch.float32)
     no_limit = torch.full((x.shape[0], 1), math.inf)
     sums = operand_sums(exact, decoded(x, operand), no_limit).tolist()

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, configure, set_determinism
-from megatron_fp4.config import Bf16BlocksConfig
+from megatron_fp4.config.saved_config import config_from_saved
+from megatron_fp4.config.schema import Bf16BlocksConfig
+from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.plan import apply_plan, build_plan
-from megatron_fp4.precision.probe import Probe
 from megatron_fp4.precision.recipe import recipe_from_config
-from megatron_fp4.saved_config import config_from_saved
 from megatron_fp4.training.checkpoint_files import read_manifest
 from megatron_fp4.training.step import train_step
 

@@ -22,7 +22,7 @@ from data.bundle import open_data
 from data.indexed_dataset import IndexedDataset
 from data.ingest import Part, find_files, ingest, is_held_out, open_files, open_hub, train_on, validation_prefix
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from megatron_fp4.compose import compose_config
+from megatron_fp4.config.compose import compose_config
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]

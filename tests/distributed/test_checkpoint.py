@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megatron_fp4.config import OptimizerConfig
+from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training import checkpoint, checkpoint_files
 from megatron_fp4.training.checkpoint import Checkpointer, CheckpointError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config import ModelConfig, ParallelConfig
+from megatron_fp4.config.schema import ModelConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from models.hybrid import build_model

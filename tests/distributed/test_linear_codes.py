@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.compose import compose_config
-from megatron_fp4.config import ParallelConfig
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock

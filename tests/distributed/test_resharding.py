@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.config import OptimizerConfig
+from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state

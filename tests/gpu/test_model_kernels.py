@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_fp4.config import ModelConfig, OptimizerConfig, TrainConfig
+from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, TrainConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megatron_fp4.config import ConfigError, OptimizerConfig
+from megatron_fp4.config.schema import ConfigError, OptimizerConfig
 from megatron_fp4.parallel.mesh import init_distributed
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer, optimizer_state
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fp4.report.metrics import read_metrics
 from megatron_fp4.training.autotuning import choices_in, live_autotuners, record_of
-from megatron_fp4.training.metrics import read_metrics
 from scripts import compare_repeats
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]

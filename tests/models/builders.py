@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize

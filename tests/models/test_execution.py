@@ -6,7 +6,7 @@ import torch
 
 import assembly
 from assembly import configure
-from megatron_fp4.config import ConfigError, ParallelConfig, TrainConfig
+from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from models import execution
 from models.execution import PLAIN, Execution, choose_execution

@@ -3,7 +3,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.schema import ModelConfig
 from models.flops import forward_flops_per_token, linear_costs, training_flops_per_token
 from tests.models.builders import build, small_config, tokens_and_targets
 

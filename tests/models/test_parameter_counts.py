@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fp4.compose import compose_config
-from megatron_fp4.config import ModelConfig
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import ModelConfig
 from models.flops import parameter_count
 from models.hybrid import build_model
 from tests.models.builders import small_config

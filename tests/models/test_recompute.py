@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_fp4.config import Bf16BlocksConfig, ParallelConfig
+from megatron_fp4.config.schema import Bf16BlocksConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_fp4.config import ParallelConfig
+from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.parameters import new_parameter

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from megatron_fp4.compose import compose_config, precision_config
-from megatron_fp4.config import Config, ConfigError, ModelConfig, ParallelConfig
+from megatron_fp4.checks.combinations import validate
+from megatron_fp4.config.compose import compose_config, precision_config
+from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.planning.dry_run import fake_ranks
+from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
@@ -28,9 +31,6 @@ from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linea
 from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
-from megatron_fp4.training.dry_run import fake_ranks
-from megatron_fp4.training.shapes_only import shapes_only
-from megatron_fp4.validate import validate
 from models.hybrid import build_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"

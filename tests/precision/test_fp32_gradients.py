@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config import ParallelConfig
+from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.parameters import new_parameter

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 import megatron_fp4.precision.emulated as emulated
-from megatron_fp4.config import (
+from megatron_fp4.config.schema import (
     Bf16BlocksConfig,
     ComposedException,
     DgradConfig,

@@ -5,8 +5,8 @@ import oracle
 import pytest
 import reference as ref
 
-from megatron_fp4.compose import compose_config, precision_config
-from megatron_fp4.config import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
+from megatron_fp4.config.compose import compose_config, precision_config
+from megatron_fp4.config.schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
 from megatron_fp4.precision.recipe import BF16, GEMMS, Operand, Recipe, recipe_from_config, switched_recipe
 
 CONFIGS = Path(__file__).parents[2] / "configs"

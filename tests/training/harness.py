@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
-from megatron_fp4.config import OptimizerConfig, ParallelConfig
+from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import local_parameter as local

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fp4.config import ConfigError, OptimizerConfig
+from megatron_fp4.config.schema import ConfigError, OptimizerConfig
 from megatron_fp4.training.multi_tensor_adam import MultiTensorAdamW
 from megatron_fp4.training.optimizer import _create_moments, build_optimizer, optimizer_state, parameter_groups
 

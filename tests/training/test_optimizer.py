@@ -2,7 +2,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config import OptimizerConfig
+from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state, parameter_groups, set_lr
 from megatron_fp4.training.step import train_step

@@ -4,10 +4,10 @@ import json
 import pytest
 import torch
 
-from megatron_fp4.compose import compose_config
-from megatron_fp4.config import ConfigError
+from megatron_fp4.checks.combinations import validate
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
-from megatron_fp4.validate import validate
 from tests.models.test_parameter_counts import CONFIGS
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ import torch
 import pretrain
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.recheck import Recheck, Rechecked
+from tests.measure.test_diagnostics_run import ALL_THE_WAY, LINEARS, NVFP4, Run, _same
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch, toy_mesh
-from tests.training.test_diagnostics_run import ALL_THE_WAY, LINEARS, NVFP4, Run, _same
 
 NUM_STEPS = 5
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.config import ConfigError
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.training import run_lock
 from megatron_fp4.training.run_lock import LOCK_FILE, sole_run

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_fp4.config import ScheduleConfig
+from megatron_fp4.config.schema import ScheduleConfig
 from megatron_fp4.training.schedule import DECAYS, WSDSchedule
 
 PEAK = 3e-4

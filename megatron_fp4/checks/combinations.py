@@ -1,0 +1,329 @@
+"""Refuses, before anything is built, configurations that cannot run.
+
+Every refusal is a `ConfigError` of one line: the key, its value, what is wrong with it and what would work.
+Precision has a file of its own, `validate_precision.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from megatron_fp4.checks.precision import validate_precision
+from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
+from megatron_fp4.precision.switch import switch_step
+from megatron_fp4.training.schedule import WSDSchedule
+
+__all__ = ["ConfigError", "validate", "validate_precision"]
+
+# Tiles of quantization and of the Hadamard transform are 16 tokens or features wide (at least).
+_TILE = 16
+
+
+def validate(config: Config, world_size: int, device_type: str) -> None:
+    """Raise ConfigError for the first thing in `config` that cannot run on `world_size` ranks.
+
+    device_type: what the machine offers, `cuda` or `cpu`. The target of a precision switch is another
+    `PrecisionConfig`: pass it to `validate_precision` as well.
+    """
+    _positive_numbers(config)
+    _choices(config)
+    _model(config.model)
+    _mesh(config, world_size)
+    _batch(config, world_size)
+    _schedule(config)
+    _data(config.data)
+    _paths_and_device(config, device_type)
+    _looking_inside(config, device_type)
+    validate_precision(config.precision, config, device_type)
+
+
+def _positive_numbers(config: Config) -> None:
+    """Counts that must be at least 1 or 0, and numbers that must be positive."""
+    at_least_one = {
+        "train.steps": config.train.steps,
+        "train.global_batch_size": config.train.global_batch_size,
+        "train.micro_batch_size": config.train.micro_batch_size,
+        "train.sequence_length": config.train.sequence_length,
+        "train.max_skipped_steps": config.train.max_skipped_steps,
+        "validation.num_samples": config.validation.num_samples,
+        "data.prefetch": config.data.prefetch,
+        "logging.interval": config.logging.interval,
+        "parallel.tensor": config.parallel.tensor,
+        "parallel.replicate": config.parallel.replicate,
+        "parallel.timeout_seconds": config.parallel.timeout_seconds,
+    }
+    at_least_zero: dict[str, float] = {
+        "checkpoint.interval": config.checkpoint.interval,
+        "checkpoint.keep": config.checkpoint.keep,
+        "validation.interval": config.validation.interval,
+        "data.num_workers": config.data.num_workers,
+        "optimizer.weight_decay": config.optimizer.weight_decay,
+        "optimizer.clip_norm": config.optimizer.clip_norm,
+        "run.seed": config.run.seed,
+    }
+    above_zero = {
+        "optimizer.lr": config.optimizer.lr,
+        "optimizer.eps": config.optimizer.eps,
+        "run.dry_mfu": config.run.dry_mfu,
+        "run.dry_peak_tflops": config.run.dry_peak_tflops,
+    }
+    for key, count in at_least_one.items():
+        if count < 1:
+            raise ConfigError(f"{key}={count} is not positive; give 1 or more")
+    for key, value in at_least_zero.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"{key}={value} is negative or not finite; give 0 or more")
+    for key, value in above_zero.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{key}={value} is not a positive number; give one above 0, such as 1e-3")
+    for key, beta in (
+        ("optimizer.beta1", config.optimizer.beta1),
+        ("optimizer.beta2", config.optimizer.beta2),
+    ):
+        if not 0 <= beta < 1:
+            raise ConfigError(f"{key}={beta} is outside [0, 1); AdamW wants something like 0.9 or 0.95")
+    if config.run.dry_mfu > 1:
+        raise ConfigError(f"run.dry_mfu={config.run.dry_mfu} is above 1; it is a share of the peak, such as 0.4")
+
+
+def _choices(config: Config) -> None:
+    choices = {
+        "logging.wandb": (config.logging.wandb, ("online", "offline", "disabled")),
+        "run.device": (config.run.device, ("auto", "cuda", "cpu")),
+        "data.kind": (config.data.kind, ("builtin", "indexed")),
+        "optimizer.implementation": (
+            config.optimizer.implementation,
+            ("torch", "transformer_engine", "apex"),
+        ),
+    }
+    for key, (value, allowed) in choices.items():
+        if value not in allowed:
+            raise ConfigError(f"{key}={value} is not known; choose one of {', '.join(allowed)}")
+
+
+def _model(model: ModelConfig) -> None:
+    if not model.pattern:
+        raise ConfigError("model.pattern is empty; give one letter a block: M (Mamba-2), - (FFN), * (attention)")
+    for position, letter in enumerate(model.pattern):
+        if letter not in "M-*":
+            raise ConfigError(
+                f"model.pattern={model.pattern}: {letter!r} at position {position} is no block; use M "
+                "(Mamba-2), - (FFN) and * (attention), without spaces"
+            )
+    used = ["vocab_size", "hidden_dim"]
+    used += ["ffn_dim"] if "-" in model.pattern else []
+    used += ["num_query_heads", "num_kv_heads", "head_dim", "rope_base"] if "*" in model.pattern else []
+    mamba = ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "chunk_size")
+    used += [f"mamba_{name}" for name in mamba] if "M" in model.pattern else []
+    for name in [*used, "norm_eps", "init_std"]:
+        if not getattr(model, name) > 0:
+            raise ConfigError(f"model.{name}={getattr(model, name)} is not positive; give a number above 0")
+    if "*" in model.pattern and model.num_query_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_query_heads={model.num_query_heads} is not a multiple of model.num_kv_heads="
+            f"{model.num_kv_heads}; KV heads that work: {_listed(_divisors(model.num_query_heads))}"
+        )
+    if "*" in model.pattern and model.rope and model.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_dim} is odd, and model.rope rotates pairs; use "
+            f"{model.head_dim + 1}, or model.rope=false"
+        )
+    if "M" in model.pattern and model.mamba_num_heads % model.mamba_num_groups:
+        raise ConfigError(
+            f"model.mamba_num_heads={model.mamba_num_heads} is not a multiple of model.mamba_num_groups="
+            f"{model.mamba_num_groups}; groups that work: {_listed(_divisors(model.mamba_num_heads))}"
+        )
+
+
+def _mesh(config: Config, world_size: int) -> None:
+    parallel = config.parallel
+    tensor, replicate = parallel.tensor, parallel.replicate
+    shared = _shared_by_tensor_ranks(config.model)
+    sizes = [size for size in _divisors(world_size) if all(count % size == 0 for count, _ in shared.values())]
+    with_replicas = [size for size in sizes if (world_size // size) % replicate == 0]
+    if world_size % (tensor * replicate):
+        remedies = [f"tensor sizes that work: {_listed(with_replicas)}"] if with_replicas else []
+        if replicate > 1 and tensor in sizes:
+            remedies.append(f"replicate sizes that work: {_listed(_divisors(world_size // tensor))}")
+        remedy = "; ".join(remedies) or f"set parallel.replicate=1; tensor sizes that work then: {_listed(sizes)}"
+        raise ConfigError(
+            f"parallel.tensor={tensor} x parallel.replicate={replicate} does not divide the {world_size} "
+            f"ranks of this run; {remedy}"
+        )
+    if parallel.sequence and tensor == 1:
+        raise ConfigError(
+            "parallel.sequence=true has no effect with parallel.tensor=1; raise parallel.tensor or leave "
+            "sequence at null"
+        )
+    for key, (count, value) in shared.items():
+        if count % tensor:
+            raise ConfigError(
+                f"parallel.tensor={tensor} does not divide {key}={value}; sizes that work for this model on "
+                f"{world_size} ranks: {_listed(with_replicas)}"
+            )
+
+
+def _shared_by_tensor_ranks(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Key -> (what tensor-parallel ranks divide among them, the key's value)."""
+    shared = {"model.vocab_size": (model.vocab_size, model.vocab_size)}
+    if "*" in model.pattern:
+        shared["model.num_query_heads"] = (model.num_query_heads, model.num_query_heads)
+        shared["model.num_kv_heads"] = (model.num_kv_heads, model.num_kv_heads)
+    if "M" in model.pattern:
+        shared["model.mamba_num_heads"] = (model.mamba_num_heads, model.mamba_num_heads)
+        shared["model.mamba_num_groups"] = (model.mamba_num_groups, model.mamba_num_groups)
+    if "-" in model.pattern:
+        if model.ffn_dim % _TILE:
+            raise ConfigError(
+                f"model.ffn_dim={model.ffn_dim} is not a multiple of {_TILE}; use {_neighbours(model.ffn_dim, _TILE)}"
+            )
+        shared[f"the {model.ffn_dim // _TILE} tiles of {_TILE} in model.ffn_dim"] = (
+            model.ffn_dim // _TILE,
+            model.ffn_dim,
+        )
+    return shared
+
+
+def _batch(config: Config, world_size: int) -> None:
+    train, parallel = config.train, config.parallel
+    micro, length = train.micro_batch_size, train.sequence_length
+    if length % _TILE:
+        raise ConfigError(
+            f"train.sequence_length={length} is not a multiple of {_TILE}; use {_neighbours(length, _TILE)}"
+        )
+    ranks = data_parallel_size(parallel, world_size)
+    together = micro * ranks
+    if train.global_batch_size % together:
+        per_rank = train.global_batch_size // ranks
+        fits = train.global_batch_size % ranks == 0
+        micro_sizes = f"micro batch sizes that work: {_listed(_divisors(per_rank))}; " if fits else ""
+        raise ConfigError(
+            f"train.global_batch_size={train.global_batch_size} is not a multiple of "
+            f"train.micro_batch_size={micro} x {ranks} data-parallel ranks = {together}; "
+            f"{micro_sizes}global batch sizes that work: {_neighbours(train.global_batch_size, together)}"
+        )
+    sequence_parallel = parallel.tensor > 1 and parallel.sequence is not False
+    slice_tokens = _TILE * parallel.tensor
+    if sequence_parallel and (micro * length) % slice_tokens:
+        # Rounding the length up to a whole slice always works, whatever the micro-batch.
+        raise ConfigError(
+            f"train.micro_batch_size={micro} x train.sequence_length={length} = {micro * length} tokens is "
+            f"not a multiple of {_TILE} x parallel.tensor={parallel.tensor} = {slice_tokens}, which "
+            "sequence parallelism needs; use "
+            f"train.sequence_length={-(-length // slice_tokens) * slice_tokens} or parallel.sequence=false"
+        )
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Ranks that see different data: all that are not tensor-parallel partners of each other."""
+    return world_size // parallel.tensor
+
+
+def _schedule(config: Config) -> None:
+    switch = config.precision.switch
+    try:
+        schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
+        at_step = switch_step(switch.when, config.train.steps, schedule.decay_start_step)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if switch.when == "before_decay" and at_step == config.train.steps:
+        raise ConfigError(
+            "precision.switch.when=before_decay, but "
+            f"schedule.decay_fraction={config.schedule.decay_fraction} never decays; give a fraction above "
+            "0, or a step or never as precision.switch.when"
+        )
+
+
+def _data(data: DataConfig) -> None:
+    if data.kind == "builtin":
+        for key in ("sources", "validation", "tokenizer", "eod_token"):
+            if getattr(data, key):
+                raise ConfigError(
+                    f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose "
+                    "data=indexed for your own data"
+                )
+    elif data.cache_dir is not None:
+        raise ConfigError(
+            f"data.cache_dir={data.cache_dir} has no effect with data.kind=indexed; leave it out (indexed files are "
+            "read where they lie)"
+        )
+    elif not data.sources:
+        raise ConfigError(
+            "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
+        )
+    if not data.phases:
+        raise ConfigError(
+            "data.phases is empty; give at least one: 'data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]'"
+        )
+    names = [phase.name for phase in data.phases]
+    for index, phase in enumerate(data.phases):
+        key = f"data.phases[{index}]"
+        if names.index(phase.name) != index:
+            raise ConfigError(f"{key}.name={phase.name} is taken by another phase; rename one of them")
+        if not 0 < phase.fraction <= 1:
+            raise ConfigError(f"{key}.fraction={phase.fraction} is outside (0, 1]; it is a share of the run's steps")
+        if not phase.blend:
+            raise ConfigError(f"{key}.blend is empty; give source weights, such as {{web: 0.8, code: 0.2}}")
+        for source, weight in phase.blend.items():
+            if not (weight >= 0 and math.isfinite(weight)):
+                raise ConfigError(
+                    f"{key}.blend.{source}={weight} is negative or not finite; give a weight of 0 or more"
+                )
+            if data.kind == "indexed" and source not in data.sources:
+                raise ConfigError(
+                    f"{key}.blend names {source}, which is not in data.sources; its sources: "
+                    f"{_listed(list(data.sources))}"
+                )
+        if not sum(phase.blend.values()) > 0:
+            raise ConfigError(f"{key}.blend={phase.blend} has no weight above 0; give at least one source some")
+    total = sum(phase.fraction for phase in data.phases)
+    if abs(total - 1) > 1e-6:
+        raise ConfigError(
+            f"the fractions of data.phases ({' + '.join(f'{phase.fraction:g}' for phase in data.phases)}) "
+            f"sum to {total:.6g}; they must sum to 1"
+        )
+
+
+def _paths_and_device(config: Config, device_type: str) -> None:
+    if not config.run.dir.strip():
+        raise ConfigError("run.dir is empty; name the folder for everything the run writes, such as runs/first")
+    if config.run.device == "cuda" and device_type != "cuda":
+        raise ConfigError("run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu")
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        raise ConfigError(
+            f"checkpoint.resume={resume} is no checkpoint folder; give auto, never or the path of one, such "
+            f"as {config.run.dir}/checkpoints/..."
+        )
+    for key, path in (
+        ("data.tokenizer", config.data.tokenizer),
+        ("precision.bf16_blocks.file", config.precision.bf16_blocks.file),
+    ):
+        if path is not None and not Path(path).is_file():
+            raise ConfigError(f"{key}={path}: there is no such file; correct the path, or set null")
+
+
+def _looking_inside(config: Config, device_type: str) -> None:
+    steps = config.logging.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= config.train.steps):
+        raise ConfigError(
+            f"logging.profile_steps={steps} is no window of this run's {config.train.steps} steps; give its first and "
+            "last step, such as [11,13], or [] for none"
+        )
+    if config.logging.memory_history and (device_type != "cuda" or config.run.device == "cpu"):
+        raise ConfigError("logging.memory_history=true records CUDA allocations, and this run is on a CPU; use false")
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _neighbours(number: int, multiple: int) -> str:
+    """The nearest positive multiples below and above."""
+    below = number // multiple * multiple
+    return f"{below} or {below + multiple}" if below else str(multiple)
+
+
+def _listed(values: list[int] | list[str]) -> str:
+    return ", ".join(str(value) for value in values)

@@ -1,0 +1,1 @@
+"""The configuration: its schema, and how Hydra composes it from files and overrides."""

@@ -1,0 +1,228 @@
+"""A dry run: two steps of the real job on fake tensors, in one process, for any number of ranks.
+
+The model is built and sharded as for training, over torch's `fake` process group, whose collectives return at once.
+Every shape, every division of a size by a mesh and every collective is the program's own; no tensor has memory or
+values. The first step brings everything into the state in which a long run is (moments, quantized weights of the step
+before); the second is measured.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.planning.ledger import Ledger, Message
+from megatron_fp4.planning.stand_ins import shapes_only
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
+from megatron_fp4.training.step import train_step
+
+# 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
+_WORKSPACES = 2 * 32 * 2**20
+
+Build = Callable[[ParallelMesh, RunClock], tuple[nn.Module, Mapping[str, LinearNumerics]]]
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank (the first, which never has less than another).
+
+    parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
+    update). gathered: whole parameters in the compute dtype after a forward pass. quantized_weights: kept from
+    micro-batch to micro-batch. activations: what one micro-batch's forward pass leaves for its backward pass.
+    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
+    micro-batch a step). workspaces: of cuBLAS, which PyTorch allocates for it.
+    peak: the most at any moment of a step, temporaries included.
+    """
+
+    num_parameters: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    quantized_weights: int
+    activations: int
+    unreduced_gradients: int
+    workspaces: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """messages: the collectives of one step as the first rank sees them, with their number; groups go by axis name."""
+
+    memory: RankMemory
+    messages: Mapping[Message, int]
+    micro_batches: int
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """A process group of `world_size` ranks of which this process is the first and the only one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
+    """Take two steps of `config` on `world_size` ranks.
+
+    build: makes the sharded model, its parameters still on the meta device, and the numerics of its linears by name.
+    """
+    with fake_ranks(world_size):
+        # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
+        mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
+        model, linears = build(mesh, clock)
+        num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
+        # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
+        shown = min(num_micro_batches, 3)
+        ledger = Ledger(lambda: clock.micro_batch)
+        with FakeTensorMode(allow_non_fake_inputs=True), ledger, shapes_only():
+            model.to_empty(device=mesh.device)
+            optimizer = build_optimizer(model, config.optimizer).optimizer
+            watch = _Watch(model, linears, ledger, optimizer)
+
+            def step(number: int, count: int) -> None:
+                train_step(
+                    model,
+                    optimizer,
+                    _micro_batches(config, count),
+                    mesh,
+                    clock,
+                    step=number,
+                    lr=config.optimizer.lr,
+                    clip_norm=config.optimizer.clip_norm,
+                    reshard=config.parallel.reshard,
+                )
+
+            # Two micro-batches: whatever DTensor looks up once per kind of operation, it has looked up then.
+            step(0, min(shown, 2))
+            ledger.messages.clear()
+            ledger.restart_peak()
+            watch.passes.clear()
+            step(1, shown)
+            memory = watch.memory(ledger.peak_bytes, accumulates=shown > 1)
+        names = _axis_names(mesh)
+        messages: Counter[Message] = Counter()
+        for index, counted in ledger.messages.items():
+            times = num_micro_batches - 2 if shown == 3 and index == 1 else 1
+            for message, count in counted.items():
+                named = Message(
+                    message.operation, names.get(message.group, "all ranks"), message.ranks, message.num_bytes
+                )
+                messages[named] += count * times
+        return DryRun(memory, messages, num_micro_batches)
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    index: int
+    tokens: Tensor
+    targets: Tensor
+
+
+def _micro_batches(config: Config, count: int) -> list[_MicroBatch]:
+    shape = (config.train.micro_batch_size, config.train.sequence_length)
+    return [_MicroBatch(i, *(torch.zeros(shape, dtype=torch.int64) for _ in range(2))) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Bytes at the end of one forward pass."""
+
+    gathered: int
+    quantized: int
+    activations: int
+
+
+class _Watch:
+    """Looks at what is alive before and after every forward pass of the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        linears: Mapping[str, LinearNumerics],
+        ledger: Ledger,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self.model, self.linears, self.ledger = model, linears, ledger
+        self.passes: list[_Pass] = []
+        self.parameters = optimizer_parameters(optimizer)
+        self.shards = [p._local_tensor if isinstance(p, DTensor) else p for p in self.parameters]
+        self.state = [value for state in optimizer.state.values() for value in state.values()]
+        self._before: dict[int, int] = {}
+        model.register_forward_pre_hook(lambda *_: self._start())
+        model.register_forward_hook(lambda *_: self._end())
+
+    def _start(self) -> None:
+        self._before = self.ledger.storages()
+
+    def _end(self) -> None:
+        alive = self.ledger.storages()
+        gathered = self.ledger.numbers(self.model.parameters()) - self.ledger.numbers(self.shards)
+        quantized = self.ledger.numbers(self._kept_weights())
+        other = gathered | quantized
+
+        def size(numbers: Iterable[int]) -> int:
+            return sum(alive.get(number, 0) for number in numbers)
+
+        new = alive.keys() - self._before.keys() - other
+        self.passes.append(_Pass(size(gathered), size(quantized), size(new)))
+
+    def _kept_weights(self) -> Iterator[Tensor]:
+        for numerics in self.linears.values():
+            if numerics.weight_cache is not None:
+                for operand in numerics.weight_cache[1:]:
+                    yield from (tensor for tensor in operand.tensors() if tensor is not None)
+
+    def memory(self, peak: int, accumulates: bool) -> RankMemory:
+        """What was seen; the last pass is that of a run's steady state. accumulates: over several micro-batches."""
+        parameters = sum(t.numel() * t.element_size() for t in self.shards)
+        last = self.passes[-1]
+        # Every gradient is FP32 and whole on its tensor-parallel rank until it is reduced.
+        unreduced = sum(4 * parameter.numel() // _tensor_parallel_parts(parameter) for parameter in self.parameters)
+        return RankMemory(
+            num_parameters=sum(t.numel() for t in self.shards),
+            parameters=parameters,
+            gradients=parameters,
+            optimizer=sum(_num_bytes(t) for t in self.state),
+            gathered=last.gathered,
+            quantized_weights=last.quantized,
+            activations=last.activations,
+            unreduced_gradients=unreduced if accumulates else 0,
+            workspaces=_WORKSPACES,
+            peak=peak + _WORKSPACES,
+        )
+
+
+def _tensor_parallel_parts(parameter: Tensor) -> int:
+    """Into how many parts tensor parallelism cuts a parameter."""
+    if not isinstance(parameter, DTensor) or is_replicated(parameter):
+        return 1
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return parameter.device_mesh.size(names.index("tp"))
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _axis_names(mesh: ParallelMesh) -> dict[str, str]:
+    """Process group -> what runs over it."""
+    return {mesh.device_mesh[axis].get_group().group_name: axis for axis in mesh.device_mesh.mesh_dim_names or ()}

@@ -1,0 +1,288 @@
+"""What a run shows while it runs: tables before and after, progress in between.
+
+On a terminal a live bar carries the numbers; where stdout is a file or a pipe, as in a batch job, the same numbers are
+plain lines, one every `logging.interval` steps. Everything here takes plain data and knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from megatron_fp4.config.schema import ParallelConfig, TrainConfig
+from megatron_fp4.report.metrics import StepMetrics
+
+_FILE_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """A kind of block, or embedding, head or norm: how many there are and their parameters all together."""
+
+    name: str
+    count: int
+    parameters: int
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One linear: its name, global weight shape (out, in), what it gets, and why."""
+
+    linear: str
+    shape: tuple[int, int]
+    recipe: str
+    why: str
+
+
+@dataclass(frozen=True)
+class PhaseRow:
+    """A data phase: steps first..last (counted from 1, both included), its tokens, and source -> weight."""
+
+    name: str
+    first_step: int
+    last_step: int
+    tokens: int
+    blend: Mapping[str, float]
+
+
+@dataclass
+class RunConsole:
+    """Shows a run on one rank; on the others (`active=False`) every method does nothing.
+
+    total_steps: of the whole run. start_step: steps done before this start. interval: steps between plain lines.
+    stream: where to; a terminal gets the live bar. Use it as a context manager around the loop.
+    """
+
+    total_steps: int
+    start_step: int = 0
+    interval: int = 10
+    active: bool = True
+    stream: TextIO = field(default_factory=lambda: sys.stdout)
+
+    def __post_init__(self) -> None:
+        # A file has no width, and rich would fold tables to 80 columns.
+        width = None if self.stream.isatty() else _FILE_WIDTH
+        self._console = Console(file=self.stream, width=width, highlight=False, soft_wrap=not self.stream.isatty())
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._validation = ""
+        self._first_step = self.start_step
+        self._first_step_at: float | None = None
+
+    def __enter__(self) -> RunConsole:
+        if self.active and self.stream.isatty():
+            self._progress = Progress(
+                TextColumn("[bold]{task.fields[phase]}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._console,
+                expand=True,
+            )
+            self._task = self._progress.add_task(
+                "train", total=self.total_steps, completed=self.start_step, phase="", numbers="starting"
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def table(self, table: Table) -> None:
+        """Print a table, above the bar if there is one."""
+        if self.active:
+            self._console.print(table)
+
+    def text(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self.active:
+            self._console.print(text, markup=False)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a training step: on the bar each one, as a line every `interval` steps, the last and skipped ones."""
+        if not self.active:
+            return
+        if self._first_step_at is None:
+            # The first step compiles and allocates; an ETA that counts it is wrong for a long time.
+            self._first_step_at = time.monotonic()
+            self._first_step = metrics.step
+        numbers = self._numbers(metrics)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=metrics.step, phase=metrics.phase, numbers=numbers)
+        elif metrics.step % self.interval == 0 or metrics.step == self.total_steps or metrics.skipped:
+            self.text(f"step {metrics.step}/{self.total_steps}  {metrics.phase}  {numbers}")
+
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Show validation losses by source, in nats per token."""
+        self._validation = f"  val {sum(losses.values()) / len(losses):.4f}" if losses else ""
+        each = "  ".join(f"{source} {loss:.4f}" for source, loss in losses.items())
+        self.text(f"validation after step {step}: {each}")
+
+    def event(self, step: int, text: str) -> None:
+        """Show that something happened after `step` steps: a switch, a checkpoint, a signal."""
+        self.text(f"after step {step}: {text}")
+
+    def _numbers(self, metrics: StepMetrics) -> str:
+        skipped = "  SKIPPED (not finite)" if metrics.skipped else ""
+        return (
+            f"loss {metrics.loss:.4f}{self._validation}  lr {metrics.lr:.2e}  grad {metrics.grad_norm:.2f}  "
+            f"{short_number(metrics.tokens_per_second)} tok/s  {metrics.model_tflops:.3g} TFLOP/s  "
+            f"ETA {self._eta(metrics)}{skipped}"
+        )
+
+    def _eta(self, metrics: StepMetrics) -> str:
+        assert self._first_step_at is not None
+        done = metrics.step - self._first_step
+        if done < 1:
+            return "-"
+        return short_time((time.monotonic() - self._first_step_at) / done * (self.total_steps - metrics.step))
+
+
+def model_table(name: str, pattern: str, parts: Sequence[ModelPart], flops_per_token: float) -> Table:
+    """The model by kinds of parts. flops_per_token: model FLOPs of forward and backward together."""
+    total = sum(part.parameters for part in parts)
+    table = _table(f"Model {name}: {total:,} parameters, {short_number(flops_per_token)}FLOP per token", pattern)
+    _columns(table, "part", "count>", "parameters>", "share>", "detail")
+    for part in parts:
+        share = f"{part.parameters / total:.1%}" if total else "-"
+        table.add_row(part.name, str(part.count), f"{part.parameters:,}", share, part.detail)
+    return table
+
+
+def plan_table(rows: Sequence[PlanRow], name: str, compact_above: int = 24) -> Table:
+    """Which linear gets what, and why, in order of execution.
+
+    A model of more than `compact_above` linears has those of the same kind, shape, recipe and reason in one row, with
+    their blocks: `blocks.{2..51}.mixer.in_proj` is this linear of every block from 2 to 51 that has it.
+    """
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row.recipe] = counts.get(row.recipe, 0) + 1
+    weights = sum(math.prod(row.shape) for row in rows)
+    shares = ", ".join(
+        f"{count} of {len(rows)} linears in {recipe} "
+        f"({sum(math.prod(row.shape) for row in rows if row.recipe == recipe) / weights:.1%} of their weights)"
+        for recipe, count in counts.items()
+    )
+    table = _table(f"Precision plan {name}", shares)
+    compact = len(rows) > compact_above
+    _columns(table, "linear", *(["count>"] if compact else []), "out x in>", "recipe", "why")
+    # Blocks of one kind alternate with others, so "neighbours" means in the sequence of blocks that have the linear.
+    have: dict[tuple[str, tuple[int, int]], list[int]] = {}
+    groups: dict[tuple[str, tuple[int, int], str, str], list[int]] = {}
+    for row in rows:
+        number = re.search(r"\d+", row.linear)
+        kind = re.sub(r"\d+", "#", row.linear, count=1) if compact else row.linear
+        # The reason names the block, which the row's numbers already say.
+        why = re.sub(r"^block \d+ is", "is", row.why) if compact else row.why
+        have.setdefault((kind, row.shape), []).append(int(number[0]) if number else 0)
+        groups.setdefault((kind, row.shape, row.recipe, why), []).append(int(number[0]) if number else 0)
+    for (kind, shape, recipe, why), numbers in groups.items():
+        linear = kind.replace("#", _ranges(numbers, have[kind, shape])) if compact else kind
+        count = [str(len(numbers))] if compact else []
+        table.add_row(linear, *count, f"{shape[0]} x {shape[1]}", recipe, why)
+    return table
+
+
+def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int) -> Table:
+    """How ranks, micro-batches and gradient accumulation make up a step, and the run."""
+    ranks = world_size // parallel.tensor
+    shard = ranks // parallel.replicate
+    accumulation = train.global_batch_size // (train.micro_batch_size * ranks)
+    tokens = train.global_batch_size * train.sequence_length
+    table = _table("Batch")
+    _columns(table, "quantity", "value>", "how")
+    mesh = f"{parallel.replicate} replicas x {shard} shards x {parallel.tensor} tensor-parallel"
+    table.add_row("ranks", str(world_size), mesh)
+    table.add_row("data-parallel ranks", str(ranks), "replicas x shards")
+    table.add_row(
+        "micro-batches per step and rank",
+        str(accumulation),
+        f"{train.global_batch_size} sequences / ({train.micro_batch_size} x {ranks} ranks)",
+    )
+    table.add_row("tokens per step", f"{tokens:,}", f"{train.global_batch_size} x {train.sequence_length}")
+    table.add_row("tokens of the run", f"{tokens * train.steps:,}", f"{train.steps:,} steps")
+    return table
+
+
+def phases_table(rows: Sequence[PhaseRow]) -> Table:
+    """The data phases and their blends."""
+    table = _table("Data phases")
+    _columns(table, "phase", "steps>", "tokens>", "blend")
+    for row in rows:
+        steps = f"{row.first_step:,}-{row.last_step:,}" if row.last_step >= row.first_step else "none"
+        total = sum(row.blend.values())
+        blend = "  ".join(f"{source} {weight / total:.1%}" for source, weight in row.blend.items())
+        table.add_row(row.name, steps, f"{row.tokens:,}", blend)
+    return table
+
+
+def facts_table(title: str, facts: Mapping[str, object]) -> Table:
+    """Names and values, such as the final summary of a run."""
+    table = _table(title)
+    _columns(table, "what", "value")
+    for name, value in facts.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+    return table
+
+
+def short_number(value: float) -> str:
+    """Three digits and a letter: 12345 -> 12.3k; what is not finite stays itself."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # 999,999 rounds to 1000 thousands, which is a million.
+        if abs(value) >= limit * 0.9995:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def short_time(seconds: float) -> str:
+    """45s, 3m20s, 5h07m or 12d03h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def _ranges(numbers: Sequence[int], sequence: Sequence[int]) -> str:
+    """`numbers` as "3" or "{0,2..6}", where 2..6 is everything from 2 to 6 in `sequence`, which holds them in order."""
+    places = {number: place for place, number in enumerate(sequence)}
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and places[number] == places[runs[-1][-1]] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs]
+    return texts[0] if len(numbers) == 1 else "{" + ",".join(texts) + "}"
+
+
+def _table(title: str, caption: str | None = None) -> Table:
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+
+
+def _columns(table: Table, *names: str) -> None:
+    """Columns by name; a trailing > aligns numbers to the right."""
+    for name in names:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")

@@ -1,0 +1,87 @@
+"""What a run says of itself before it begins and when it is finished."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_fp4.config.schema import Config
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.report import console as show
+from megatron_fp4.report.console import RunConsole
+from megatron_fp4.report.plot import plot_loss
+
+
+def introduce(
+    console: RunConsole,
+    config: Config,
+    plan: Plan,
+    *,
+    parts: Sequence[show.ModelPart],
+    flops_per_token: int,
+    phases: Sequence[show.PhaseRow],
+    facts: Mapping[str, object],
+    world_size: int,
+) -> None:
+    """Print what is about to run: model, plan, numerics, batch arithmetic, phases.
+
+    parts, flops_per_token: of the model; FLOPs are those of its forward pass. facts: what else is to be said of
+    numerics and kernels.
+    """
+    console.table(show.model_table(config.model.name, config.model.pattern, parts, 3 * flops_per_token))
+    rows = [
+        show.PlanRow(row.linear.name, (row.linear.out_features, row.linear.in_features), row.recipe.name, row.reason)
+        for row in plan.rows
+    ]
+    console.table(show.plan_table(rows, config.precision.name))
+    quantized = {
+        "linears quantized": f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})",
+        "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops_per_token:.1%}",
+    }
+    console.table(show.facts_table("Numerics", {**recipe_facts(plan), **quantized, **facts}))
+    console.table(show.batch_table(config.train, config.parallel, world_size))
+    console.table(show.phases_table(phases))
+
+
+def recipe_facts(plan: Plan) -> dict[str, str]:
+    """What the GEMMs of each quantized recipe of the plan multiply; the recipe is named where there are several."""
+    written = plan.as_dict()
+    quantized = [written["linears"][row.linear.name]["recipe"] for row in plan.rows if row.recipe.quantized]
+    names = list(dict.fromkeys(quantized)) or list(written["recipes"])
+    facts = {}
+    for recipe in names:
+        for line in written["recipes"][recipe]:
+            gemm, _, value = line.partition(": ")
+            facts[gemm if len(names) == 1 else f"{recipe}, {gemm}"] = value
+    return facts
+
+
+def summarize(
+    console: RunConsole,
+    config: Config,
+    switched_at: int | None,
+    losses: Mapping[str, float],
+    entropy: Mapping[str, float],
+) -> None:
+    """Print the final table of a finished run and write its summary.json and loss.png.
+
+    switched_at: the first step under the plan after the precision switch. losses, entropy: held-out loss and unigram
+    entropy per source, in nats.
+    """
+    run_dir = Path(config.run.dir)
+    facts: dict[str, Any] = {
+        "steps": config.train.steps,
+        "tokens": config.train.steps * config.train.global_batch_size * config.train.sequence_length,
+        "precision switched before step": None if switched_at is None else switched_at + 1,
+    }
+    for name, loss in losses.items():
+        facts[f"validation loss, {name} (nats)"] = round(loss, 4)
+        facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
+        facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
+    plot = plot_loss(run_dir)
+    (run_dir / "summary.json").write_text(json.dumps({"finished": True, **facts}, indent=1) + "\n")
+    names = ("metrics.jsonl", plot.name, "config.yaml", "plan.yaml", "summary.json", "checkpoints")
+    facts["files"] = f"{run_dir}: {', '.join(names)}"
+    console.table(show.facts_table("Finished", facts))

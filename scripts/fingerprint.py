@@ -1,0 +1,149 @@
+"""One line for each of some short runs, which together reach every recipe, switch, mesh and measurement: their bits.
+
+    python scripts/fingerprint.py > before.txt          at the commit before a change
+    python scripts/fingerprint.py > after.txt           at the commit after it
+    diff before.txt after.txt                           a refactoring changes nothing
+
+A line has the run's name, its last loss, and hashes of what it did: losses, gradient norms and validation losses of
+all steps; weights and moments of its last checkpoint; what diagnostics, gradient noise and rechecks measured. Runs take
+seconds each and use the GPU if there is one; lines of different machines are not to be compared. --tree names another
+checkout to run, for example a worktree of the commit before. Exit code: 0, or 1 if a run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+COMMON = (
+    "train.steps=6 train.global_batch_size=4 train.micro_batch_size=1 train.sequence_length=64 "
+    "model.pattern=M-*-M-M- model.nvfp4_bf16_blocks.last=1 schedule.decay_fraction=0.5 validation.interval=3 "
+    "validation.num_samples=3 checkpoint.interval=3 logging.interval=1 logging.tensorboard=false data.num_workers=0"
+)
+# name -> (ranks, overrides)
+CASES: dict[str, tuple[int, str]] = {
+    "nvfp4": (1, "precision=nvfp4"),
+    "bf16": (1, "precision=bf16"),
+    "mxfp4": (1, "precision=mxfp4"),
+    "mxfp8": (1, "precision=mxfp8"),
+    "fp8_block": (1, "precision=fp8_block"),
+    "nvfp4_all_the_way": (1, "precision=nvfp4_all_the_way"),
+    "nvfp4_nemotron_3": (1, "precision=nvfp4_nemotron_3"),
+    "switch forward": (1, "precision.switch.scope=forward precision.switch.when=3"),
+    "switch backward": (1, "experiment=qaf"),
+    "switch to mxfp8": (1, "precision.switch.target=mxfp8 precision.switch.when=0.5"),
+    "four over six, 1x16 weights": (
+        1,
+        "precision.fprop.weight.four_over_six=true precision.fprop.weight.block=1x16 "
+        "precision.fprop.activation.four_over_six=true",
+    ),
+    "codes of fprop": (
+        1,
+        "precision.wgrad.rht=0 precision.wgrad.activation.reuse_fprop=true precision.dgrad.weight.reuse_fprop=true",
+    ),
+    "fresh signs everywhere": (1, "precision.rht_signs=fresh precision.fprop.rht=16 precision.dgrad.rht=16"),
+    "FP32": (1, "precision.compute_dtype=float32"),
+    "odd sizes": (1, "train.sequence_length=48 model.num_query_heads=4 precision=mxfp4"),
+    "selective recomputation": (1, "train.activation_checkpointing=selective"),
+    "block recomputation": (1, "train.activation_checkpointing=block"),
+    "transformer": (1, "model=transformer_60m model.pattern=*-*- model.hidden_dim=128 model.ffn_dim=256"),
+    "measured": (1, "precision.diagnostics.interval=2 precision.recheck_interval=2"),
+    "gradient noise": (1, "precision.switch.when=gradient_noise precision.switch.interval=2"),
+    "tensor parallel": (2, "parallel.tensor=2 precision.diagnostics.interval=2"),
+    "tensor parallel, amax of shards": (2, "parallel.tensor=2 precision.amax=shard parallel.sequence=false"),
+    "data parallel": (2, "precision.switch.when=gradient_noise precision.switch.interval=2"),
+    "data parallel, resharded": (2, "parallel.reshard=true train.activation_checkpointing=selective"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tree", type=Path, default=Path(__file__).resolve().parent.parent, help="checkout to run")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default: 2)")
+    options = parser.parse_args(arguments)
+    names = [name for name in CASES if options.only in name]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
+        # The first alone: it prepares the corpus that all read.
+        lines = [fingerprint(names[0], options.tree, Path(scratch) / "0")]
+        print(lines[0], flush=True)
+        folders = [Path(scratch) / str(i) for i in range(1, len(names))]
+        for line in pool.map(lambda name, folder: fingerprint(name, options.tree, folder), names[1:], folders):
+            lines.append(line)
+            print(line, flush=True)
+    return int(any("FAILED" in line for line in lines))
+
+
+def fingerprint(name: str, tree: Path, run_dir: Path) -> str:
+    """The line of one case, run in `run_dir` by the pretrain.py of `tree`."""
+    ranks, overrides = CASES[name]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    command = [sys.executable, "pretrain.py", *COMMON.split(), *overrides.split(), f"run.dir={run_dir}"]
+    processes = []
+    for rank in range(ranks):
+        # The tree's own packages, whichever are installed.
+        paths = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        if ranks > 1:
+            environment |= {**world, "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(
+            subprocess.Popen(
+                command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        return f"{name:32} FAILED\n{outputs[0][-3000:]}"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records if r["kind"] == "step"]
+    losses = [{k: v for k, v in r.items() if k != "time"} for r in records if r["kind"] == "validation"]
+    measured = [r for r in records if r["kind"] in ("diagnostics", "gradient_noise")]
+    events = [(r["step"], r["event"]) for r in records if r["kind"] == "event"]
+    newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    hashes = {"steps": digest([steps, losses, events]), "state": state_digest(newest), "measured": digest(measured)}
+    return f"{name:32} {steps[-1][1]!r:20} " + "  ".join(f"{what} {value}" for what, value in hashes.items())
+
+
+def digest(value: Any) -> str:
+    """Eight hexadecimal digits of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def state_digest(checkpoint: Path) -> str:
+    """Of names, dtypes, shapes and bytes of all tensors of a checkpoint."""
+    reader = FileSystemReader(checkpoint)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, torch.Tensor] = {
+        name: torch.empty(meta.size, dtype=meta.properties.dtype)
+        for name, meta in stored.items()
+        if isinstance(meta, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings(action="ignore"):  # that this is one process, which it is
+        load(tensors, storage_reader=reader, no_dist=True)
+    of_tensors = {
+        name: (str(t.dtype), hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
+        for name, t in tensors.items()
+    }
+    return digest(of_tensors)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

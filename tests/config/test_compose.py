@@ -1,0 +1,314 @@
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+
+from megatron_fp4.config.compose import compose_config, group_options, help_text, precision_config, to_yaml
+from megatron_fp4.config.saved_config import config_from_saved
+from megatron_fp4.config.schema import ComposedException, Config, ConfigError, PhaseConfig, RecipeConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"
+SOURCES = "data.sources={web: /data/web, code: /data/code}"
+
+
+def make(*overrides: str) -> Config:
+    return compose_config(list(overrides), CONFIGS)
+
+
+def parameters(config: Config) -> int:
+    """From the tables of the paper: embedding and head, a norm per block and a final one, and the mixers."""
+    m = config.model
+    inner, state = m.mamba_inner_dim, m.mamba_num_groups * m.mamba_state_dim
+    mixers = {
+        "-": 2 * m.hidden_dim * m.ffn_dim,
+        "*": 2 * m.hidden_dim * m.head_dim * (m.num_query_heads + m.num_kv_heads),
+        "M": m.hidden_dim * (2 * inner + 2 * state + m.mamba_num_heads)  # in_proj
+        + (inner + 2 * state) * (m.mamba_conv_width + 1)  # conv1d and its bias
+        + 3 * m.mamba_num_heads  # A_log, dt_bias, D
+        + inner  # gated norm
+        + inner * m.hidden_dim,  # out_proj
+    }
+    blocks = sum(mixers[letter] + m.hidden_dim for letter in m.pattern)
+    return 2 * m.vocab_size * m.hidden_dim + m.hidden_dim + blocks
+
+
+def test_default_run_is_the_tiny_model_in_nvfp4_with_the_switch_before_the_decay():
+    config = make()
+    assert isinstance(config, Config)
+    assert (config.model.name, config.precision.name, config.data.kind) == ("tiny", "nvfp4", "builtin")
+    assert config.precision.switch.when == "before_decay"
+    assert all(isinstance(phase, PhaseConfig) for phase in config.data.phases)
+    assert hash(config.train) == hash(make().train)  # frozen all the way down
+
+
+def test_compose_can_be_called_again_and_again_also_after_an_error():
+    for _ in range(3):
+        with pytest.raises(ConfigError):
+            make("train.stepz=1")
+        assert make("train.steps=7").train.steps == 7
+    assert not GlobalHydra.instance().is_initialized()
+
+
+def test_overrides_of_every_kind():
+    config = make(
+        "train.steps=100",
+        "optimizer.lr=3e-4",
+        "model.rope=true",
+        "parallel.sequence=false",
+        "precision.switch.when=0.8",
+        "precision.bf16_blocks.names=['blocks.3.*', '*.out_proj']",
+        "data=indexed",
+        SOURCES,
+        "data.validation.web=/data/web_valid",
+        "data.phases=[{name: a, fraction: 0.5, blend: {web: 1}}, {name: b, fraction: 0.5, blend: {code: 1.0}}]",
+    )
+    assert (config.train.steps, config.optimizer.lr, config.model.rope) == (100, 3e-4, True)
+    assert config.parallel.sequence is False
+    assert config.precision.switch.when == "0.8"
+    assert config.precision.bf16_blocks.names == ["blocks.3.*", "*.out_proj"]
+    assert config.data.sources == {"web": "/data/web", "code": "/data/code"}
+    assert config.data.validation == {"web": "/data/web_valid"}
+    assert config.data.phases == [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"code": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("train.stepz=3", ["train.stepz", "did you mean train.steps"]),
+        ("+train.foo=1", ["train.foo is not a key", "train has steps, global_batch_size"]),
+        ("++train.step=1", ["train.step is not a key", "train.steps"]),
+        ("modle=tiny", ["modle", "did you mean model"]),
+        ("foo=1", ["foo is not a key", "model, precision, data"]),
+        ("lr=1e-3", ["lr is not a key", "optimizer.lr"]),
+        ("data.phases=[{nam: main}]", ["data.phases[].nam", "data.phases[].name"]),
+        ("train.steps=abc", ["train.steps=abc", "expected an integer"]),
+        ("train.steps=1.5", ["train.steps=1.5", "expected an integer"]),
+        ("optimizer.lr=fast", ["optimizer.lr=fast", "expected a number"]),
+        ("model.rope=maybe", ["model.rope=maybe", "expected true or false"]),
+        ("train.steps=null", ["train.steps=null", "give an integer"]),
+        ("train=3", ["train=3", "expected keys from steps"]),
+        ("data.phases=3", ["data.phases=3", "expected a list like [...]"]),
+        ("data.phases=[{fraction: x}]", ["data.phases[].fraction=x", "expected a number"]),
+        ("data.cache_dir={a: b}", ["data.cache_dir", "text or null"]),
+        ("data.blends={first: {web: 1}}", ["data.blends.first", "write 1.0"]),
+        ("model=foo", ["model=foo", "nemotron_h_8b", "tiny"]),
+        ("model=nemotron_8b", ["model=nemotron_8b", "did you mean nemotron_h_8b"]),
+        ("experiment=foo", ["experiment=foo", "nemotron_h_12b"]),
+        ("+model=tiny", ["+model", "without the plus"]),
+        ("model@foo=tiny", ["model@foo=tiny", "--help"]),
+        ("model=null", ["must be a string or a list", "--help"]),
+        ("precision.switch.target=bf61", ["precision.switch.target=bf61", "bf16", "fp8_block"]),
+        ("train.steps", ["'train.steps' has no value", "train.steps=100"]),
+        ("--cfg", ["--cfg", "key=value"]),
+        ("train.steps=[1", ["'train.steps=[1'", "brackets"]),
+        ("run.dir=a=b", ["'run.dir=a=b'", """'run.dir="a=b"'"""]),
+        ("optimizer.lr=1,2", ["optimizer.lr=1,2", "give one", "optimizer.lr=[1,2]"]),
+        ("~precision", ["~precision", "another option"]),
+        ("hydra.run.dir=x", ["hydra.run.dir=x", "run.dir"]),
+        ("train.steps=${foo.bar}", ["train.steps", "foo.bar, which is not set"]),
+        ("train.steps=???", ["train.steps is not set", "train.steps=..."]),
+        ("run.dir=runs/${now:%Y}", ["${now:", "runs/name"]),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_value_and_the_remedy(override, parts):
+    with pytest.raises(ConfigError) as error:
+        make(override)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_config_error_is_a_value_error():
+    with pytest.raises(ValueError, match=r"train\.stepz"):
+        make("train.stepz=3")
+
+
+def test_mistakes_in_files_name_the_file(tmp_path):
+    for folder in ("model", "precision", "data", "parallel", "optimizer", "experiment"):
+        (tmp_path / folder).mkdir()
+        for source in (CONFIGS / folder).glob("*.yaml"):
+            (tmp_path / folder / source.name).write_text(source.read_text())
+    (tmp_path / "config.yaml").write_text((CONFIGS / "config.yaml").read_text())
+    (tmp_path / "model" / "mine.yaml").write_text("hidden: 3\n")
+    (tmp_path / "model" / "broken.yaml").write_text("hidden_dim: [3\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: model\.hidden is not a key.*hidden_dim"):
+        compose_config(["model=mine"], tmp_path)
+    with pytest.raises(ConfigError, match=r"broken\.yaml, line \d+: not valid YAML"):
+        compose_config(["model=broken"], tmp_path)
+    with pytest.raises(ConfigError, match=r"has no config\.yaml; name the folder"):
+        compose_config([], tmp_path / "model")
+
+
+def test_one_override_changes_the_weight_in_both_gemms():
+    precision = make("precision.fprop.weight.block=1x16", "precision.fprop.weight.four_over_six=true").precision
+    assert precision.fprop.weight == precision.dgrad.weight
+    assert precision.dgrad.weight.block == "1x16"
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nvfp4_all_the_way", "fp8_block", "mxfp8", "bf16"])
+def test_recipes_are_those_of_the_papers(name):
+    precision = make(f"precision={name}").precision
+    fprop, dgrad, wgrad = precision.fprop, precision.dgrad, precision.wgrad
+    table = [fprop.activation, fprop.weight, dgrad.gradient, dgrad.weight, wgrad.gradient, wgrad.activation]
+    n, s = "nearest", "stochastic"
+    expected = {
+        "nvfp4": ("nvfp4", ["1x16", "16x16", "1x16", "16x16", "1x16", "1x16"], [n, n, s, n, s, n], 16),
+        "mxfp4": ("mxfp4", ["1x32"] * 6, [n, n, s, n, s, n], 32),
+        "nvfp4_all_the_way": ("nvfp4", ["1x16"] * 6, [n, n, s, n, s, s], 0),
+        "fp8_block": ("fp8", ["1x128", "128x128", "1x128", "128x128", "1x128", "1x128"], [n] * 6, 0),
+        "mxfp8": ("mxfp8", ["1x32"] * 6, [n] * 6, 0),
+        "bf16": ("bf16", ["1x16"] * 6, [n] * 6, 0),
+    }[name]
+    assert {operand.format for operand in table} == {expected[0]}
+    assert [operand.block for operand in table] == expected[1]
+    assert [operand.rounding for operand in table] == expected[2]
+    assert (fprop.rht, dgrad.rht, wgrad.rht) == (0, 0, expected[3])
+    assert precision.name == name
+    assert not any(operand.four_over_six or operand.reuse_fprop or operand.power_of_two_scales for operand in table)
+
+
+def test_exceptions_bring_their_recipes_whole():
+    config = make("precision=nvfp4_nemotron_3", "model=nemotron_h_12b")
+    attention, mamba = config.precision.exceptions
+    assert (attention.names, attention.blocks, mamba.names, mamba.blocks) == (["*"], "*", ["*.out_proj"], "M")
+    for exception, name in ((attention, "bf16"), (mamba, "mxfp8")):
+        whole = make(f"precision={name}").precision
+        assert isinstance(exception, ComposedException)
+        assert exception.recipe == RecipeConfig(name, whole.amax, "fixed", whole.fprop, whole.dgrad, whole.wgrad)
+    assert (config.precision.bf16_blocks.first, config.precision.bf16_blocks.last) == (0, 8)
+    usual = make("model=nemotron_h_12b").precision
+    own = replace(config.precision, name=usual.name, exceptions=[], bf16_blocks=usual.bf16_blocks)
+    assert own == usual
+    # Also as the target of a switch, and after a round trip through a checkpoint.
+    assert precision_config("nvfp4_nemotron_3", config, CONFIGS).exceptions == config.precision.exceptions
+    saved = json.loads(json.dumps(asdict(config)))
+    assert config_from_saved(saved, [], CONFIGS) == config
+    assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.exceptions == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{precision: mxfp9}", r"precision\.exceptions\[0\]\.precision=mxfp9 is not a precision config; .*mxfp8"),
+        ("{precision: nvfp4_nemotron_3}", r"\.precision=nvfp4_nemotron_3 has exceptions of its own"),
+        ("{name: [a]}", r"exceptions\[\]\.name is not a key; did you mean precision\.exceptions\[\]\.names"),
+        ("{recipe: {name: a}}", r"exceptions\[\]\.recipe is not a key"),
+    ],
+)
+def test_wrong_exceptions(given, message):
+    with pytest.raises(ConfigError, match=message):
+        make(f"precision.exceptions=[{given}]")
+
+
+def test_bf16_blocks_follow_the_model():
+    blocks = make("model=nemotron_h_12b").precision.bf16_blocks
+    assert (blocks.first, blocks.last) == (2, 8)
+    blocks = make("model=nemotron_h_12b", "precision=nvfp4_all_the_way").precision.bf16_blocks
+    assert (blocks.first, blocks.last) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "blocks", "bf16", "fp8_bf16", "init_std"),
+    [
+        ("transformer_1_2b", 1_291_929_600, {"*": 20, "-": 20, "M": 0}, (0, 8), ("*-", "*-*-"), 0.02),
+        ("nemotron_h_8b", 8_084_075_520, {"*": 4, "-": 24, "M": 24}, (0, 8), ("M", "M-"), 0.014),
+        ("nemotron_h_12b", 12_314_591_360, {"*": 6, "-": 28, "M": 28}, (2, 8), ("M", "M-"), 0.0125),
+        ("hybrid_60m", 61_803_024, {"*": 2, "-": 11, "M": 11}, (0, 4), ("M", "M-"), 0.02),
+        ("transformer_60m", 60_046_848, {"*": 15, "-": 15, "M": 0}, (0, 6), ("*-", "*-*-"), 0.02),
+    ],
+)
+def test_models_have_the_papers_sizes(model, count, blocks, bf16, fp8_bf16, init_std):
+    config = make(f"model={model}")
+    assert parameters(config) == count
+    assert {letter: config.model.pattern.count(letter) for letter in "*-M"} == blocks
+    assert (config.model.nvfp4_bf16_blocks.first, config.model.nvfp4_bf16_blocks.last) == bf16
+    fp8 = make(f"model={model}", "precision=fp8_block").precision.bf16_blocks
+    pattern = config.model.pattern  # of an FP8 run, the first block and the last two; a transformer block is whole
+    assert (pattern[: fp8.first], pattern[len(pattern) - fp8.last :]) == fp8_bf16
+    assert config.model.init_std == init_std
+    assert config.model.rope == model.startswith("transformer")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "lr", "decay", "batch", "tokens", "fractions"),
+    [
+        ("transformer_1_2b", 1.2e-3, 0.15, 768, 1e12, [0.6, 0.4]),
+        ("nemotron_h_8b", 8e-4, 0.15, 768, 1e12, [0.6, 0.4]),
+        ("nemotron_h_12b", 4.5e-4, 0.2, 736, 1e13, [0.7, 0.2, 0.1]),
+    ],
+)
+def test_experiments_are_the_papers_runs(experiment, lr, decay, batch, tokens, fractions):
+    config = make(f"experiment={experiment}", SOURCES, BLENDS)
+    assert config.model.name == experiment
+    assert config.precision.name == "nvfp4"
+    assert config.precision.switch.when == "never"
+    assert config.optimizer.lr == lr
+    assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.weight_decay) == (0.9, 0.95, 0.1)
+    assert (config.schedule.decay_fraction, config.schedule.min_lr_ratio) == (decay, 0.01)
+    assert (config.train.global_batch_size, config.train.sequence_length) == (batch, 8192)
+    per_step = batch * 8192
+    assert 0 <= config.train.steps * per_step - tokens < per_step
+    assert [phase.fraction for phase in config.data.phases] == fractions
+    assert config.data.phases[1].blend == {"web": 0.5, "code": 0.5}
+
+
+def test_an_experiment_without_blends_says_which_is_missing():
+    with pytest.raises(ConfigError, match=r"data\.phases\[0\]\.blend refers to data\.blends\.first, which is not set"):
+        make("experiment=nemotron_h_8b", SOURCES)
+
+
+def test_qaf_goes_with_other_experiments_and_recipes():
+    config = make("experiment=[nemotron_h_8b,qaf]", SOURCES, BLENDS)
+    switch = config.precision.switch
+    assert (config.model.name, config.precision.name) == ("nemotron_h_8b", "nvfp4_all_the_way")
+    assert (switch.when, switch.scope, switch.target, switch.rewarm_steps) == ("before_decay", "backward", "bf16", 40)
+    assert make("experiment=qaf", "precision=nvfp4").precision.switch.rewarm_steps == 40
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_block", "nvfp4_all_the_way"])
+def test_baselines_never_switch(name):
+    assert make(f"precision={name}").precision.switch.when == "never"
+
+
+def test_switch_target_resolves_with_the_runs_model():
+    config = make("model=nemotron_h_12b", "model.nvfp4_bf16_blocks.last=3", "precision=bf16")
+    target = precision_config("mxfp4", config, CONFIGS)
+    assert target.name == "mxfp4"
+    assert (target.bf16_blocks.first, target.bf16_blocks.last) == (2, 3)
+    with pytest.raises(ConfigError, match=r"precision=foo.*nvfp4"):
+        precision_config("foo", config, CONFIGS)
+
+
+def test_recipe_names_are_file_names():
+    for name in group_options(CONFIGS)["precision"]:
+        assert precision_config(name, make(), CONFIGS).name == name
+    for name in group_options(CONFIGS)["model"]:
+        assert make(f"model={name}").model.name == name
+
+
+def test_to_yaml_composes_to_the_same_configuration(tmp_path):
+    config = make("train.steps=123", "data.phases=[{name: a, fraction: 1.0, blend: {code: 2}}]")
+    text = to_yaml(config)
+    assert yaml.safe_load(text)["train"]["steps"] == 123
+    (tmp_path / "config.yaml").write_text("defaults:\n  - schema\n  - _self_\n\n" + text)
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "bf16.yaml").write_text("name: bf16\n")
+    assert compose_config([], tmp_path) == config
+
+
+def test_help_lists_groups_options_keys_and_examples():
+    text = help_text(CONFIGS)
+    for group, options in group_options(CONFIGS).items():
+        assert f"\n  {group}\n" in text
+        for option in options:
+            assert option in text
+    assert "* tiny" in text
+    assert "  train:  steps=" in text
+    assert "precision.fprop.weight:  format=nvfp4" in text
+    assert "Examples:" in text
+    assert max(len(line) for line in text.splitlines()) <= 120

@@ -1,0 +1,246 @@
+"""Diagnostics and gradient noise in training steps of a real model on several ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.config.schema import Bf16BlocksConfig, ModelConfig, OptimizerConfig
+from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
+from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.step import train_step
+from models.hybrid import build_model
+from models.initialization import initialize
+from tests.training.harness import ToyBatch, launch, toy_mesh, whole
+
+ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
+SR = replace(ROW, rounding="stochastic")
+NVFP4 = Recipe("nvfp4", ROW, SQUARE, SR, SQUARE, SR, ROW, wgrad_rht=16)
+ALL_THE_WAY = Recipe("all the way", ROW, ROW, SR, ROW, SR, SR)
+CONFIG = ModelConfig(
+    pattern="*-", vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=4, num_kv_heads=2, head_dim=16
+)
+LINEARS = [
+    f"blocks.{name}" for name in ("0.mixer.qkv_proj", "0.mixer.out_proj", "1.mixer.up_proj", "1.mixer.down_proj")
+]
+
+
+class Run:
+    """A small model in training. bf16: names of linears that are not quantized."""
+
+    def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False, bf16: tuple[str, ...] = ()) -> None:
+        self.mesh, self.reshard, self.clock = mesh, reshard, RunClock(seed=7)
+        self.model = build_model(CONFIG, mesh, torch.bfloat16)
+        modules = dict(self.model.linears())
+        self.linears: dict[str, LinearNumerics] = {name: module.numerics for name, module in modules.items()}
+        shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
+        plan = build_plan(shapes, recipe, Bf16BlocksConfig(names=list(bf16)), len(CONFIG.pattern))
+        apply_plan(self.linears, plan, self.clock)
+        initialize(self.model, CONFIG, seed=7)
+        apply_data_parallel(
+            self.model,
+            mesh,
+            units=list(self.model.blocks),
+            fp32_units=[],
+            compute_dtype=torch.bfloat16,
+            reshard=reshard,
+        )
+        self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2)).optimizer
+
+    def batches(self, step: int) -> list[ToyBatch]:
+        found = []
+        for index in range(self.mesh.dp_rank, 4, self.mesh.dp_size):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            text = torch.randint(CONFIG.vocab_size, (2, 33), generator=generator)
+            found.append(ToyBatch(index, text[:, :-1], text[:, 1:]))
+        return found
+
+    def step(self, step: int) -> tuple[float, float]:
+        result = train_step(
+            self.model,
+            self.optimizer,
+            self.batches(step),
+            self.mesh,
+            self.clock,
+            step=step,
+            lr=1e-2,
+            clip_norm=1.0,
+            reshard=self.reshard,
+        )
+        return result.loss, result.grad_norm
+
+    def noise(self, step: int) -> Any:
+        return gradient_noise(
+            self.model, self.batches(step), self.mesh, self.clock, self.linears, step=step, reshard=self.reshard
+        )
+
+    def weights(self) -> list[Tensor]:
+        return [whole(parameter) for parameter in self.model.parameters()]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _train(run: Run, interval: int, num_steps: int = 4) -> tuple[list[tuple[float, float]], list[Any]]:
+    diagnostics, losses, records = Diagnostics(interval, run.linears), [], []
+    for step in range(num_steps):
+        with diagnostics.measuring(step):
+            losses.append(run.step(step))
+        records.append(diagnostics.collect())
+    return losses, records
+
+
+def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple[bool, list[Any]]:
+    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
+    off, on = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard)
+    generator = torch.get_rng_state()
+    losses, records = _train(on, 2)
+    same = torch.equal(generator, torch.get_rng_state())
+    losses_off, none = _train(off, 0)
+    assert none == [None] * 4
+    assert all(numerics.probe is None for numerics in on.linears.values())
+    return same and losses == losses_off and _same(on.weights(), off.weights()), records
+
+
+@pytest.mark.parametrize(
+    ("world", "tp_size", "recipe", "reshard"),
+    [(1, 1, NVFP4, False), (2, 1, ALL_THE_WAY, True), (2, 2, NVFP4, False)],
+    ids=["alone", "data parallel", "tensor parallel"],
+)
+def test_a_measured_run_is_the_same_run(world: int, tp_size: int, recipe: Recipe, reshard: bool) -> None:
+    outcomes = launch(_on_and_off, world, tp_size, recipe, reshard)
+    for same, records in outcomes:
+        assert same
+        assert records == outcomes[0][1]  # the same numbers on all ranks
+        assert [record is not None for record in records] == [True, False, True, False]
+    for record in outcomes[0][1][::2]:
+        assert list(record["linears"]) == LINEARS and list(record["blocks"]) == ["blocks.0", "blocks.1"]
+        for linear in record["linears"].values():
+            assert len(linear["operands"]) == 6
+            assert all(8 < statistics["snr_db"] < 30 for statistics in linear["operands"].values())
+            assert all(0.02 < error < 0.4 for error in linear["gemms"].values())
+            assert linear["gradient_to_noise"] == pytest.approx(1 / linear["gemms"]["wgrad"])
+        json.dumps(record, allow_nan=False)
+        scalars = diagnostics_scalars(record)
+        assert scalars["diagnostics/error/blocks.1.mixer.up_proj.wgrad"] > 0
+        assert scalars["diagnostics/snr_db/blocks.1.mixer.up_proj.wgrad_gradient"] > 8
+        assert scalars["diagnostics/gradient_to_noise/blocks.1"] > 0
+
+
+def _mesh_numbers(rank: int, tp_size: int) -> Any:
+    run = Run(toy_mesh(tp_size), NVFP4)
+    return _train(run, 1, 1)[1][0], run.noise(1).ratio
+
+
+def test_numbers_hardly_depend_on_the_mesh() -> None:
+    single, ratio = launch(_mesh_numbers, 1, 1)[0]
+    double, ratio_2 = launch(_mesh_numbers, 2, 1)[0]
+    split, ratio_tp = launch(_mesh_numbers, 2, 2)[0]
+    for name in LINEARS:
+        errors = single["linears"][name]["gemms"]
+        assert split["linears"][name]["gemms"]["fprop"] == pytest.approx(errors["fprop"], rel=0.01)
+        # In so small a model a few elements of dy decide, and their last bits differ; two data-parallel ranks
+        # measure two micro-batches, a single rank one.
+        assert split["linears"][name]["gemms"] == pytest.approx(errors, rel=0.3)
+        assert double["linears"][name]["gemms"] == pytest.approx(errors, rel=0.3)
+    # The same four micro-batches and the same draws on every mesh.
+    assert ratio_2 == pytest.approx(ratio, rel=1e-2) and ratio_tp == pytest.approx(ratio, rel=0.1)
+
+
+def _bf16_linears(rank: int) -> Any:
+    mesh = toy_mesh()
+    some = Run(mesh, NVFP4, bf16=("blocks.1.*",))
+    none = Run(mesh, BF16)
+    return _train(some, 1, 1)[1][0], _train(none, 1, 1)[1][0]
+
+
+def test_bf16_linears_report_nothing() -> None:
+    some, none = launch(_bf16_linears, 1)[0]
+    assert list(some["linears"]) == LINEARS[:2] and none is None
+
+
+def _noise_between_steps(rank: int, tp_size: int, reshard: bool) -> Any:
+    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
+    plain, measured = Run(mesh, NVFP4, reshard), Run(mesh, NVFP4, reshard)
+    losses, losses_measured, noises = [], [], []
+    for step in range(3):
+        losses.append(plain.step(step))
+        recipes = {name: numerics.recipe for name, numerics in measured.linears.items()}
+        clock = replace(measured.clock)
+        noises.append(measured.noise(step))
+        assert measured.clock == clock
+        assert recipes == {name: numerics.recipe for name, numerics in measured.linears.items()}
+        assert all(parameter.grad is None for parameter in measured.model.parameters())
+        losses_measured.append(measured.step(step))
+    return losses == losses_measured and _same(plain.weights(), measured.weights()), losses, noises
+
+
+@pytest.mark.parametrize(("world", "tp_size", "reshard"), [(1, 1, False), (2, 1, True), (2, 2, False)])
+def test_measuring_noise_changes_nothing(world: int, tp_size: int, reshard: bool) -> None:
+    outcomes = launch(_noise_between_steps, world, tp_size, reshard)
+    for same, losses, noises in outcomes:
+        assert same and noises == outcomes[0][2]
+        for (_, grad_norm), noise in zip(losses, noises, strict=True):
+            assert 1 < noise.ratio < 20
+            # g_q is the gradient of the step that followed.
+            assert abs(grad_norm - noise.reference_norm) <= noise.noise_norm
+            assert noise.sigma_q * math.sqrt(noise.num_coordinates) == pytest.approx(noise.noise_norm)
+            total = math.sqrt(sum(n * n for _, n in noise.parameters.values()))
+            assert noise.noise_norm == pytest.approx(total)
+
+
+def _noise_by_hand(rank: int) -> Any:
+    run = Run(toy_mesh(), NVFP4)
+    noise = run.noise(0)
+
+    def gradients(recipe: Recipe) -> list[Tensor]:
+        for numerics in run.linears.values():
+            numerics.recipe, numerics.weight_cache = recipe, None
+        run.clock.step = 0
+        for batch in run.batches(0):
+            run.clock.micro_batch = batch.index
+            (run.model(batch.tokens, batch.targets) / 4).backward()
+        found = [whole(p.grad) for p in run.model.parameters() if p.grad is not None]
+        run.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    return noise, gradients(NVFP4), gradients(bf16_backward(NVFP4))
+
+
+def test_noise_is_the_difference_of_two_gradients() -> None:
+    noise, quantized, reference = launch(_noise_by_hand, 1)[0]
+    expected = math.sqrt(sum((q - r).double().square().sum().item() for q, r in zip(quantized, reference, strict=True)))
+    norm = math.sqrt(sum(r.double().square().sum().item() for r in reference))
+    assert noise.noise_norm == pytest.approx(expected, rel=1e-4)
+    assert noise.reference_norm == pytest.approx(norm, rel=1e-4)
+    assert noise.ratio == pytest.approx(norm / expected, rel=1e-4)
+    assert noise.num_coordinates == sum(r.numel() for r in reference)
+
+
+def _no_noise(rank: int) -> Any:
+    run = Run(toy_mesh(), bf16_backward(NVFP4))
+    return run.noise(0)
+
+
+def test_without_quantized_backward_there_is_no_noise() -> None:
+    noise = launch(_no_noise, 1)[0]
+    assert noise.noise_norm == 0 and noise.ratio == math.inf and noise.reference_norm > 0
+
+
+def test_an_interval_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1 is negative"):
+        Diagnostics(-1, {})

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.measure import probe as probe_module
+from megatron_fp4.measure import samples
+from megatron_fp4.measure.probe import LinearMeasurement, Probe
+from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import quantize_operand
+from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
+from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from tests.training.harness import alone, launch, toy_mesh
+
+ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
+SR = replace(ROW, rounding="stochastic")
+NVFP4 = Recipe("nvfp4", ROW, SQUARE, SR, SQUARE, SR, ROW, wgrad_rht=16)
+MX, MX_SR = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
+FP8, FP8_SQUARE = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
+RECIPES = {
+    "nvfp4": NVFP4,
+    "all the way": Recipe("all the way", ROW, ROW, SR, ROW, SR, SR),
+    "mxfp4": Recipe("mxfp4", MX, MX, MX_SR, MX, MX_SR, MX, wgrad_rht=32),
+    "mxfp8": Recipe("mxfp8", *[Operand("mxfp8", (1, 32))] * 6),
+    "fp8": Recipe("fp8", FP8, FP8_SQUARE, FP8, FP8_SQUARE, FP8, FP8),
+    "4/6, signs afresh": replace(
+        NVFP4, fprop_activation=replace(ROW, four_over_six=True), dgrad_rht=16, rht_signs="fresh"
+    ),
+    "as fprop": replace(NVFP4, wgrad_activation=replace(ROW, reuse_fprop=True), wgrad_rht=0),
+    "activations only": Recipe("activations only", fprop_activation=ROW, wgrad_activation=ROW, wgrad_rht=16),
+    "dgrad only": Recipe("dgrad only", dgrad_gradient=SR, dgrad_weight=ROW),
+}
+
+
+def _tensors(tokens: int = 128, inputs: int = 256, outputs: int = 128) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+    )
+    return x * torch.rand(inputs, generator=generator).bfloat16(), w, dy * 1e-4
+
+
+def _run(recipe: Recipe, probe: Probe | None, outputs: int = 128, **numerics: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, dy = _tensors(outputs=outputs)
+    x.requires_grad_()
+    w.requires_grad_()
+    y = quantized_linear(x, w, LinearNumerics("a", recipe, RunClock(seed=3, step=5), probe=probe, **numerics))
+    y.backward(dy)
+    assert x.grad is not None and w.grad is not None
+    return y.detach(), x.grad, w.grad
+
+
+def _measure(recipe: Recipe, **keywords: Any) -> LinearMeasurement:
+    probe = Probe()
+    _run(recipe, probe, **keywords)
+    return probe.collect(["a"])["a"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_probe_changes_nothing(recipe: Recipe) -> None:
+    before = torch.get_rng_state()
+    unprobed, probed = _run(recipe, None), _run(recipe, Probe())
+    assert all(torch.equal(a, b) for a, b in zip(unprobed, probed, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
+    with alone():
+        found = _measure(recipe)
+    x, w, dy = _tensors()
+    tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
+    tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
+    assert set(found.operands) == {name for name, operand in recipe.operands.items() if operand.quantized}
+    numerics = LinearNumerics("a", recipe, RunClock(seed=3, step=5))
+    for name, statistics in found.operands.items():
+        rht, operand = getattr(recipe, f"{name.split('_')[0]}_rht"), recipe.operands[name]
+        assert ("crest_rht" in statistics) == bool(rht)
+        assert statistics["amax"] == tensors[name].abs().max().item()
+        if operand.reuse_fprop or (rht and recipe.rht_signs == "fresh"):
+            continue
+        seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
+        made = quantize_operand(seen, operand, key=numerics.key(5, 0, name, 0, 0))
+        values, exact = made.values.double() * (1.0 if made.scale is None else made.scale.double()), seen.double()
+        snr = 10 * torch.log10(exact.square().sum() / (values - exact).square().sum()).item()
+        assert statistics["snr_db"] == pytest.approx(snr, abs=0.01)
+        zeroed = ((exact != 0) & (values == 0)).double().sum() / (exact != 0).double().sum()
+        assert statistics["zeroed"] == pytest.approx(zeroed.item(), abs=1e-9)
+    if recipe.wgrad_activation.reuse_fprop:
+        assert found.operands["wgrad_activation"] == found.operands["fprop_activation"]
+
+    y, dx, dw = _run(recipe, None)
+    products = {"fprop": (y, x, w.t()), "dgrad": (dx, dy, w), "wgrad": (dw, dy.t(), x)}
+    expected = {}
+    for gemm, (result, left, right) in products.items():
+        product = left.double() @ right.double()
+        expected[gemm] = ((result.double() - product).norm() / product.norm()).item()
+    quantized = {name.split("_")[0] for name in found.operands}
+    assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
+
+
+def test_the_transform_is_seen() -> None:
+    with alone():
+        found = _measure(NVFP4).operands["wgrad_activation"]
+        plain = _measure(replace(NVFP4, wgrad_rht=0)).operands["wgrad_activation"]
+    assert found["rms_rht"] == pytest.approx(found["rms"], rel=2e-3)  # orthogonal, but for the rounding to BF16
+    assert (found["amax"], found["rms"]) == (plain["amax"], plain["rms"])
+    assert found["snr_db"] != plain["snr_db"]
+
+
+def test_a_hadamard_transform_flattens_an_outlier() -> None:
+    x, w, dy = _tensors()
+    x[3, 5] = 200.0
+    x.requires_grad_()
+    w.requires_grad_()
+    with alone():
+        probe = Probe()
+        quantized_linear(x, w, LinearNumerics("a", NVFP4, probe=probe)).backward(dy)
+        found = probe.collect(["a"])["a"].operands["wgrad_activation"]
+    assert found["amax"] == 200 and found["amax_rht"] < 60
+    assert found["crest_rht"] < 0.4 * found["crest"]
+
+
+def test_padding_does_not_count() -> None:
+    with alone():
+        whole = _measure(NVFP4, outputs=128, num_groups=2)
+        padded = _measure(NVFP4, outputs=120, num_groups=3)  # 40 rows a group, padded to 48
+    _, w, dy = _tensors(outputs=120)
+    assert padded.operands["dgrad_gradient"]["rms"] == pytest.approx(
+        dy.double().square().mean().sqrt().item(), rel=1e-4
+    )
+    assert padded.operands["fprop_weight"]["rms"] == pytest.approx(w.double().square().mean().sqrt().item(), rel=1e-4)
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        assert padded.errors[gemm] == pytest.approx(whole.errors[gemm], rel=0.1)
+    assert 0.05 < padded.errors["wgrad"] < 0.25
+
+
+def test_pieces_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone():
+        whole = _measure(NVFP4)
+        monkeypatch.setattr(probe_module, "_CHUNK_ELEMENTS", 2000)
+        pieces = _measure(NVFP4)
+    assert pieces.errors == pytest.approx(whole.errors, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_sample_stands_for_the_whole(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    with alone():
+        whole = _measure(recipe)
+        monkeypatch.setattr(samples, "LARGE", 128 * 128)  # dy is not, x and W are
+        monkeypatch.setattr(samples, "SAMPLE", 128 * 128)
+        monkeypatch.setattr(samples, "_BAND_ROWS", max(16, *(op.block[0] for op in recipe.operands.values())))
+        sample = _measure(recipe)
+    assert sample.errors == whole.errors
+    for name, statistics in whole.operands.items():
+        assert sample.operands[name]["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.5)
+        assert (sample.operands[name]["snr_db"] == statistics["snr_db"]) == name.endswith("gradient")
+        assert sample.operands[name]["amax"] == statistics["amax"]
+        assert sample.operands[name]["rms"] == pytest.approx(statistics["rms"], rel=0.2)
+        if "amax_rht" in statistics:
+            assert sample.operands[name]["amax_rht"] == pytest.approx(statistics["amax_rht"], rel=2**-7)
+
+
+def test_linears_in_bf16_are_left_alone() -> None:
+    with alone():
+        probe = Probe()
+        _run(Recipe(), probe)
+        assert probe.collect(["a"]) == {}
+
+
+def test_once_or_every_call() -> None:
+    with alone():
+        once, every = Probe(), Probe(once=False)
+        for probe in (once, every):
+            for _ in range(2):
+                _run(NVFP4, probe)
+        first, both = once.collect(["a"])["a"], every.collect(["a"])["a"]
+    assert first.wgrad_sums is not None and both.wgrad_sums is not None
+    assert both.wgrad_sums[0] == pytest.approx(2 * first.wgrad_sums[0])
+    assert both.errors == pytest.approx(first.errors)
+    assert both.operands["dgrad_weight"] == pytest.approx(first.operands["dgrad_weight"])
+
+
+def test_a_backend_that_returns_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stochastic rounding gave all-zero gradients on one GPU generation."""
+    unpad_rows = _Call.unpad_rows
+    monkeypatch.setattr(_Call, "unpad_rows", lambda self, dw: torch.zeros_like(unpad_rows(self, dw)))
+    with alone():
+        assert _measure(NVFP4).errors["wgrad"] == 1.0
+
+
+def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
+    mesh = toy_mesh(tp_size)
+    generator = torch.Generator().manual_seed(1)
+    first, second = ColumnParallelLinear(64, 128, mesh), RowParallelLinear(128, 64, mesh)
+    layers: dict[str, QuantizedLinear] = {"blocks.0.first": first, "blocks.0.second": second}
+    for layer, dim in ((first, 0), (second, 1)):
+        whole = torch.randn(layer.out_features, layer.in_features, generator=generator) * 0.1
+        layer.weight.data._local_tensor.copy_(whole.chunk(tp_size, dim)[mesh.tp_rank])
+    probe = Probe()
+    for name, layer in layers.items():
+        layer.numerics.name, layer.numerics.recipe = name, NVFP4
+    with probe.attached({name: layer.numerics for name, layer in layers.items()}):
+        x = torch.randn(64, 64, generator=generator).bfloat16().requires_grad_()
+        y = second(first(x))
+        y.backward(torch.randn(64, 64, generator=generator).bfloat16())
+    assert all(layer.numerics.probe is None for layer in layers.values())
+    return probe.collect(list(layers))
+
+
+def test_numbers_do_not_depend_on_the_tensor_parallel_size() -> None:
+    single = launch(_probe_layers, 1, 1)[0]
+    both = launch(_probe_layers, 2, 2)
+    assert both[0] == both[1]
+    for name, measurement in single.items():
+        # The partial sums over ranks are rounded to BF16 before they are added.
+        assert both[0][name].errors == pytest.approx(measurement.errors, rel=0.02)
+        for operand, statistics in measurement.operands.items():
+            found = both[0][name].operands[operand]
+            assert found["snr_db"] == pytest.approx(statistics["snr_db"], abs=0.1)
+            for quantity in ("amax", "rms", "zeroed", "saturated"):
+                assert found[quantity] == pytest.approx(statistics[quantity], rel=0.05, abs=1e-4)
+    assert not math.isnan(single["blocks.0.first"].errors["wgrad"])

@@ -1,0 +1,166 @@
+"""The dry run: per-rank sizes that can be counted by hand, and messages that can be counted in the source."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+
+ROOT = Path(__file__).parents[2]
+MODEL = ModelConfig(
+    pattern="M*-",
+    vocab_size=256,
+    hidden_dim=64,
+    ffn_dim=128,
+    num_query_heads=8,
+    num_kv_heads=4,
+    head_dim=16,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    mamba_num_groups=4,
+    mamba_state_dim=16,
+)
+# Everything is a multiple of 128.
+LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_heads=24)
+
+
+def run(
+    world_size: int, sequences: int = 64, precision: str = "nvfp4", model: ModelConfig = MODEL, **changes: object
+) -> object:
+    """The dry run of `model`, in a process of its own: it needs the process group to itself."""
+    program = (
+        "import pickle, sys\n"
+        "config, world_size = pickle.load(sys.stdin.buffer)\n"
+        "from assembly import sharded_model\n"
+        "from megatron_fp4.planning.dry_run import dry_run\n"
+        "from scripts.plan_run import fused_shapes, planned_execution\n"
+        "with fused_shapes():\n"
+        "    execution = planned_execution(config)\n"
+        "    build = lambda mesh, clock: sharded_model(config, config.precision, mesh, clock, execution)[:2]\n"
+        "    result = dry_run(config, world_size, build)\n"
+        "sys.stdout.buffer.write(pickle.dumps(result))\n"
+    )
+    base: Config = compose_config([f"precision={precision}"], ROOT / "configs")
+    train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, sequence_length=128)
+    config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
+    config = replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        input=pickle.dumps((config, world_size)), capture_output=True, cwd=ROOT, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    return pickle.loads(done.stdout)
+
+
+def counted(dry, operation: str, group: str) -> int:
+    return sum(n for m, n in dry.messages.items() if (m.operation, m.group) == (operation, group))
+
+
+@pytest.fixture(scope="module")
+def tp2_dp4():
+    return run(8, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def dp4():
+    return run(4)
+
+
+def test_shards_of_parameters_and_moments(tp2_dp4):
+    memory = tp2_dp4.memory
+    in_proj = 2 * 128 + 2 * 64 + 8
+    conv, norms, scalars = 5 * (128 + 128), 128, 3 * 8
+    mamba = in_proj * 64 + conv + norms + scalars + 64 * 128
+    attention, mlp = 64 * (8 + 4 + 4) * 16 + 64 * 128, 2 * 64 * 128
+    whole = mamba + attention + mlp + 2 * 256 * 64  # on one tensor-parallel rank half of it
+    replicated = 4 * 64  # and all of these
+    per_rank = (whole / 2 + replicated) / 4
+    assert per_rank <= memory.num_parameters < per_rank * 1.05  # FSDP rounds each tensor up
+    assert memory.parameters == memory.gradients == 4 * memory.num_parameters
+    assert 8 * memory.num_parameters <= memory.optimizer < 8 * memory.num_parameters + 4 * 100  # and step counters
+    assert memory.gathered == pytest.approx(2 * (whole / 2 + replicated), rel=0.1)
+    assert memory.unreduced_gradients == pytest.approx(4 * (whole / 2 + replicated), rel=0.1)
+    assert memory.quantized_weights == pytest.approx(2 * (in_proj * 64 + attention + mlp + 64 * 128) / 2, rel=0.1)
+    parts = memory.parameters + memory.optimizer + memory.gathered + memory.unreduced_gradients + memory.activations
+    assert parts < memory.peak
+
+
+def test_messages_of_a_step(tp2_dp4):
+    n = tp2_dp4.micro_batches
+    assert n == 16
+    # Sequence parallelism: every block gathers tokens once each way and scatters them once each way; so does the head
+    # in front of it (there it only gathers, and scatters back), and the embedding (the other way round).
+    assert counted(tp2_dp4, "all-gather", "tp") == n * (2 * 3 + 1 + 1)
+    assert counted(tp2_dp4, "reduce-scatter", "tp") == n * (2 * 3 + 1 + 1)
+    # Tensor maxima: the input of each second projection, and the output gradient of each first, in every micro-batch;
+    # each weight once; the loss's maximum and sums; and the gradients of replicated parameters at the end.
+    assert counted(tp2_dp4, "all-reduce", "tp") == n * (3 + 3 + 2) + 6 + 1
+    # Gathered once a step and reduced once a step: three blocks, A_log & co., and the rest.
+    assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 5
+    assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
+
+
+def test_resharding_gathers_twice_per_micro_batch_and_holds_less(dp4):
+    kept, freed = dp4, run(4, reshard=True)
+    assert counted(kept, "all-gather", "dp") == 5
+    n = freed.micro_batches
+    assert counted(freed, "all-gather", "dp") == n * (2 * 4 + 1)  # what belongs to no block is not freed in between
+    assert freed.memory.gathered < kept.memory.gathered
+    assert freed.memory.parameters == kept.memory.parameters
+
+
+def test_replicas_reduce_among_each_other():
+    dry = run(8, replicate=2)
+    assert counted(dry, "all-reduce", "replicate") == 5
+    assert {m.ranks for m in dry.messages if m.group == "dp"} == {4}
+
+
+def test_one_micro_batch_a_step(dp4):
+    dry = run(4, sequences=4)
+    assert dry.micro_batches == 1
+    assert dry.memory.unreduced_gradients == 0
+    assert dry.memory.activations == pytest.approx(dp4.memory.activations, rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run(2, precision="bf16", model=LARGER)
+
+
+@pytest.mark.parametrize(
+    ("precision", "weight_bytes", "activation_bytes"),
+    [
+        ("nvfp4", 2, 1 / 2 + 1 / 16),
+        ("mxfp4", 4, 1 / 2 + 1 / 32),
+        ("fp8_block", 2 + 4 / 128**2, 1 + 4 / 128),
+    ],
+)
+def test_every_format(precision, weight_bytes, activation_bytes, plain):
+    """Codes of weights, once or twice, and the inputs of linears that wait for wgrad, as a GPU keeps them."""
+    dry = run(2, precision=precision, model=LARGER)
+    weights = 256 * (24 + 8) * 16 + 384 * 256 + 2 * 256 * 512
+    assert dry.memory.quantized_weights == pytest.approx(weight_bytes * weights, rel=0.02)
+    inputs = 128 * (256 + 384 + 256 + 512)
+    # BF16 keeps x itself, which for the second linear costs nothing: attention keeps its output in any case.
+    more = activation_bytes * inputs - 2 * 128 * (256 + 256 + 512)
+    assert dry.memory.activations - plain.memory.activations == pytest.approx(more, abs=20_000)
+
+
+def test_the_command_prints_memory_messages_and_time():
+    overrides = ["parallel.tensor=2", "train.sequence_length=64", "train.global_batch_size=64", "model.pattern=M*-M"]
+    program = str(ROOT / "scripts" / "plan_run.py")
+    command = [sys.executable, program, "--world-size", "8", *overrides, "run.dry_mfu=0.5"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for words in ("peak, temporaries included", "reduce-scatter", "50% of 989 TFLOP/s", "4 shards x 2 tensor-parallel"):
+        assert words in done.stdout
+    done = subprocess.run([*command, "parallel.tensor=3"], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 2
+    assert "parallel.tensor=3" in done.stderr

@@ -1,0 +1,78 @@
+"""The ledger against sizes that are known."""
+
+import gc
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_fp4.planning.ledger import Ledger, Message
+
+KIB = 1024
+
+
+@pytest.fixture
+def ledger():
+    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        yield ledger
+
+
+def test_bytes_alive_and_their_peak(ledger):
+    a = torch.empty(256, 1024)  # 1 MiB
+    b = torch.empty(100, dtype=torch.bfloat16)  # 200 bytes, in units of 512
+    assert ledger.live_bytes == 1024 * KIB + 512
+    view = a.t()[3:]
+    assert ledger.live_bytes == 1024 * KIB + 512
+    del a
+    assert ledger.live_bytes == 1024 * KIB + 512  # the view keeps it
+    del view
+    assert ledger.live_bytes == 512
+    c = b + 1
+    assert (ledger.live_bytes, ledger.peak_bytes) == (1024, 1024 * KIB + 512)
+    ledger.restart_peak()
+    assert ledger.peak_bytes == 1024
+    assert ledger.numbers([b, c]) == ledger.storages().keys()
+
+
+def test_a_new_storage_at_the_address_of_an_old_one_is_another(ledger):
+    seen = set()
+    for _ in range(20):
+        a = torch.empty(64)
+        seen |= ledger.storages().keys()
+        del a
+    assert len(seen) == 20
+
+
+def test_a_storage_that_is_freed_and_allocated_again_as_fsdp_does(ledger):
+    a = torch.empty(1024, dtype=torch.float32)
+    a.untyped_storage().resize_(0)
+    assert ledger.live_bytes == 0
+    assert not ledger.storages()
+    a.untyped_storage().resize_(4096)
+    assert ledger.live_bytes == 4096
+
+
+def test_what_autograd_keeps_is_alive(ledger):
+    w = torch.empty(1024, 1024, requires_grad=True)
+    y = w.exp()  # keeps its result
+    loss = (y * y).sum()  # keeps y twice, one storage
+    del y
+    assert ledger.live_bytes == 2 * 4096 * KIB + 512
+    loss.backward()
+    del loss
+    gc.collect()
+    assert ledger.live_bytes == 2 * 4096 * KIB  # w and its gradient
+
+
+def test_nothing_is_left_patched():
+    resize = torch.UntypedStorage.resize_
+    with FakeTensorMode(), Ledger(lambda: 0):
+        assert torch.UntypedStorage.resize_ is not resize
+    assert torch.UntypedStorage.resize_ is resize
+
+
+def test_bytes_that_a_ring_sends():
+    assert Message("all-gather", "dp", 4, 1000).sent_bytes == 750
+    assert Message("reduce-scatter", "dp", 4, 1000).sent_bytes == 750
+    assert Message("all-reduce", "dp", 4, 1000).sent_bytes == 1500
+    assert Message("all-reduce", "dp", 1, 1000).sent_bytes == 0

@@ -1,0 +1,88 @@
+"""What stands in for the fused kernels of a model allocates what they do, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_fp4.planning.ledger import Ledger
+from models import attention, mamba2
+from models.execution import Execution
+from models.norm import rms_norm
+from scripts.plan_run import fused_shapes
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 256, 8, 2, 64
+ELEMENTS = BATCH * LENGTH * HEADS * DIM
+SMALL = 8 * 512  # roundings of single tensors
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def fp32(*shape: int) -> Tensor:
+    return torch.empty(shape, requires_grad=True)
+
+
+def growth(ledger: Ledger, before: int) -> tuple[int, int]:
+    """Bytes alive now and at the peak, beyond `before`; the peak begins anew."""
+    grown = ledger.live_bytes - before, ledger.peak_bytes - before
+    ledger.restart_peak()
+    return grown
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention(deterministic: bool) -> None:
+    with fused_shapes(deterministic), FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        before = ledger.live_bytes
+        y = attention.attend_fused(q, k, v)
+        rows = 4 * BATCH * HEADS * LENGTH
+        assert growth(ledger, before) == (2 * ELEMENTS + rows, 2 * ELEMENTS + rows)
+        dy = torch.empty_like(y)
+        before = ledger.live_bytes
+        y.backward(dy)
+        parts = 9 if deterministic else 1  # 16 heads of all sequences on 132 multiprocessors
+        gradients = 2 * ELEMENTS + 2 * (2 * ELEMENTS * KV_HEADS // HEADS)
+        assert growth(ledger, before)[1] == gradients + rows + 4 * ELEMENTS * parts + 2 * 2 * ELEMENTS
+
+
+def test_the_scan() -> None:
+    groups, state, chunk = 2, 32, 64
+    with fused_shapes(), FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        x, dt = bf16(BATCH, LENGTH, HEADS, DIM), bf16(BATCH, LENGTH, HEADS)
+        b, c = (bf16(BATCH, LENGTH, groups, state) for _ in range(2))
+        a, d, bias = (fp32(HEADS) for _ in range(3))
+        before = ledger.live_bytes
+        y = mamba2.fused_scan(x, dt, a, b, c, d, bias, chunk)
+        steps, chunks = BATCH * LENGTH * HEADS, BATCH * LENGTH // chunk
+        states, products = chunks * HEADS * DIM * state, chunks * groups * chunk**2
+        kept = 2 * ELEMENTS + 4 * steps
+        most = 8 * steps + max(6 * states, 2 * states + 4 * products + 2 * ELEMENTS)
+        assert growth(ledger, before) == (kept, most)
+        dy = torch.empty_like(y)
+        before = ledger.live_bytes
+        y.backward(dy)
+        most = 8 * steps + 4 * products + 3 * 4 * states
+        assert growth(ledger, before)[1] == pytest.approx(most, abs=SMALL)
+
+
+def test_compiled_functions_have_no_temporaries() -> None:
+    with fused_shapes(), FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        fused = Execution(compiled=True)
+        x, weight = bf16(512, 256), fp32(256)
+        qkv = bf16(BATCH * LENGTH, (HEADS + 2 * KV_HEADS) * DIM).neg()
+        before = ledger.live_bytes
+        y = fused.pure(rms_norm)(x, weight, 1e-5)
+        assert growth(ledger, before) == (2 * y.numel(), 2 * y.numel())
+
+        before = ledger.live_bytes
+        tables = (torch.empty(LENGTH, DIM // 2), torch.empty(LENGTH, DIM // 2))
+        size, of_tables = 2 * qkv.numel(), 2 * 4 * LENGTH * DIM // 2
+        heads = fused.pure(attention.split_heads)(qkv, LENGTH, HEADS // KV_HEADS, DIM, *tables)
+        assert growth(ledger, before) == (size + of_tables, size + of_tables)
+        del qkv  # splitting them keeps nothing
+        assert ledger.live_bytes - before == of_tables
+        torch.autograd.backward(heads, [torch.empty_like(t) for t in heads])

@@ -1,0 +1,192 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from megatron_fp4.config.schema import ParallelConfig, TrainConfig
+from megatron_fp4.report.console import (
+    ModelPart,
+    PhaseRow,
+    PlanRow,
+    RunConsole,
+    batch_table,
+    facts_table,
+    model_table,
+    phases_table,
+    plan_table,
+    short_number,
+    short_time,
+)
+from megatron_fp4.report.metrics import StepMetrics
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def metrics(step: int, loss: float = 3.25, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(step, step * 4096, loss, 1e-3, 1.5, 41234.0, 0.0213, 0.1, skipped, "broad", "nvfp4")
+
+
+def shown(table) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def run(stream, steps, **options):
+    with RunConsole(total_steps=25, interval=10, stream=stream, **options) as console:
+        for step in steps:
+            console.step(metrics(step))
+    return stream.getvalue()
+
+
+def test_plain_lines_every_interval_and_at_the_end():
+    lines = run(io.StringIO(), range(1, 26)).splitlines()
+    assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
+    for part in ("broad", "loss 3.2500", "lr 1.00e-03", "grad 1.50", "41.2k tok/s", "0.0213 TFLOP/s", "ETA"):
+        assert part in lines[0]
+    assert "\x1b" not in "".join(lines)
+    assert lines[-1].endswith("ETA 0s")
+
+
+def test_plain_lines_are_not_wrapped_or_read_as_markup():
+    stream = io.StringIO()
+    with RunConsole(total_steps=5, stream=stream) as console:
+        console.event(3, "checkpoint [bold] " + "x" * 300)
+    assert stream.getvalue() == "after step 3: checkpoint [bold] " + "x" * 300 + "\n"
+
+
+def test_a_skipped_step_is_shown_at_once():
+    stream = io.StringIO()
+    with RunConsole(total_steps=25, interval=10, stream=stream) as console:
+        console.step(metrics(3, loss=math.nan, skipped=True))
+    assert "step 3/25" in stream.getvalue()
+    assert "loss nan" in stream.getvalue()
+    assert "SKIPPED" in stream.getvalue()
+
+
+def test_validation_loss_is_repeated_on_later_lines():
+    stream = io.StringIO()
+    with RunConsole(total_steps=25, interval=1, stream=stream) as console:
+        console.step(metrics(1))
+        console.validation(1, {"code": 2.0, "prose": 4.0})
+        console.step(metrics(2))
+    first, validation, second = stream.getvalue().splitlines()
+    assert validation == "validation after step 1: code 2.0000  prose 4.0000"
+    assert "val" not in first
+    assert "val 3.0000" in second
+
+
+def test_a_terminal_gets_a_bar_with_the_numbers(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setenv("TERM", "xterm")
+    output = run(Terminal(), range(1, 26))
+    assert "25/25" in output
+    assert "loss 3.2500" in output
+    assert "ETA 0s" in output
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_other_ranks_show_nothing(stream):
+    target = stream()
+    with RunConsole(total_steps=5, active=False, stream=target) as console:
+        console.step(metrics(1))
+        console.validation(1, {"code": 1.0})
+        console.event(1, "switch")
+        console.table(facts_table("Done", {"steps": 5}))
+    assert target.getvalue() == ""
+
+
+def test_model_table_adds_up():
+    parts = [ModelPart("embedding", 1, 250), ModelPart("Mamba-2", 3, 750, "8 heads x 64")]
+    text = shown(model_table("tiny", "M-*-M-", parts, flops_per_token=2.5e7))
+    for part in ("tiny: 1,000 parameters, 25MFLOP per token", "M-*-M-", "75.0%", "8 heads x 64"):
+        assert part in text
+
+
+def rows_of(pattern: str, first: int, last: int) -> list[PlanRow]:
+    names = {"M": ("in_proj", "out_proj"), "-": ("up_proj", "down_proj"), "*": ("qkv_proj", "out_proj")}
+    rows = []
+    for block, letter in enumerate(pattern):
+        end = f"first {first}" if block < first else f"last {last}" if block >= len(pattern) - last else ""
+        for name in names[letter]:
+            recipe, why = ("bf16", f"block {block} is one of the {end}") if end else ("nvfp4", "the run's recipe")
+            shape = (64, 32 if letter == "*" else 16)
+            rows.append(PlanRow(f"blocks.{block}.mixer.{name}", shape, recipe, why))
+    return rows
+
+
+def test_plan_of_a_small_model_has_a_row_per_linear():
+    text = shown(plan_table(rows_of("M-*-M-", 0, 2), "nvfp4"))
+    for row in rows_of("M-*-M-", 0, 2):
+        assert row.linear in text
+    assert "block 5 is one of the last 2" in text
+    assert "64 x 16" in text
+    assert "8 of 12 linears in nvfp4" in text
+    assert "4 of 12 linears in bf16" in text
+
+
+def test_plan_of_a_large_model_is_compact():
+    pattern = "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-"
+    text = shown(plan_table(rows_of(pattern, 2, 8), "nvfp4"))
+    assert len(text.splitlines()) < 25
+    assert "blocks.{2..51}.mixer.in_proj" in text
+    assert "blocks.{7..52}.mixer.qkv_proj" in text
+    assert "blocks.0.mixer.in_proj" in text
+    assert "is one of the last 8" in text
+    assert "20 of 124 linears in bf16" in text
+    assert sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("  blocks.")) == 124
+
+
+def test_plan_rows_with_gaps_are_told_apart():
+    rows = [PlanRow(f"blocks.{n}.mixer.w", (16, 16), "bf16" if n in (3, 4, 9) else "nvfp4", "-") for n in range(12)]
+    text = shown(plan_table(rows, "nvfp4", compact_above=4))
+    assert "blocks.{0..2,5..8,10..11}.mixer.w" in text
+    assert "blocks.{3..4,9}.mixer.w" in text
+
+
+def test_batch_table():
+    train = TrainConfig(steps=100, global_batch_size=768, micro_batch_size=2, sequence_length=8192)
+    text = shown(batch_table(train, ParallelConfig(tensor=4, replicate=2), world_size=256))
+    assert "2 replicas x 32 shards x 4 tensor-parallel" in text
+    assert "768 sequences / (2 x 64 ranks)" in text
+    assert "6,291,456" in text
+    assert "629,145,600" in text
+    accumulation = next(line for line in text.splitlines() if "micro-batches per step" in line)
+    assert " 6 " in accumulation
+
+
+def test_phases_table_shows_normalized_weights():
+    rows = [
+        PhaseRow("broad", 1, 420, 1_720_320, {"code": 7.0, "prose": 3.0}),
+        PhaseRow("brief", 421, 420, 0, {"a": 1.0}),
+    ]
+    text = shown(phases_table(rows))
+    assert "1-420" in text
+    assert "code 70.0%  prose 30.0%" in text
+    assert "none" in text
+
+
+def test_facts_table():
+    text = shown(facts_table("Done", {"tokens": 1234567, "loss": "3.21", "resumed": True}))
+    assert "1,234,567" in text
+    assert "True" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (12.34, "12.3"), (999, "999"), (12345, "12.3k"), (999_999, "1M"), (2.5e12, "2.5T"), (math.inf, "inf")],
+)
+def test_short_number(value, text):
+    assert short_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.4, "59s"), (200, "3m20s"), (3599.6, "1h00m"), (18420, "5h07m"), (1e6, "11d13h")],
+)
+def test_short_time(seconds, text):
+    assert short_time(seconds) == text

@@ -1,0 +1,36 @@
+"""What a run says of its recipes before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
+from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.report.summary import recipe_facts
+
+X8, X4 = Operand("mxfp8", (1, 32)), Operand("nvfp4", (1, 16))
+MXFP8 = Recipe("mxfp8", X8, X8, X8, X8, X8, X8)
+NVFP4 = Recipe("nvfp4", X4, X4, X4, X4, X4, X4, wgrad_rht=16)
+
+
+def plan_of(*recipes: Recipe) -> Plan:
+    shapes = (LinearShape(f"blocks.{i}.mixer.up_proj", i, 64, 128) for i in range(len(recipes)))
+    return Plan(tuple(PlannedLinear(shape, recipe, "") for shape, recipe in zip(shapes, recipes, strict=True)))
+
+
+def test_one_recipe_needs_no_name() -> None:
+    facts = recipe_facts(plan_of(NVFP4, BF16, NVFP4))
+    assert facts == {
+        "fprop x|W": "nvfp4 1x16 | nvfp4 1x16",
+        "dgrad dy|W": "nvfp4 1x16 | nvfp4 1x16",
+        "wgrad dy|x": "nvfp4 1x16 | nvfp4 1x16, RHT 16 (fixed signs)",
+    }
+    assert list(recipe_facts(plan_of(BF16)).values()) == ["bf16 | bf16"] * 3
+
+
+def test_every_quantized_recipe_of_the_plan_is_printed() -> None:
+    """The run's own, and those of its exceptions."""
+    facts = recipe_facts(plan_of(NVFP4, MXFP8, BF16, replace(NVFP4)))
+    assert list(facts) == [f"{name}, {gemm}" for name in ("nvfp4", "mxfp8") for gemm in recipe_facts(plan_of(NVFP4))]
+    assert facts["nvfp4, wgrad dy|x"] == "nvfp4 1x16 | nvfp4 1x16, RHT 16 (fixed signs)"
+    assert facts["mxfp8, wgrad dy|x"] == "mxfp8 1x32 | mxfp8 1x32"
