@@ -111,16 +111,12 @@ def device_type_of(config: Config) -> str:
 
 @dataclass
 class Run:
-    """The parts of a run, built and wired."""
+    """The parts of a run, built and wired. plans, recipes and the clock are the controller's."""
 
     config: Config
     mesh: ParallelMesh
-    clock: RunClock
     model: HybridModel
-    linears: dict[str, LinearNumerics]
-    plan: Plan
-    switched_plan: Plan | None
-    switch: PrecisionSwitch
+    controller: PrecisionController
     backend: BackendChoice
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
@@ -129,17 +125,57 @@ class Run:
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
-    kernels: PinnedKernels | None = None
+    measurements: Measurements
+    guard: NonFiniteGuard
+    kernels: KernelChoices
+    log: RunLog
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the global batch."""
+        return self.config.train.global_batch_size * self.config.train.sequence_length
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """Model FLOPs of forward and backward."""
+        return training_flops_per_token(self.config.model, self.config.train.sequence_length)
+
+    def lr(self, step: int) -> float:
+        """The learning rate of `step` (from 0)."""
+        switch = self.controller.switch
+        return self.schedule.lr(step, switch.switched_at, switch.config.rewarm_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        return {**state, "plan": self.controller.plan.as_dict(), "config": asdict(self.config)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
+        run does not have."""
+        for name, part in self._parts().items():
+            part.load_state_dict(state.get(name))
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "loader": self.loader,
+            "switch": self.controller,
+            "skipped": self.guard,
+            "wandb_run_id": self.log,
+            "autotuning": self.kernels,
+        }
 
 
 def sharded_model(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
-    """The sharded model on the meta device, the numerics of its linears, and `plans_of` it."""
+    config: Config, mesh: ParallelMesh, clock: RunClock, execution: Execution, backend: Backend | None = None
+) -> tuple[HybridModel, PrecisionController]:
+    """The sharded model on the meta device, and the controller of its linears.
+
+    backend: who quantizes and multiplies; None: the emulation.
+    """
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
         model = build_model(config.model, mesh, compute_dtype, execution)
-    plan, switched_plan = plans_of(config, target)
     apply_data_parallel(
         model,
         mesh,
@@ -148,83 +184,48 @@ def sharded_model(
         compute_dtype=compute_dtype,
         reshard=config.parallel.reshard,
     )
-    linears = {name: module.numerics for name, module in model.linears()}
-    apply_plan(linears, plan, clock)
-    return model, linears, plan, switched_plan
+    plan, plan_after_switch = plans_of(config)
+    schedule, switch = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps), config.precision.switch
+    controller = PrecisionController(
+        {name: module.numerics for name, module in model.linears()},
+        plan,
+        clock,
+        backend=backend,
+        switch=PrecisionSwitch(switch, switch_step(switch.when, config.train.steps, schedule.decay_start_step)),
+        plan_after_switch=plan_after_switch,
+    )
+    return model, controller
 
 
-def build_model_parts(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
-    """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
-    model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
-    apply_plan(linears, plan, clock, backend_of(config, target).open())
+def initialized_model(config: Config, mesh: ParallelMesh, clock: RunClock) -> tuple[HybridModel, PrecisionController]:
+    """`sharded_model` on the mesh's device with its initial weights, computed by the run's backend."""
+    model, controller = sharded_model(config, mesh, clock, execution_of(config), backend_of(config).open())
     model.to_empty(device=mesh.device)
     initialize(model, config.model, config.run.seed)
-    return model, linears, plan, switched_plan
+    return model, controller
 
 
-def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
+def build(config: Config, mesh: ParallelMesh) -> Run:
     """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
     seed = config.run.seed
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    clock = RunClock(seed=seed)
-    backend = agreed_backend(backend_of(config, target))
+    backend = agreed_backend(backend_of(config))
     agreed_execution(execution_of(config))
-    model, linears, plan, switched_plan = build_model_parts(config, target, mesh, clock)
-    schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
-    at_step = switch_step(config.precision.switch.when, config.train.steps, schedule.decay_start_step)
-
-    train, data = config.train, config.data
+    model, controller = initialized_model(config, mesh, RunClock(seed=seed))
     with configuration_errors():
-        bundle = open_data(
-            data.kind,
-            config.model.vocab_size,
-            data.cache_dir,
-            sources=data.sources,
-            validation=data.validation,
-            tokenizer=data.tokenizer,
-            eod_token=data.eod_token,
-        )
-        phases = PhaseSchedule(
-            [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
-            train.steps,
-            train.global_batch_size,
-        )
-        sources = {
-            name: SampleSource(name, dataset, train.sequence_length, seed, config.model.vocab_size)
-            for name, dataset in bundle.train.items()
-        }
-        loader = MicroBatchLoader(
-            phases,
-            sources,
-            train.micro_batch_size,
-            mesh.dp_rank,
-            mesh.dp_size,
-            data.num_workers,
-            pin_memory=mesh.device.type == "cuda",
-            prefetch=data.prefetch,
-        )
-        validation = [
-            ValidationSet(name, dataset, train.sequence_length, config.validation.num_samples, config.model.vocab_size)
-            for name, dataset in bundle.validation.items()
-        ]
+        bundle, phases, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         identity = run_identity(config, {"tokenizer": bundle.fingerprint()["tokenizer"]})
         optimizer = build_optimizer(model, config.optimizer)
     return Run(
         config=config,
         mesh=mesh,
-        clock=clock,
         model=model,
-        linears=linears,
-        plan=plan,
-        switched_plan=switched_plan,
-        switch=PrecisionSwitch(config.precision.switch, at_step),
+        controller=controller,
         backend=backend,
-        schedule=schedule,
+        schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
         bundle=bundle,
         phases=phases,
@@ -233,7 +234,55 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
         checkpointer=Checkpointer(
             Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
         ),
+        measurements=Measurements(config.precision, controller.linears, mesh.device),
+        guard=NonFiniteGuard(config.train.max_skipped_steps),
+        kernels=KernelChoices(),
+        log=RunLog(config, active=mesh.rank == 0),
     )
+
+
+def open_run_data(
+    config: Config, mesh: ParallelMesh
+) -> tuple[DataBundle, PhaseSchedule, MicroBatchLoader, list[ValidationSet]]:
+    """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
+
+    Raises ValueError or OSError for what cannot be opened or does not fit.
+    """
+    train, data, vocab_size = config.train, config.data, config.model.vocab_size
+    bundle = open_data(
+        data.kind,
+        vocab_size,
+        data.cache_dir,
+        sources=data.sources,
+        validation=data.validation,
+        tokenizer=data.tokenizer,
+        eod_token=data.eod_token,
+    )
+    phases = PhaseSchedule(
+        [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
+        train.steps,
+        train.global_batch_size,
+    )
+    sources = {
+        name: SampleSource(name, dataset, train.sequence_length, config.run.seed, vocab_size)
+        for name, dataset in bundle.train.items()
+    }
+    loader = MicroBatchLoader(
+        phases,
+        sources,
+        train.micro_batch_size,
+        mesh.dp_rank,
+        mesh.dp_size,
+        data.num_workers,
+        pin_memory=mesh.device.type == "cuda",
+        prefetch=data.prefetch,
+        allow_other_data=config.checkpoint.allow_mismatch,
+    )
+    validation = [
+        ValidationSet(name, dataset, train.sequence_length, config.validation.num_samples, vocab_size)
+        for name, dataset in bundle.validation.items()
+    ]
+    return bundle, phases, loader, validation
 
 
 @contextlib.contextmanager
