@@ -20,7 +20,7 @@ from data.validation import ValidationSet
 from megatron_fp4.checks.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
-from megatron_fp4.config.compose import ConfigError, compose_config, precision_config
+from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config, PrecisionConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -42,25 +42,24 @@ from models.initialization import initialize
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
-def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
-    """The configuration, and that of the precision to switch to, both checked. Raises ConfigError."""
+def configure(overrides: list[str]) -> Config:
+    """The configuration, checked. Raises ConfigError."""
     config = compose_config(overrides, CONFIGS)
     # A dry run plans for machines that are not here.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     validate(config, world_size(), device_type)
     if not config.run.dry:
         execution_of(config)
-    name = config.precision.switch.target
-    target = precision_config(name, config, CONFIGS)
-    if config.precision.switch.when != "never":
-        validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
-    plans_of(config, target)  # before any rank waits for others
+    if config.after_switch is not None:
+        key = f"precision.switch.target={config.precision.switch.target}: precision"
+        validate_precision(config.after_switch, config, device_type, key)
+    plans_of(config)  # before any rank waits for others
     if not config.run.dry:
-        backend_of(config, target)
-    return config, target
+        backend_of(config)
+    return config
 
 
-def plans_of(config: Config, target: PrecisionConfig) -> tuple[Plan, Plan | None]:
+def plans_of(config: Config) -> tuple[Plan, Plan | None]:
     """The plans before and after the precision switch, None without one.
 
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
@@ -79,10 +78,11 @@ def plans_of(config: Config, target: PrecisionConfig) -> tuple[Plan, Plan | None
             raise ConfigError(f"{prefix}{error}") from error
 
     plan = plan_of(config.precision)
-    if switch.when == "never":
+    if config.after_switch is None:
         return plan, None
     with configuration_errors():
-        return plan, plan.switched(plan_of(target, f"precision.switch.target={switch.target}: "), switch.scope)
+        after = plan_of(config.after_switch, f"precision.switch.target={switch.target}: ")
+        return plan, plan.switched(after, switch.scope)
 
 
 def execution_of(config: Config) -> Execution:
@@ -92,9 +92,9 @@ def execution_of(config: Config) -> Execution:
     )
 
 
-def backend_of(config: Config, target: PrecisionConfig) -> BackendChoice:
+def backend_of(config: Config) -> BackendChoice:
     """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
-    return choose_backend(config, target, device_type_of(config))
+    return choose_backend(config, device_type_of(config))
 
 
 def world_size() -> int:
