@@ -43,6 +43,7 @@ from megatron_fp4.measure.ranking import (
 )
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.checkpoint_files import DamagedCheckpointError, Manifest, check_file, read_manifest
 
 
@@ -145,9 +146,7 @@ def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
         for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):
             run.clock.step = step
             for micro_batch in micro_batches[:left]:
-                run.clock.micro_batch = micro_batch.index
-                loss = run.model(micro_batch.tokens.to(run.mesh.device), micro_batch.targets.to(run.mesh.device))
-                loss.backward()
+                accumulate(run.model, [micro_batch], run.mesh, run.clock, num_micro_batches=1)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.step import MicroBatch, StepResult
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.training.accumulate import MicroBatch, accumulate
+from megatron_fp4.training.step import StepResult
 
 
 class NonFiniteError(RuntimeError):
@@ -124,10 +125,8 @@ def find_nonfinite(
     handles = [
         module.register_forward_hook(watch(name or "the model (its loss)")) for name, module in model.named_modules()
     ]
-    clock.micro_batch = micro_batch.index
     try:
-        loss = model(micro_batch.tokens.to(mesh.device), micro_batch.targets.to(mesh.device))
-        (loss / num_micro_batches).backward()
+        accumulate(model, [micro_batch], mesh, clock, num_micro_batches=num_micro_batches)
     finally:
         for handle in handles:
             handle.remove()
@@ -173,9 +172,7 @@ def _tensors(output: object) -> list[torch.Tensor]:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    local = tensor.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = local_part(tensor)
     return not local.is_floating_point() or bool(local.isfinite().all())
 
 

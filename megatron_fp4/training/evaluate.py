@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.step import MicroBatch
+from megatron_fp4.training.accumulate import MicroBatch, loss_of
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ def evaluate(
         for row, mine, count in zip(sums, batches.values(), counts, strict=True):
             for batch in mine:
                 num_tokens = batch.targets.numel()
-                row[0] += _loss(model, batch, mesh, clock).double() * num_tokens
+                row[0] += loss_of(model, batch, mesh, clock).double() * num_tokens
                 row[1] += num_tokens
             # FSDP gathers parameters in every forward, which all ranks must take part in.
             for _ in range(count - len(mine)):
-                _loss(model, filler, mesh, clock)
+                loss_of(model, filler, mesh, clock)
     finally:
         model.train(was_training)
         clock.step, clock.micro_batch = step, micro_batch
@@ -64,11 +64,6 @@ def evaluate(
             raise ValueError(f"validation source {name!r} has no tokens; give it data or leave it out")
         losses[name] = nll / num_tokens
     return losses
-
-
-def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> torch.Tensor:
-    clock.micro_batch = batch.index
-    return model(batch.tokens.to(mesh.device, non_blocking=True), batch.targets.to(mesh.device, non_blocking=True))
 
 
 def _common_shape(batches: Mapping[str, Sequence[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], _Filler]:

@@ -21,6 +21,7 @@ from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.plan import apply_plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.checkpoint_files import read_manifest
 from megatron_fp4.training.step import train_step
 
@@ -184,7 +185,7 @@ def look_inside(run: Run, start: int) -> tuple[dict[str, dict[str, Tensor]], dic
 
 def forward_backward(run: Run, step: int, batch: Any) -> None:
     """One micro-batch through the model and back; gradients are thrown away."""
-    run.clock.step, run.clock.micro_batch = step, batch.index
-    run.model(batch.tokens, batch.targets).backward()
+    run.clock.step = step
+    accumulate(run.model, [batch], run.mesh, run.clock, num_micro_batches=1)
     for parameter in run.model.parameters():
         parameter.grad = None
