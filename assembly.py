@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.bundle import DataBundle, open_data
+from data.bundle import DataBundle
+from data.kinds import KINDS
 from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
@@ -179,23 +180,15 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
 
     train, data = config.train, config.data
     with configuration_errors():
-        bundle = open_data(
-            data.kind,
-            config.model.vocab_size,
-            data.cache_dir,
-            sources=data.sources,
-            validation=data.validation,
-            tokenizer=data.tokenizer,
-            eod_token=data.eod_token,
-        )
+        bundle = KINDS[data.kind](data, config.model.vocab_size)
         phases = PhaseSchedule(
             [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
             train.steps,
             train.global_batch_size,
         )
         sources = {
-            name: SampleSource(name, dataset, train.sequence_length, seed, config.model.vocab_size)
-            for name, dataset in bundle.train.items()
+            name: SampleSource(name, stream, train.sequence_length, seed, config.model.vocab_size)
+            for name, stream in bundle.train.items()
         }
         loader = MicroBatchLoader(
             phases,
@@ -208,11 +201,12 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
             prefetch=data.prefetch,
         )
         validation = [
-            ValidationSet(name, dataset, train.sequence_length, config.validation.num_samples, config.model.vocab_size)
-            for name, dataset in bundle.validation.items()
+            ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, config.model.vocab_size)
+            for name, stream in bundle.validation.items()
         ]
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
-        identity = run_identity(config, {"tokenizer": bundle.fingerprint()["tokenizer"]})
+        tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
+        identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
     return Run(
         config=config,

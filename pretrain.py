@@ -35,8 +35,7 @@ from assembly import (
     world_size,
 )
 from data.cache import default_cache_dir
-from data.loader import MicroBatch
-from data.validation import ValidationSet, unigram_entropy
+from data.validation import unigram_entropy
 from megatron_fp4.config.compose import ConfigError, help_text, to_yaml
 from megatron_fp4.config.schema import Config, PrecisionConfig
 from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
@@ -297,18 +296,10 @@ def due(interval: int, done: int) -> bool:
 
 
 def validation_losses(run: Run) -> dict[str, float]:
-    """Held-out loss per source; a window that fills up the last micro-batch of a rank is left out."""
+    """Held-out loss per source."""
     size, mesh = run.config.train.micro_batch_size, run.mesh
-
-    def batches(source: ValidationSet) -> list[MicroBatch]:
-        shares = enumerate(source.batches(size, mesh.dp_rank, mesh.dp_size))
-        return [
-            MicroBatch(mesh.dp_rank + i * mesh.dp_size, batch.tokens[batch.counted], batch.targets[batch.counted])
-            for i, batch in shares
-            if batch.counted.any()
-        ]
-
-    return evaluate(run.model, {source.name: batches(source) for source in run.validation}, mesh, run.clock)
+    batches = {source.name: source.batches(size, mesh.dp_rank, mesh.dp_size) for source in run.validation}
+    return evaluate(run.model, batches, mesh, run.clock)
 
 
 def save(run: Run, step: int, guard: NonFiniteGuard, wandb_run_id: str | None) -> Path:

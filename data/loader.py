@@ -9,8 +9,7 @@ their content nor their order. The whole state is the number of samples consumed
 from __future__ import annotations
 
 import atexit
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -116,11 +115,6 @@ class MicroBatchLoader:
         """Micro-batches that this rank gets in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
 
-    @property
-    def consumed_steps(self) -> int:
-        """The step to go on with."""
-        return self.consumed_samples // self.global_batch_size
-
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step.
 
@@ -175,7 +169,7 @@ class MicroBatchLoader:
         return {"consumed_samples": self.consumed_samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any], allow_other_data: bool = False) -> None:
-        """Take up where a checkpoint stood; go on with steps(loader.consumed_steps, ...).
+        """Take up where a checkpoint stood; go on with step consumed_samples / global_batch_size.
 
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
@@ -214,16 +208,3 @@ class _MicroBatchIndices:
     def __iter__(self) -> Iterator[list[int]]:
         for first in self._firsts:
             yield list(range(first, first + self._size))
-
-
-def batch_hash(micro_batches: Iterable[MicroBatch]) -> str:
-    """A sha256 of micro-batches' indices, tokens and targets, whatever order they are given in.
-
-    Of a rank's list it identifies its share of a step; of all ranks' lists together, the step.
-    """
-    digest = hashlib.sha256()
-    for batch in sorted(micro_batches, key=lambda batch: batch.index):
-        digest.update(batch.index.to_bytes(8, "little"))
-        digest.update(batch.tokens.contiguous().numpy().tobytes())
-        digest.update(batch.targets.contiguous().numpy().tobytes())
-    return digest.hexdigest()

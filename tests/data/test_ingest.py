@@ -18,9 +18,9 @@ import pytest
 
 import assembly
 import pretrain
-from data.bundle import open_data
 from data.indexed_dataset import IndexedDataset
 from data.ingest import Part, find_files, ingest, is_held_out, open_files, open_hub, train_on, validation_prefix
+from data.kinds import KINDS
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 
@@ -259,14 +259,7 @@ def test_from_text_to_a_run(
     words = shlex.split(printed.out.split("pretrain.py")[1].replace("\\\n", " "))
     assert pretrain.main(["--check", *words, "train.sequence_length=64"]) == 0
     config = compose_config(words, assembly.CONFIGS)
-    bundle = open_data(
-        config.data.kind,
-        config.model.vocab_size,
-        sources=config.data.sources,
-        validation=config.data.validation,
-        tokenizer=config.data.tokenizer,
-        eod_token=config.data.eod_token,
-    )
+    bundle = KINDS[config.data.kind](config.data, config.model.vocab_size)
     assert bundle.tokenizer is not None
     assert bundle.tokenizer.fingerprint() == load_tokenizer(folder / "tokenizer.json").fingerprint()
     assert set(bundle.train) == set(bundle.validation) == {"my_web"}
