@@ -26,8 +26,6 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
 from assembly import CONFIGS, Run, build, set_determinism
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.config.saved_config import config_from_saved

@@ -37,8 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
 from assembly import CONFIGS, build_model_parts, execution_of
 from megatron_fp4.config.compose import ConfigError, compose_config, precision_config
 from megatron_fp4.config.schema import Config

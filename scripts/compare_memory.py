@@ -33,8 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
 from assembly import (
     backend_of,
     build_model_parts,

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import reference as ref
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -32,6 +31,7 @@ from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
 from models.hybrid import build_model
+from tests.precision import reference as ref
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))

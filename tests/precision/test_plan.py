@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-import reference as ref
 import torch
 import yaml
 
@@ -20,6 +19,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
 from megatron_fp4.precision.recipe import BF16
+from tests.precision import reference as ref
 
 NUM_BLOCKS = 6
 RUNS = "the run's recipe"
