@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from data.bundle import DataBundle, open_data
+from data.bundle import DataBundle
+from data.kinds import KINDS
 from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
@@ -22,20 +25,23 @@ from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config, PrecisionConfig
+from megatron_fp4.measure.nonfinite import NonFiniteGuard
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
-from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import LinearShape, Plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
-from megatron_fp4.training.autotuning import PinnedKernels
+from megatron_fp4.report.run_log import RunLog
+from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from models.execution import Execution, agreed_execution, choose_execution
-from models.flops import linear_costs
+from models.flops import linear_costs, training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 
@@ -125,7 +131,6 @@ class Run:
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
-    measurements: Measurements
     guard: NonFiniteGuard
     kernels: KernelChoices
     log: RunLog
@@ -217,7 +222,8 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     with configuration_errors():
         bundle, phases, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
-        identity = run_identity(config, {"tokenizer": bundle.fingerprint()["tokenizer"]})
+        tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
+        identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
     return Run(
         config=config,
@@ -234,7 +240,6 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         checkpointer=Checkpointer(
             Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
         ),
-        measurements=Measurements(config.precision, controller.linears, mesh.device),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         kernels=KernelChoices(),
         log=RunLog(config, active=mesh.rank == 0),
@@ -249,23 +254,15 @@ def open_run_data(
     Raises ValueError or OSError for what cannot be opened or does not fit.
     """
     train, data, vocab_size = config.train, config.data, config.model.vocab_size
-    bundle = open_data(
-        data.kind,
-        vocab_size,
-        data.cache_dir,
-        sources=data.sources,
-        validation=data.validation,
-        tokenizer=data.tokenizer,
-        eod_token=data.eod_token,
-    )
+    bundle = KINDS[data.kind](data, vocab_size)
     phases = PhaseSchedule(
         [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
         train.steps,
         train.global_batch_size,
     )
     sources = {
-        name: SampleSource(name, dataset, train.sequence_length, config.run.seed, vocab_size)
-        for name, dataset in bundle.train.items()
+        name: SampleSource(name, stream, train.sequence_length, config.run.seed, vocab_size)
+        for name, stream in bundle.train.items()
     }
     loader = MicroBatchLoader(
         phases,
@@ -279,21 +276,21 @@ def open_run_data(
         allow_other_data=config.checkpoint.allow_mismatch,
     )
     validation = [
-        ValidationSet(name, dataset, train.sequence_length, config.validation.num_samples, vocab_size)
-        for name, dataset in bundle.validation.items()
+        ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
+        for name, stream in bundle.validation.items()
     ]
     return bundle, phases, loader, validation
 
 
 @contextlib.contextmanager
-def configuration_errors() -> Iterator[None]:
+def configuration_errors(prefix: str = "") -> Iterator[None]:
     """What opening data, plans and checkpoints refuses is the user's to mend: a ConfigError, not a traceback."""
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{prefix}{error}") from error
 
 
 def set_determinism(deterministic: bool) -> None:

@@ -16,9 +16,7 @@ import logging
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -35,28 +33,23 @@ from assembly import (
     world_size,
 )
 from data.cache import default_cache_dir
-from data.loader import MicroBatch
-from data.validation import ValidationSet, unigram_entropy
-from megatron_fp4.config.compose import ConfigError, help_text, to_yaml
-from megatron_fp4.config.schema import Config, PrecisionConfig
-from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
-from megatron_fp4.measure.gradient_noise import gradient_noise
-from megatron_fp4.measure.nonfinite import NonFiniteGuard, diagnose_nonfinite
+from data.validation import unigram_entropy
+from megatron_fp4.config.compose import help_text, to_yaml
+from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.measure.measurements import Measurements
+from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
-from megatron_fp4.precision.plan import apply_plan
-from megatron_fp4.precision.recheck import Recheck, RecheckError
+from megatron_fp4.precision.recheck import RecheckError
 from megatron_fp4.report import console as show
-from megatron_fp4.report.console import RunConsole
-from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
+from megatron_fp4.report.metrics import StepMetrics
 from megatron_fp4.report.summary import introduce, summarize
-from megatron_fp4.training.autotuning import pin_kernels
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
-from megatron_fp4.training.step import train_step
-from models.flops import forward_flops_per_token, parameter_count, training_flops_per_token
+from megatron_fp4.training.step import StepResult, train_step
+from models.flops import forward_flops_per_token, parameter_count
 from models.mamba2 import Mamba2
 
 
@@ -89,6 +82,8 @@ def main(arguments: list[str]) -> int:
 
 def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
+    from scripts.plan_run import plan_run, planned_execution  # which in turn starts this program
+
     execution = planned_execution(config)
     plan_run(config, world_size(), lambda mesh, clock: sharded_model(config, mesh, clock, execution))
     return 0
@@ -147,18 +142,19 @@ def run_to_end(run: Run) -> int:
 
 def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tuple[int, dict[str, float]]:
     """The loop, from `start` steps done to the end or a request to stop; returns steps done and validation losses."""
-    config, controller, log, steps = run.config, run.controller, run.log, run.config.train.steps
+    config, model, mesh, controller, log = run.config, run.model, run.mesh, run.controller, run.log
+    measurements = Measurements(config, model, mesh, controller, records=log.metrics, log=log.console)
     losses: dict[str, float] = {}
-    for step, batch in enumerate(run.loader.steps(start, steps), start=start):
+    for step, batch in enumerate(run.loader.steps(start, steps := config.train.steps), start=start):
         began, done = time.perf_counter(), step + 1
-        if controller.before_step(step, lambda: gradient_noise_ratio(run, batch, step)):  # noqa: B023
+        if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
-        with run.measurements.of(step), window.step(step):
+        with measurements.of(step), window.step(step):
             result = train_step(
-                run.model,
+                model,
                 run.optimizer.optimizer,
                 batch,
-                run.mesh,
+                mesh,
                 controller.clock,
                 step=step,
                 lr=run.lr(step),
@@ -166,8 +162,8 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
                 reshard=config.parallel.reshard,
                 stop_requested=stop.requested,
             )
-        run.measurements.write(log, step)
-        run.guard.observe(result, step, lambda: diagnose_nonfinite(run.model, batch, run.mesh, controller.clock))  # noqa: B023
+        measurements.write(step)
+        run.guard.observe(result, step, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
         log.step(step_metrics(run, step, result, time.perf_counter() - began), run.guard.state_dict())
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
@@ -183,15 +179,6 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
 def is_due(interval: int, done: int) -> bool:
     """Whether something that happens every `interval` steps (0: never) happens after `done` steps."""
     return interval > 0 and done % interval == 0
-
-
-def gradient_noise_ratio(run: Run, batch: list[MicroBatch], step: int) -> float:
-    """The norm of the gradient of `step` over that of its quantization noise, measured and recorded."""
-    noise = gradient_noise(run.model, batch, run.mesh, run.controller, step=step, reshard=run.config.parallel.reshard)
-    run.log.metrics.record(step + 1, "gradient_noise", noise.as_record(), noise.scalars())
-    threshold = run.config.precision.switch.threshold
-    run.log.console.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {threshold:.3f}")
-    return noise.ratio
 
 
 def step_metrics(run: Run, step: int, result: StepResult, seconds: float) -> StepMetrics:
@@ -256,18 +243,10 @@ def introduce_run(run: Run, start: int) -> None:
 
 
 def validation_losses(run: Run) -> dict[str, float]:
-    """Held-out loss per source; a window that fills up the last micro-batch of a rank is left out."""
+    """Held-out loss per source."""
     size, mesh = run.config.train.micro_batch_size, run.mesh
-
-    def batches(source: ValidationSet) -> list[MicroBatch]:
-        shares = enumerate(source.batches(size, mesh.dp_rank, mesh.dp_size))
-        return [
-            MicroBatch(mesh.dp_rank + i * mesh.dp_size, batch.tokens[batch.counted], batch.targets[batch.counted])
-            for i, batch in shares
-            if batch.counted.any()
-        ]
-
-    return evaluate(run.model, {source.name: batches(source) for source in run.validation}, mesh, run.controller.clock)
+    batches = {source.name: source.batches(size, mesh.dp_rank, mesh.dp_size) for source in run.validation}
+    return evaluate(run.model, batches, mesh, run.controller.clock)
 
 
 def save(run: Run, step: int) -> Path:

@@ -26,8 +26,6 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
 from assembly import CONFIGS, Run, build, set_determinism
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.config.saved_config import config_from_saved
@@ -142,15 +140,15 @@ def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
     start = min(start, steps - num_steps)  # a finished run has no data left, and goes over its last again
     left = min(count, num_steps * run.loader.num_micro_batches)
     probe = Probe(once=False)
-    with probe.attached(run.linears):
+    with probe.attached(run.controller.linears):
         for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):
-            run.clock.step = step
+            run.controller.clock.step = step
             for micro_batch in micro_batches[:left]:
-                accumulate(run.model, [micro_batch], run.mesh, run.clock, num_micro_batches=1)
+                accumulate(run.model, [micro_batch], run.mesh, run.controller.clock, num_micro_batches=1)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1
-    return probe.collect(list(run.linears))
+    return probe.collect(list(run.controller.linears))
 
 
 def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:

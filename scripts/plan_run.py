@@ -16,15 +16,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from rich.table import Table
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
 
 from megatron_fp4.config.schema import Config
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run

@@ -17,11 +17,8 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
 
 from assembly import CONFIGS, plans_of
 from megatron_fp4.checks.backend_choice import choose_backend

@@ -18,9 +18,11 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
-from megatron_fp4.config.schema import ConfigError, SwitchConfig
+from assembly import Run
+from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.switch import PrecisionSwitch
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8
@@ -248,17 +250,25 @@ def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -
 
 
 def test_a_checkpoint_behind_a_switch_wants_a_run_with_one() -> None:
-    trainer = {"loader": {}, "switch": {"switched_at": 6, "num_below": 0}, "skipped": {"consecutive": 0, "total": 0}}
-    run = MagicMock(switched_plan=None, switch=PrecisionSwitch(SwitchConfig("never"), None), linears={})
-    run.config.checkpoint.resume = "auto"
-    run.checkpointer.steps_after.return_value = []
-    run.checkpointer.resume.return_value = MagicMock(step=7, trainer={**trainer, "wandb_run_id": None})
-    with pytest.raises(ConfigError, match=r"from step 7, behind the precision switch .* precision.switch.when=never"):
-        pretrain.resume(run, MagicMock())
-    run.switched_plan = Plan(())
-    assert pretrain.resume(run, MagicMock()) == (7, None, None)
-    run.switched_plan, trainer["switch"]["switched_at"] = None, None
-    assert pretrain.resume(run, MagicMock()) == (7, None, None)
+    def run_with(*plans: Plan) -> Any:
+        controller = PrecisionController({}, plans[0], RunClock(seed=0), plan_after_switch=(*plans, None)[1])
+        parts = {name: MagicMock() for name in ("loader", "guard", "log", "kernels")}
+        run = MagicMock(**parts, controller=controller)
+        run.load_state_dict = lambda state: Run.load_state_dict(run, state)
+        run._parts = lambda: Run._parts(run)
+        run.config.checkpoint.resume = "auto"
+        run.checkpointer.steps_after.return_value = []
+        run.checkpointer.resume.return_value = MagicMock(step=7, trainer=trainer)
+        return run
+
+    trainer: dict[str, Any] = {"switch": {"switched_at": 6, "num_below": 0}}
+    with pytest.raises(
+        ConfigError, match=r"from step 7: .* behind the precision switch .* precision.switch.when=never"
+    ):
+        pretrain.resume(run_with(Plan(())))
+    assert pretrain.resume(run_with(Plan(()), Plan(()))) == 7
+    trainer["switch"]["switched_at"] = None
+    assert pretrain.resume(run_with(Plan(()))) == 7
 
 
 @pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])
@@ -266,9 +276,9 @@ def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch
     required = []
     monkeypatch.setattr(pretrain.selftest, "cases_of", lambda *_: [])
     monkeypatch.setattr(pretrain.selftest, "require", lambda backend, *_: required.append(backend) or "")
-    run = MagicMock(backend=MagicMock(), linears={"linear": MagicMock(backend=name)})
+    run = MagicMock(backend=MagicMock(), controller=MagicMock(linears={"linear": MagicMock(backend=name)}))
     run.backend.name = name
-    pretrain.test_backend(run, MagicMock())
+    pretrain.test_backend(run)
     assert required == ([] if name == "emulated" else [name])
 
 

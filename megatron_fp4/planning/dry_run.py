@@ -26,6 +26,7 @@ from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.ledger import Ledger, Message
 from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.linear import LinearNumerics
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
@@ -33,7 +34,7 @@ from megatron_fp4.training.step import train_step
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
 
-Build = Callable[[ParallelMesh, RunClock], tuple[nn.Module, Mapping[str, LinearNumerics]]]
+Build = Callable[[ParallelMesh, RunClock], tuple[nn.Module, PrecisionController]]
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,12 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
-    build: makes the sharded model, its parameters still on the meta device, and the numerics of its linears by name.
+    build: makes the sharded model, its parameters still on the meta device, and the controller of its linears.
     """
     with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        model, linears = build(mesh, clock)
+        model, controller = build(mesh, clock)
         num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = min(num_micro_batches, 3)
@@ -95,7 +96,7 @@ def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
         with FakeTensorMode(allow_non_fake_inputs=True), ledger, shapes_only():
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer).optimizer
-            watch = _Watch(model, linears, ledger, optimizer)
+            watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:
                 train_step(

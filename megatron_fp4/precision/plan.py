@@ -9,20 +9,15 @@ are never quantized and do not appear.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megatron_fp4.config.schema import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
-
-if TYPE_CHECKING:
-    from megatron_fp4.precision.backend import Backend
-    from megatron_fp4.precision.linear import LinearNumerics
 
 
 @dataclass(frozen=True)
@@ -183,22 +178,6 @@ def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[Line
                 f"precision.exceptions[{i}].names={exception.names} has no effect: every linear that it matches falls "
                 f"under {earlier} before it; put it first, or drop it"
             )
-
-
-def apply_plan(
-    linears: Mapping[str, LinearNumerics], plan: Plan, clock: RunClock, backend: Backend | None = None
-) -> None:
-    """Put `plan` into effect from the next forward pass on; `linears` maps names to the layers' numerics.
-
-    backend: who computes from now on; None leaves that as it is (`emulated` at first).
-    Quantized weights that a layer kept are dropped: they belong to the recipe before.
-    """
-    rows = {row.linear.name: row for row in plan.rows}
-    assert rows.keys() == linears.keys(), "the plan is of another model"
-    for name, numerics in linears.items():
-        numerics.name, numerics.recipe, numerics.clock = name, rows[name].recipe, clock
-        numerics.backend = numerics.backend if backend is None else backend
-        numerics.weight_cache = None
 
 
 def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:

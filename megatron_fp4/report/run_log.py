@@ -85,7 +85,7 @@ class RunLog:
         self.metrics.event(step, "checkpoint", path=str(folder))
         self.console.event(step, f"saved {folder}")
 
-    def stop(self, step: int, signal: str | None) -> None:
+    def stop(self, step: int, signal: object) -> None:
         """The run stops after `step` steps on a signal to this rank, or (None) to another."""
         self.metrics.event(step, "stop", signal=str(signal))
         steps = self.config.train.steps

@@ -3,7 +3,6 @@ block scales."""
 
 from dataclasses import replace
 
-import cublas
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.quantization import cublas
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import torch
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs
+from tests.quantization import oracle
 
 SR = "stochastic"
 X, W, W2 = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))

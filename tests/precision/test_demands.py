@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import reference as ref
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -25,13 +24,15 @@ from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
 from models.hybrid import build_model
+from tests.precision import reference as ref
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
@@ -241,7 +242,7 @@ def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
         recipe, blocks = recipe_from_config(config.precision), config.precision.bf16_blocks
         plan = build_plan(shapes, recipe, blocks, config.model.num_blocks, config.precision.exceptions)
         numerics = {name: module.numerics for name, module in modules.items()}
-        apply_plan(numerics, plan, RunClock(seed=1), torch_scaled_mm.TorchBackend())
+        PrecisionController(numerics, plan, RunClock(seed=1), backend=torch_scaled_mm.TorchBackend())
         with scaled_mm_checked() as seen:
             for row in plan.rows:
                 seen.clear()

@@ -1,14 +1,14 @@
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-import reference as ref
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from tests.precision import reference as ref
+from tests.quantization import oracle
 
 RECIPES = {
     "nvfp4": ref.NVFP4,

@@ -1,13 +1,13 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-import oracle
 import pytest
-import reference as ref
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
 from megatron_fp4.precision.recipe import BF16, GEMMS, Operand, Recipe, recipe_from_config, switched_recipe
+from tests.precision import reference as ref
+from tests.quantization import oracle
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
