@@ -25,7 +25,7 @@ from megatron_fp4.config.schema import Config, PrecisionConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
@@ -117,7 +117,7 @@ class Run:
     mesh: ParallelMesh
     clock: RunClock
     model: HybridModel
-    linears: dict[str, LinearNumerics]
+    linears: dict[str, LinearContext]
     plan: Plan
     switched_plan: Plan | None
     switch: PrecisionSwitch
@@ -134,8 +134,8 @@ class Run:
 
 def sharded_model(
     config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
-    """The sharded model on the meta device, the numerics of its linears, and `plans_of` it."""
+) -> tuple[HybridModel, dict[str, LinearContext], Plan, Plan | None]:
+    """The sharded model on the meta device, the context of its linears, and `plans_of` it."""
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
         model = build_model(config.model, mesh, compute_dtype, execution)
@@ -148,14 +148,14 @@ def sharded_model(
         compute_dtype=compute_dtype,
         reshard=config.parallel.reshard,
     )
-    linears = {name: module.numerics for name, module in model.linears()}
+    linears = {name: module.context for name, module in model.linears()}
     apply_plan(linears, plan, clock)
     return model, linears, plan, switched_plan
 
 
 def build_model_parts(
     config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
+) -> tuple[HybridModel, dict[str, LinearContext], Plan, Plan | None]:
     """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
     model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
     apply_plan(linears, plan, clock, backend_of(config, target).open())
