@@ -235,11 +235,11 @@ def _padded(t: Tensor, dim: int) -> Tensor:
 def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """x, W and dy of every linear in the last micro-batch of step `num_steps` of a run."""
     fixed = ["precision=nvfp4", "precision.backend=emulated", "precision.switch.when=never", "data.num_workers=0"]
-    config, target = configure([*fixed, f"train.steps={num_steps}", *overrides])
+    config = configure([*fixed, f"train.steps={num_steps}", *overrides])
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
-    run, capture = build(config, target, mesh), Capture()
+    run, capture = build(config, mesh), Capture()
     for step, batch in enumerate(run.loader.steps(0, num_steps)):
         for context in run.linears.values():
             context.probe = capture if step == num_steps - 1 else None  # type: ignore[assignment]

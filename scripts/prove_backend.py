@@ -126,7 +126,8 @@ def main(arguments: list[str]) -> int:
 def composed(precision: str, overrides: list[str], device_type: str) -> Config:
     """The configuration of a run in this precision, on as many ranks as share its model. Raises ConfigError."""
     config = compose_config([f"precision={precision}", *overrides], CONFIGS)
-    config = replace(config, precision=replace(config.precision, switch=replace(config.precision.switch, when="never")))
+    never = replace(config.precision, switch=replace(config.precision.switch, when="never"))
+    config = replace(config, precision=never, after_switch=None)
     emulated = replace(config, precision=replace(config.precision, backend="emulated"))
     validate(emulated, config.parallel.tensor * config.parallel.replicate, device_type)
     return config
@@ -136,7 +137,7 @@ def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
     """The backend, or why this machine or recipe does not go with it."""
     wanted = replace(config, precision=replace(config.precision, backend=name))
     try:
-        return choose_backend(wanted, wanted.precision, device_type).open()
+        return choose_backend(wanted, device_type).open()
     except ConfigError as error:
         return str(error)
 
@@ -151,7 +152,7 @@ def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
     tokens = config.train.micro_batch_size * config.train.sequence_length
     tokens = min(tokens, _CPU_TOKENS) if device_type == "cpu" else tokens
     groups = {"in_proj": model.mamba_num_groups // shards, "qkv_proj": model.num_kv_heads // shards}
-    plan, _ = plans_of(config, config.precision)  # `composed` left out the switch
+    plan, _ = plans_of(config)
     cases: dict[Case, None] = {}
     for row in plan.rows:
         kind = row.linear.name.split(".")[-1]

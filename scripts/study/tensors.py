@@ -145,14 +145,14 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
         micro, length = size.tokens
         own = [f"train.micro_batch_size={micro}", f"train.global_batch_size={micro}", f"train.sequence_length={length}"]
         own += [f"train.steps={size.steps + 4}", "precision=nvfp4", "precision.switch.when=never", "run.device=cpu"]
-        config, _ = configure([*own, "data.num_workers=0", *overrides])
+        config = configure([*own, "data.num_workers=0", *overrides])
         steps = config.train.steps - 4  # of the rest, the measurements below take their batches
     recipe = recipe_from_config(config.precision)
     if not recipe.quantized:
         raise ValueError(f"precision {config.precision.name} quantizes nothing; name a recipe: --set precision=nvfp4")
     device = init_distributed("cpu", config.parallel.timeout_seconds)
     set_determinism(True)
-    run = build(config, config.precision, build_mesh(config.parallel, device))
+    run = build(config, build_mesh(config.parallel, device))
     if checkpoint is not None:
         with torch.no_grad():
             load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(checkpoint))

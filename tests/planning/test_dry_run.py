@@ -43,7 +43,7 @@ def run(
         "from scripts.plan_run import fused_shapes, planned_execution\n"
         "with fused_shapes():\n"
         "    execution = planned_execution(config)\n"
-        "    build = lambda mesh, clock: sharded_model(config, config.precision, mesh, clock, execution)[:2]\n"
+        "    build = lambda mesh, clock: sharded_model(config, mesh, clock, execution)[:2]\n"
         "    result = dry_run(config, world_size, build)\n"
         "sys.stdout.buffer.write(pickle.dumps(result))\n"
     )

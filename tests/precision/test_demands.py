@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from megatron_fp4.checks.combinations import validate
-from megatron_fp4.config.compose import compose_config, precision_config
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
@@ -50,8 +50,7 @@ def composed(model: str, precision: str = "nvfp4") -> Config:
 @functools.cache
 def recipes(model: str) -> dict[str, Recipe]:
     """Every shipped recipe, and what every switch between two of them leaves, equal ones once."""
-    config = composed(model)
-    shipped = {name: recipe_from_config(precision_config(name, config, CONFIGS)) for name in PRECISIONS}
+    shipped = {name: recipe_from_config(composed(model, name).precision) for name in PRECISIONS}
     found = dict(shipped)
     for name, current in shipped.items():
         for target_name, target in shipped.items():

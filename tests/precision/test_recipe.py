@@ -5,7 +5,7 @@ import oracle
 import pytest
 import reference as ref
 
-from megatron_fp4.config.compose import compose_config, precision_config
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
 from megatron_fp4.precision.recipe import (
     BF16,
@@ -33,8 +33,7 @@ PUBLISHED = {
 
 
 def of(name: str) -> PrecisionConfig:
-    config = compose_config([], CONFIGS)
-    return precision_config(name, config, CONFIGS)
+    return compose_config([f"precision={name}"], CONFIGS).precision
 
 
 @pytest.mark.parametrize("name", NAMES)
