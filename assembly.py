@@ -192,7 +192,7 @@ def sharded_model(
     plan, plan_after_switch = plans_of(config)
     schedule, switch = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps), config.precision.switch
     controller = PrecisionController(
-        {name: module.numerics for name, module in model.linears()},
+        {name: module.context for name, module in model.linears()},
         plan,
         clock,
         backend=backend,

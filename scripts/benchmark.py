@@ -42,7 +42,8 @@ from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.training.optimizer import build_optimizer
 from models.flops import parameter_count, training_flops_per_token
@@ -179,13 +180,13 @@ def linear_rows(
     rows: list[dict[str, Any]] = []
     calls: list[Callable[[], None]] = []
     for name, recipe in recipes.items():
-        numerics = LinearNumerics(name="linear", recipe=recipe, clock=RunClock(seed=0))
+        context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=0))
         for kept in (False, True) if recipe.quantized else (True,):
 
-            def iteration(numerics: LinearNumerics = numerics, kept: bool = kept) -> None:
+            def iteration(context: LinearContext = context, kept: bool = kept) -> None:
                 x.grad = weight.grad = None
-                numerics.clock.weights_version += not kept
-                quantized_linear(x, weight, numerics).backward(dy)
+                context.clock.weights_version += not kept
+                quantized_linear(x, weight, context).backward(dy)
 
             calls.append(iteration)
             rows.append({"shape": shape, "recipe": name, "weights_kept": kept})

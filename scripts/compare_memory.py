@@ -37,6 +37,7 @@ from assembly import (
     backend_of,
     configure,
     device_type_of,
+    initialized_model,
     set_determinism,
     sharded_model,
     world_size,

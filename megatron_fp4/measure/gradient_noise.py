@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.recipe import Gemm, Recipe
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.gradients import holds_first_copy, sum_replicated_gradients
 
@@ -83,16 +83,7 @@ class GradientNoise:
 
 def bf16_backward(recipe: Recipe) -> Recipe:
     """`recipe` with dgrad and wgrad unquantized; fprop unchanged."""
-    return replace(
-        recipe,
-        name=f"{recipe.name}, backward bf16",
-        dgrad_gradient=Operand(),
-        dgrad_weight=Operand(),
-        wgrad_gradient=Operand(),
-        wgrad_activation=Operand(),
-        dgrad_rht=0,
-        wgrad_rht=0,
-    )
+    return replace(recipe, name=f"{recipe.name}, backward bf16", dgrad=Gemm(), wgrad=Gemm())
 
 
 def gradient_noise(

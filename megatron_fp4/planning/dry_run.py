@@ -27,7 +27,7 @@ from megatron_fp4.planning.ledger import Ledger, Message
 from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 
@@ -157,7 +157,7 @@ class _Watch:
     def __init__(
         self,
         model: nn.Module,
-        linears: Mapping[str, LinearNumerics],
+        linears: Mapping[str, LinearContext],
         ledger: Ledger,
         optimizer: torch.optim.Optimizer,
     ) -> None:
@@ -186,9 +186,9 @@ class _Watch:
         self.passes.append(_Pass(size(gathered), size(quantized), size(new)))
 
     def _kept_weights(self) -> Iterator[Tensor]:
-        for numerics in self.linears.values():
-            if numerics.weight_cache is not None:
-                for operand in numerics.weight_cache[1:]:
+        for context in self.linears.values():
+            if context.weight_cache is not None:
+                for operand in context.weight_cache[1:]:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
 
     def memory(self, peak: int, accumulates: bool) -> RankMemory:

@@ -27,7 +27,7 @@ from megatron_fp4.training.checkpoint_files import read_manifest
 from megatron_fp4.training.step import train_step
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import _Call
+    from megatron_fp4.precision.linear_call import LinearCall
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ class Capture:
     def __init__(self) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {}
 
-    def forward(self, call: _Call, x: Tensor, _y: Tensor) -> Capture._Backward:
+    def forward(self, call: LinearCall, x: Tensor, _y: Tensor) -> Capture._Backward:
         """Keep x and W; the answer is told about the backward pass."""
         kept = {"x": x.detach().clone(), "W": call.weight.detach().clone()}
-        self.tensors[call.numerics.name] = kept
+        self.tensors[call.context.name] = kept
         return Capture._Backward(kept)
 
     @dataclass
@@ -178,8 +178,8 @@ def look_inside(run: Run, start: int) -> tuple[dict[str, dict[str, Tensor]], dic
         with probe.attached(run.controller.linears):
             forward_backward(run, start + number, batches[0])
         if number == 0:
-            for numerics in run.controller.linears.values():
-                numerics.probe = capture  # type: ignore[assignment]
+            for context in run.controller.linears.values():
+                context.probe = capture  # type: ignore[assignment]
             forward_backward(run, start, batches[0])
     found = probe.collect(list(run.controller.linears))
     return capture.tensors, {name: one.errors for name, one in found.items()}

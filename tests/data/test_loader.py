@@ -158,8 +158,9 @@ def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset:
         resume(state, sources, PhaseSchedule(swapped, NUM_STEPS, GLOBAL_BATCH))
     with pytest.raises(ValueError, match=r"source 'code' had 500 tokens .* and now has 600"):
         resume(state, open_sources(make_dataset, num_tokens=600))
-    changed = MicroBatchLoader(schedule(), open_sources(make_dataset, seed=6), MICRO_BATCH, 0, 1)
-    changed.load_state_dict(state, allow_other_data=True)
+    other_seed = open_sources(make_dataset, seed=6)
+    changed = MicroBatchLoader(schedule(), other_seed, MICRO_BATCH, 0, 1, allow_other_data=True)
+    changed.load_state_dict(state)
     assert changed.consumed_samples == 15 * GLOBAL_BATCH
 
 
