@@ -89,10 +89,9 @@ def main(arguments: list[str]) -> int:
 
 def print_needs(config: Config, target: PrecisionConfig) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
-    from scripts.plan_run import plan_run, planned_execution  # which in turn starts this program
+    from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
 
-    execution = planned_execution(config)
-    plan_run(config, world_size(), lambda mesh, clock: sharded_model(config, target, mesh, clock, execution)[:2])
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, target, *parts)[:2])
     return 0
 
 

@@ -53,11 +53,12 @@ from megatron_fp4.parallel.mesh import (
     init_distributed,
     leave_distributed,
 )
+from megatron_fp4.planning.dry_run import dry_run
+from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
-from scripts.plan_run import planned, planned_execution
 
 _GIB = 2**30
 
@@ -137,9 +138,8 @@ def part(what: str, overrides: list[str], output: Path) -> int:
 def plan(overrides: list[str]) -> dict[str, Any]:
     """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
     config, target = configure([*overrides, "run.dry=true"])
-    execution = planned_execution(config)
-    dry = planned(config, world_size(), lambda mesh, clock: sharded_model(config, target, mesh, clock, execution)[:2])
-    return {"memory": asdict(dry.memory), "kernels": kernels(execution, config)}
+    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, target, *parts)[:2])
+    return {"memory": asdict(dry.memory), "kernels": kernels(planned_execution(config), config)}
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:
