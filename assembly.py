@@ -26,7 +26,7 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import LinearNumerics
-from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.plan import Plan, apply_plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.training.autotuning import PinnedKernels
@@ -34,10 +34,11 @@ from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
-from models.execution import Execution, agreed_execution, choose_execution
-from models.flops import linear_costs
+from models.execution import Execution
+from models.execution_choice import agreed_execution, choose_execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from models.pattern import linear_shapes
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
@@ -66,10 +67,7 @@ def plans_of(config: Config, target: PrecisionConfig) -> tuple[Plan, Plan | None
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
     model, switch = config.model, config.precision.switch
-    shapes = [
-        LinearShape(linear.name, linear.block, linear.in_features, linear.out_features, model.pattern[linear.block])
-        for linear in linear_costs(model)
-    ]
+    shapes = linear_shapes(model)
 
     def plan_of(precision: PrecisionConfig, prefix: str = "") -> Plan:
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks

@@ -56,8 +56,9 @@ from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
+from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count, training_flops_per_token
-from models.mamba2 import Mamba2
+from models.pattern import MIXERS
 
 
 def main(arguments: list[str]) -> int:
@@ -254,12 +255,11 @@ def introduce_run(run: Run, console: RunConsole, start: int) -> None:
     config, model, switch = run.config, run.model, run.switch
     counts, flops = parameter_count(config.model), forward_flops_per_token(config.model, config.train.sequence_length)
     pattern = config.model.pattern
-    kinds = {"M": "Mamba-2 blocks", "-": "FFN blocks", "*": "attention blocks"}
     parts = [show.ModelPart("embedding", 1, counts.embedding)]
-    for letter, name in kinds.items():
-        if pattern.count(letter):
-            own = [b for i, b in enumerate(model.blocks) if pattern[i] == letter]
-            parts.append(show.ModelPart(name, len(own), sum(p.numel() for block in own for p in block.parameters())))
+    for letter, mixer in MIXERS.items():
+        if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
+            count = sum(p.numel() for block in own for p in block.parameters())
+            parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
     size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
     phases = [
@@ -272,7 +272,7 @@ def introduce_run(run: Run, console: RunConsole, start: int) -> None:
         "why this backend": run.backend.reason,
         "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
-        "kernels": model.execution.describe(pattern),
+        "kernels": describe_execution(model.execution, pattern),
         "activation checkpointing": model.execution.recompute,
         "optimizer": run.optimizer.name,
     }
@@ -376,18 +376,18 @@ def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None, dict[str, 
 
 def pin_autotuned(run: Run, start: int, saved: dict[str, Any] | None, console: RunConsole) -> None:
     """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
-    train, mixers = run.config.train, [block.mixer for block in run.model.blocks]
-    if not (run.config.run.deterministic and run.model.execution.scan):
+    train, mixers = run.config.train, run.model.autotuned_mixers()
+    if not (run.config.run.deterministic and mixers):
         return
     if start and saved is None:
         console.text("kernels: the checkpoint does not say which configurations it was made with")
-    scan = next(mixer for mixer in mixers if isinstance(mixer, Mamba2))
     dtype, device = getattr(torch, run.config.precision.compute_dtype), run.mesh.device
-    run.kernels = pin_kernels(
-        lambda: scan.rehearse_scan(train.micro_batch_size, train.sequence_length, dtype, device),
-        saved,
-        default_cache_dir() / "autotuning",
-    )
+
+    def rehearse() -> None:
+        for mixer in mixers:
+            mixer.rehearse(train.micro_batch_size, train.sequence_length, dtype, device)
+
+    run.kernels = pin_kernels(rehearse, saved, default_cache_dir() / "autotuning")
     for line in run.kernels.lines:
         console.text(line)
     if run.mesh.rank == 0:

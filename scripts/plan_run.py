@@ -13,12 +13,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from rich.table import Table
@@ -31,9 +29,11 @@ from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
 from megatron_fp4.planning.stand_ins import MULTIPROCESSORS
 from megatron_fp4.report import console as show
 from megatron_fp4.report.console import RunConsole
-from models import attention, conv, execution, mamba2
-from models.execution import Execution, choose_execution
+from models.attention import split_heads
+from models.execution import Execution
+from models.execution_choice import choose_execution, describe_execution
 from models.flops import forward_flops_per_token, parameter_count
+from models.scan import ScanInputs
 
 _GIB = 2**30
 
@@ -52,19 +52,13 @@ def main(arguments: list[str]) -> int:
 
 def plan_run(config: Config, world_size: int, build: Build) -> None:
     """Print what the run of `config` on `world_size` ranks needs. build: see `dry_run`."""
-    dry = planned(config, world_size, build)
+    dry = dry_run(config, world_size, build)
     console = RunConsole(config.train.steps)
-    console.text(f"kernels: {planned_execution(config).describe(config.model.pattern)}")
+    console.text(f"kernels: {describe_execution(planned_execution(config), config.model.pattern)}")
     console.table(show.batch_table(config.train, config.parallel, world_size))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, dry)))
     console.table(messages_table(dry))
     console.table(show.facts_table("Work and time", time_facts(config, world_size)))
-
-
-def planned(config: Config, world_size: int, build: Build) -> DryRun:
-    """A dry run of `config`, all of its kernels as on a GPU."""
-    with fused_shapes(config.run.deterministic):
-        return dry_run(config, world_size, build)
 
 
 def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:
@@ -123,36 +117,40 @@ def time_facts(config: Config, world_size: int) -> dict[str, object]:
     }
 
 
-@contextmanager
-def fused_shapes(deterministic: bool = True) -> Iterator[None]:
-    """Replace what `models/execution.py` calls fused, and attention, by functions that keep the same for the backward
-    pass and have the same temporaries: none but where said below. Nearly all of these kernels keep their inputs and
-    compute the rest again. deterministic: `run.deterministic`, which costs attention's backward pass memory.
-    """
-
-    def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, order: object) -> Tensor:
-        return _Attention.apply(q_bshd, k_bsgd, v_bsgd, deterministic)  # type: ignore[return-value]
-
-    with ExitStack() as stack:
-        for module, name, replacement in (
-            (execution, "_compiled", _as_one_kernel),
-            (conv, "fused_conv_silu", _fused_conv),
-            (mamba2, "fused_scan", _fused_scan),
-            (attention, "_attend", attend),
-        ):
-            stack.enter_context(mock.patch.object(module, name, replacement))
-        yield
-
-
 def planned_execution(config: Config) -> Execution:
-    """The kernels of the run on a GPU that has every package, unless `train.kernels=torch`.
+    """The kernels of the run on a GPU that has every package, unless `train.kernels=torch`: what they would allocate.
 
+    Stand-ins keep the same as the kernels for the backward pass and have the same temporaries: none but where said
+    below. Nearly all of these kernels keep their inputs and compute the rest again.
     Raises ConfigError for unknown choices.
     """
     train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
     plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
-    fused = train.kernels == "auto" and config.precision.compute_dtype == "bfloat16"
-    return replace(plain, scan=fused, conv=fused, compiled=fused)
+    kernels: dict[str, Callable[..., Tensor]] = {"attention": attention_shapes(config.run.deterministic)}
+    if train.kernels == "torch" or config.precision.compute_dtype != "bfloat16":
+        return replace(plain, kernels=kernels)
+    return replace(plain, kernels={**kernels, "scan": scan_shapes, "conv": conv_shapes}, compile=as_one_kernel)
+
+
+def attention_shapes(deterministic: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Stands in for attention. deterministic: `run.deterministic`, which costs the backward pass memory."""
+    return lambda q, k, v: _Attention.apply(q, k, v, deterministic)  # type: ignore[return-value]
+
+
+def as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands in for torch.compile."""
+    # Splitting heads moves numbers about and turns them: the backward pass needs none of them.
+    return lambda *arguments: _OneKernel.apply(function, function is not split_heads, *arguments)
+
+
+def conv_shapes(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
+    """Stands in for causal-conv1d."""
+    return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
+
+
+def scan_shapes(inputs: ScanInputs, chunk_size: int) -> Tensor:
+    """Stands in for mamba-ssm's scan."""
+    return _Scan.apply(chunk_size, *inputs)  # type: ignore[return-value]
 
 
 class _OneKernel(torch.autograd.Function):
@@ -178,29 +176,6 @@ class _OneKernel(torch.autograd.Function):
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device=device)
-
-
-def _as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Splitting heads moves numbers about and turns them: the backward pass needs none of them.
-    return lambda *arguments: _OneKernel.apply(function, function is not attention.split_heads, *arguments)
-
-
-def _fused_conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
-    return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
-
-
-def _fused_scan(
-    x_bshp: Tensor,
-    dt_bsh: Tensor,
-    a_h: Tensor,
-    b_bsgn: Tensor,
-    c_bsgn: Tensor,
-    d_h: Tensor,
-    dt_bias_h: Tensor,
-    size: int,
-) -> Tensor:
-    inputs = (x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, d_h, dt_bias_h)
-    return _Scan.apply(size, *inputs)  # type: ignore[return-value]
 
 
 class _Scan(torch.autograd.Function):

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.planning.ledger import Ledger
-from models import attention, mamba2
+from models.attention import split_heads
 from models.execution import Execution
 from models.norm import rms_norm
-from scripts.plan_run import fused_shapes
+from models.scan import ScanInputs
+from scripts.plan_run import as_one_kernel, attention_shapes, scan_shapes
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 256, 8, 2, 64
 ELEMENTS = BATCH * LENGTH * HEADS * DIM
@@ -35,10 +36,10 @@ def growth(ledger: Ledger, before: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention(deterministic: bool) -> None:
-    with fused_shapes(deterministic), FakeTensorMode(), Ledger(lambda: 0) as ledger:
+    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
         before = ledger.live_bytes
-        y = attention.attend_fused(q, k, v)
+        y = attention_shapes(deterministic)(q, k, v)
         rows = 4 * BATCH * HEADS * LENGTH
         assert growth(ledger, before) == (2 * ELEMENTS + rows, 2 * ELEMENTS + rows)
         dy = torch.empty_like(y)
@@ -51,12 +52,12 @@ def test_attention(deterministic: bool) -> None:
 
 def test_the_scan() -> None:
     groups, state, chunk = 2, 32, 64
-    with fused_shapes(), FakeTensorMode(), Ledger(lambda: 0) as ledger:
+    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         x, dt = bf16(BATCH, LENGTH, HEADS, DIM), bf16(BATCH, LENGTH, HEADS)
         b, c = (bf16(BATCH, LENGTH, groups, state) for _ in range(2))
         a, d, bias = (fp32(HEADS) for _ in range(3))
         before = ledger.live_bytes
-        y = mamba2.fused_scan(x, dt, a, b, c, d, bias, chunk)
+        y = scan_shapes(ScanInputs(x, dt, a, b, c, d, bias), chunk)
         steps, chunks = BATCH * LENGTH * HEADS, BATCH * LENGTH // chunk
         states, products = chunks * HEADS * DIM * state, chunks * groups * chunk**2
         kept = 2 * ELEMENTS + 4 * steps
@@ -70,8 +71,8 @@ def test_the_scan() -> None:
 
 
 def test_compiled_functions_have_no_temporaries() -> None:
-    with fused_shapes(), FakeTensorMode(), Ledger(lambda: 0) as ledger:
-        fused = Execution(compiled=True)
+    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        fused = Execution(compile=as_one_kernel)
         x, weight = bf16(512, 256), fp32(256)
         qkv = bf16(BATCH * LENGTH, (HEADS + 2 * KV_HEADS) * DIM).neg()
         before = ledger.live_bytes
@@ -81,7 +82,7 @@ def test_compiled_functions_have_no_temporaries() -> None:
         before = ledger.live_bytes
         tables = (torch.empty(LENGTH, DIM // 2), torch.empty(LENGTH, DIM // 2))
         size, of_tables = 2 * qkv.numel(), 2 * 4 * LENGTH * DIM // 2
-        heads = fused.pure(attention.split_heads)(qkv, LENGTH, HEADS // KV_HEADS, DIM, *tables)
+        heads = fused.pure(split_heads)(qkv, LENGTH, HEADS // KV_HEADS, DIM, *tables)
         assert growth(ledger, before) == (size + of_tables, size + of_tables)
         del qkv  # splitting them keeps nothing
         assert ledger.live_bytes - before == of_tables
