@@ -38,7 +38,7 @@ from data.cache import default_cache_dir
 from data.loader import MicroBatch
 from data.validation import ValidationSet, unigram_entropy
 from megatron_fp4.config.compose import ConfigError, help_text, to_yaml
-from megatron_fp4.config.schema import Config, PrecisionConfig
+from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import gradient_noise
 from megatron_fp4.measure.nonfinite import NonFiniteGuard, diagnose_nonfinite
@@ -69,10 +69,10 @@ def main(arguments: list[str]) -> int:
     check_only = "--check" in arguments
     overrides = [argument for argument in arguments if argument != "--check"]
     try:
-        config, target = configure(overrides)
+        config = configure(overrides)
         if check_only:
             return 0
-        return print_needs(config, target) if config.run.dry else pretrain(config, target)
+        return print_needs(config) if config.run.dry else pretrain(config)
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
@@ -88,22 +88,22 @@ def main(arguments: list[str]) -> int:
         leave_distributed()
 
 
-def print_needs(config: Config, target: PrecisionConfig) -> int:
+def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
     from scripts.plan_run import plan_run, planned_execution  # which in turn starts this program
 
     execution = planned_execution(config)
-    plan_run(config, world_size(), lambda mesh, clock: sharded_model(config, target, mesh, clock, execution)[:2])
+    plan_run(config, world_size(), lambda mesh, clock: sharded_model(config, mesh, clock, execution)[:2])
     return 0
 
 
-def pretrain(config: Config, target: PrecisionConfig) -> int:
+def pretrain(config: Config) -> int:
     """Build the parts and run them, as the only run in its folder; returns the exit code."""
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
     logging.basicConfig(level=logging.INFO if mesh.rank == 0 else logging.WARNING, format="%(message)s")
-    run = build(config, target, mesh)
+    run = build(config, mesh)
     with sole_run(Path(config.run.dir)):
         return run_to_end(run)
 

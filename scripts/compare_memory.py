@@ -138,21 +138,21 @@ def part(what: str, overrides: list[str], output: Path) -> int:
 
 def plan(overrides: list[str]) -> dict[str, Any]:
     """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
-    config, target = configure([*overrides, "run.dry=true"])
+    config = configure([*overrides, "run.dry=true"])
     execution = planned_execution(config)
-    dry = dry_run(config, world_size(), lambda mesh, clock: sharded_model(config, target, mesh, clock, execution)[:2])
+    dry = dry_run(config, world_size(), lambda mesh, clock: sharded_model(config, mesh, clock, execution)[:2])
     return {"memory": asdict(dry.memory), "kernels": kernels(execution, config)}
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:
     """Take two steps on this rank; bytes at the peak of each, and what the allocator reserved."""
-    config, target = configure(overrides)
+    config = configure(overrides)
     if device_type_of(config) != "cuda":
         raise ConfigError(f"run.device={config.run.device}: only the memory of a GPU is counted; leave it at auto")
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, *_ = build_model_parts(config, target, mesh, clock)
+    model, *_ = build_model_parts(config, mesh, clock)
     optimizer = build_optimizer(model, config.optimizer).optimizer
     peaks = []
     for step in range(2):
@@ -176,7 +176,7 @@ def measure(overrides: list[str]) -> dict[str, Any]:
         "reserved": torch.cuda.max_memory_reserved(device),
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "backend": backend_of(config, target).name,
+        "backend": backend_of(config).name,
         "kernels": kernels(model.execution, config),
     }
 

@@ -80,8 +80,8 @@ def test_linears_of_exceptions_must_be_able_to_switch(configs: Path) -> None:
 
 
 def test_a_switch_that_is_off_has_no_plan() -> None:
-    config, target = assembly.configure([*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"])
-    plan, switched = assembly.plans_of(config, target)
+    config = assembly.configure([*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"])
+    plan, switched = assembly.plans_of(config)
     assert plan.num_quantized and switched is None
-    plan, switched = assembly.plans_of(*assembly.configure([]))
+    plan, switched = assembly.plans_of(assembly.configure([]))
     assert switched is not None and plan.num_quantized and not switched.num_quantized

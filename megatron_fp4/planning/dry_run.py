@@ -26,14 +26,14 @@ from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.ledger import Ledger, Message
 from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
 
-Build = Callable[[ParallelMesh, RunClock], tuple[nn.Module, Mapping[str, LinearNumerics]]]
+Build = Callable[[ParallelMesh, RunClock], tuple[nn.Module, Mapping[str, LinearContext]]]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
-    build: makes the sharded model, its parameters still on the meta device, and the numerics of its linears by name.
+    build: makes the sharded model, its parameters still on the meta device, and the context of its linears by name.
     """
     with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
@@ -156,7 +156,7 @@ class _Watch:
     def __init__(
         self,
         model: nn.Module,
-        linears: Mapping[str, LinearNumerics],
+        linears: Mapping[str, LinearContext],
         ledger: Ledger,
         optimizer: torch.optim.Optimizer,
     ) -> None:
@@ -185,9 +185,9 @@ class _Watch:
         self.passes.append(_Pass(size(gathered), size(quantized), size(new)))
 
     def _kept_weights(self) -> Iterator[Tensor]:
-        for numerics in self.linears.values():
-            if numerics.weight_cache is not None:
-                for operand in numerics.weight_cache[1:]:
+        for context in self.linears.values():
+            if context.weight_cache is not None:
+                for operand in context.weight_cache[1:]:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
 
     def memory(self, peak: int, accumulates: bool) -> RankMemory:

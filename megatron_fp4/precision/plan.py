@@ -22,7 +22,7 @@ from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, swit
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.backend import Backend
-    from megatron_fp4.precision.linear import LinearNumerics
+    from megatron_fp4.precision.linear_call import LinearContext
 
 
 @dataclass(frozen=True)
@@ -197,19 +197,19 @@ def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[Line
 
 
 def apply_plan(
-    linears: Mapping[str, LinearNumerics], plan: Plan, clock: RunClock, backend: Backend | None = None
+    linears: Mapping[str, LinearContext], plan: Plan, clock: RunClock, backend: Backend | None = None
 ) -> None:
-    """Put `plan` into effect from the next forward pass on; `linears` maps names to the layers' numerics.
+    """Put `plan` into effect from the next forward pass on; `linears` maps names to the layers' context.
 
     backend: who computes from now on; None leaves that as it is (`emulated` at first).
     Quantized weights that a layer kept are dropped: they belong to the recipe before.
     """
     rows = {row.linear.name: row for row in plan.rows}
     assert rows.keys() == linears.keys(), "the plan is of another model"
-    for name, numerics in linears.items():
-        numerics.name, numerics.recipe, numerics.clock = name, rows[name].recipe, clock
-        numerics.backend = numerics.backend if backend is None else backend
-        numerics.weight_cache = None
+    for name, context in linears.items():
+        context.name, context.recipe, context.clock = name, rows[name].recipe, clock
+        context.backend = context.backend if backend is None else backend
+        context.weight_cache = None
 
 
 def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:

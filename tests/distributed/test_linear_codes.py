@@ -56,8 +56,8 @@ def run(rank: int, tensor: int, precision: str, sequence: bool) -> dict[str, dic
         linear = make(mesh)
         shard_dim = 1 if name == "row" else 0
         linear.weight.data._local_tensor.copy_(w.chunk(tensor, shard_dim)[rank])
-        linear.numerics.name, linear.numerics.recipe = name, RECIPES[precision]
-        linear.numerics.clock = RunClock(seed=3, step=4, micro_batch=5)
+        linear.context.name, linear.context.recipe = name, RECIPES[precision]
+        linear.context.clock = RunClock(seed=3, step=4, micro_batch=5)
         if name == "row":
             x = x.chunk(tensor, 1)[rank]
             dy = dy.chunk(tensor)[rank] if mesh.sequence_parallel else dy
@@ -114,12 +114,12 @@ def test_amax_per_shard_quantizes_every_shard_on_its_own(one):
     ranks = launch(run, 2, 2, "nvfp4_shard", True)
     x, w, _ = tensors("row")
     for rank, found in enumerate(ranks):
-        expected = quantize_operand(x.chunk(2, 1)[rank], NVFP4.fprop_activation)
+        expected = quantize_operand(x.chunk(2, 1)[rank], NVFP4.fprop.left)
         values, scale = found["row"]["fprop"][0]
         assert torch.equal(values, expected.values)
         assert torch.equal(scale, expected.scale)
         values, scale = found["row"]["fprop"][1]
-        expected = quantize_operand(w.chunk(2, 1)[rank], NVFP4.fprop_weight)
+        expected = quantize_operand(w.chunk(2, 1)[rank], NVFP4.fprop.right)
         assert torch.equal(values, expected.values)
         assert torch.equal(scale, expected.scale)
     for name, gemm, which in (("row", "fprop", 0), ("row", "wgrad", 1), ("column", "fprop", 1), ("column", "dgrad", 0)):

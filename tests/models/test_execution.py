@@ -77,11 +77,11 @@ def test_the_log_says_what_runs():
 
 def _build(rank: int, executions: list[Execution]) -> str:
     """What `build` says on a rank whose packages lead to executions[rank]."""
-    config, target = configure(["model=tiny"])
+    config = configure(["model=tiny"])
     assembly.execution_of = lambda config: executions[rank]  # type: ignore[assignment]
     mesh: Any = build_mesh(ParallelConfig(), torch.device("cpu"))
     with pytest.raises(ConfigError) as refused:
-        assembly.build(config, target, mesh)
+        assembly.build(config, mesh)
     return str(refused.value)
 
 

@@ -11,7 +11,7 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.step import _prepare_backward
 from models.execution import Execution
 from models.hybrid import HybridModel, build_model
@@ -26,7 +26,7 @@ WEIGHT = Operand("nvfp4", (16, 16))
 # Stochastic in the forward pass too: a recomputed block must draw the same numbers again.
 RECIPES = {
     "bf16": BF16,
-    "nvfp4": Recipe("nvfp4", STOCHASTIC, WEIGHT, STOCHASTIC, WEIGHT, STOCHASTIC, STOCHASTIC, wgrad_rht=16),
+    "nvfp4": Recipe("nvfp4", Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, STOCHASTIC, 16)),
 }
 
 
@@ -51,7 +51,7 @@ def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: RunClo
     initialize(model, CONFIG, 0)
     shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
     plan = build_plan(shapes, RECIPES[recipe], Bf16BlocksConfig(), CONFIG.num_blocks)
-    apply_plan({name: module.numerics for name, module in linears.items()}, plan, clock)
+    apply_plan({name: module.context for name, module in linears.items()}, plan, clock)
     return model
 
 

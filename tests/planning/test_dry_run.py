@@ -42,7 +42,7 @@ def run(
         "from megatron_fp4.planning.dry_run import dry_run\n"
         "from scripts.plan_run import planned_execution\n"
         "execution = planned_execution(config)\n"
-        "build = lambda mesh, clock: sharded_model(config, config.precision, mesh, clock, execution)[:2]\n"
+        "build = lambda mesh, clock: sharded_model(config, mesh, clock, execution)[:2]\n"
         "result = dry_run(config, world_size, build)\n"
         "sys.stdout.buffer.write(pickle.dumps(result))\n"
     )

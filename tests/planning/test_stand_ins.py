@@ -15,8 +15,10 @@ from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.planning.ledger import Ledger
 from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Operand, Recipe, recipe_from_config
+from tests.recipes import changed
 from tests.training.harness import alone
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -26,24 +28,12 @@ SMALL = 64 * 1024  # maxima, hashes of rows and columns, tensor scales: everythi
 
 
 def recipe(name: str, **changes: object) -> Recipe:
-    return replace(recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision), **changes)
+    return changed(recipe_from_config(compose_config([f"precision={name}"], CONFIGS).precision), **changes)
 
 
 def power_of_two() -> Recipe:
-    def changed(operand: Operand) -> Operand:
-        return replace(operand, power_of_two_scales=True)
-
-    fp8 = recipe("fp8_block")
-    return replace(
-        fp8,
-        **{
-            f"{gemm}_{side}": changed(getattr(fp8, f"{gemm}_{side}"))
-            for gemm, side in (
-                ("fprop", "activation"), ("fprop", "weight"), ("dgrad", "gradient"),
-                ("dgrad", "weight"), ("wgrad", "gradient"), ("wgrad", "activation"),
-            )
-        },
-    )  # fmt: skip
+    operands = recipe("fp8_block").operands.items()
+    return recipe("fp8_block", **{place.name: replace(op, power_of_two_scales=True) for place, op in operands})
 
 
 FOUR_OVER_SIX = Operand("nvfp4", (16, 16), four_over_six=True)
@@ -69,12 +59,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_linear(name: str) -> None:
     recipe, weights, kept, wgrad_operand = CASES[name]
-    numerics = LinearNumerics(name="linear", recipe=recipe, clock=RunClock(seed=0))
+    context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=0))
     with FakeTensorMode(), Ledger(lambda: 0) as ledger, shapes_only():
         x = torch.empty(TOKENS, IN, dtype=torch.bfloat16, requires_grad=True)
         weight = nn.Parameter(torch.empty(OUT, IN, dtype=torch.bfloat16))
         before = ledger.live_bytes
-        y = quantized_linear(x, weight, numerics)
+        y = quantized_linear(x, weight, context)
         assert ledger.live_bytes - before == pytest.approx(2 * Y + weights + kept, abs=SMALL)
 
         dy = torch.empty_like(y)
