@@ -20,13 +20,13 @@ from data.validation import ValidationSet
 from megatron_fp4.checks.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
-from megatron_fp4.config.compose import ConfigError, compose_config, precision_config
+from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config, PrecisionConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
-from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.plan import Plan, apply_plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.training.autotuning import PinnedKernels
@@ -34,42 +34,39 @@ from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
-from models.execution import Execution, agreed_execution, choose_execution
-from models.flops import linear_costs
+from models.execution import Execution
+from models.execution_choice import agreed_execution, choose_execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from models.pattern import linear_shapes
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
-def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
-    """The configuration, and that of the precision to switch to, both checked. Raises ConfigError."""
+def configure(overrides: list[str]) -> Config:
+    """The configuration, checked. Raises ConfigError."""
     config = compose_config(overrides, CONFIGS)
     # A dry run plans for machines that are not here.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     validate(config, world_size(), device_type)
     if not config.run.dry:
         execution_of(config)
-    name = config.precision.switch.target
-    target = precision_config(name, config, CONFIGS)
-    if config.precision.switch.when != "never":
-        validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
-    plans_of(config, target)  # before any rank waits for others
+    if config.after_switch is not None:
+        key = f"precision.switch.target={config.precision.switch.target}: precision"
+        validate_precision(config.after_switch, config, device_type, key)
+    plans_of(config)  # before any rank waits for others
     if not config.run.dry:
-        backend_of(config, target)
-    return config, target
+        backend_of(config)
+    return config
 
 
-def plans_of(config: Config, target: PrecisionConfig) -> tuple[Plan, Plan | None]:
+def plans_of(config: Config) -> tuple[Plan, Plan | None]:
     """The plans before and after the precision switch, None without one.
 
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
     model, switch = config.model, config.precision.switch
-    shapes = [
-        LinearShape(linear.name, linear.block, linear.in_features, linear.out_features, model.pattern[linear.block])
-        for linear in linear_costs(model)
-    ]
+    shapes = linear_shapes(model)
 
     def plan_of(precision: PrecisionConfig, prefix: str = "") -> Plan:
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
@@ -79,10 +76,11 @@ def plans_of(config: Config, target: PrecisionConfig) -> tuple[Plan, Plan | None
             raise ConfigError(f"{prefix}{error}") from error
 
     plan = plan_of(config.precision)
-    if switch.when == "never":
+    if config.after_switch is None:
         return plan, None
     with configuration_errors():
-        return plan, plan.switched(plan_of(target, f"precision.switch.target={switch.target}: "), switch.scope)
+        after = plan_of(config.after_switch, f"precision.switch.target={switch.target}: ")
+        return plan, plan.switched(after, switch.scope)
 
 
 def execution_of(config: Config) -> Execution:
@@ -92,9 +90,9 @@ def execution_of(config: Config) -> Execution:
     )
 
 
-def backend_of(config: Config, target: PrecisionConfig) -> BackendChoice:
+def backend_of(config: Config) -> BackendChoice:
     """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
-    return choose_backend(config, target, device_type_of(config))
+    return choose_backend(config, device_type_of(config))
 
 
 def world_size() -> int:
@@ -117,7 +115,7 @@ class Run:
     mesh: ParallelMesh
     clock: RunClock
     model: HybridModel
-    linears: dict[str, LinearNumerics]
+    linears: dict[str, LinearContext]
     plan: Plan
     switched_plan: Plan | None
     switch: PrecisionSwitch
@@ -133,13 +131,13 @@ class Run:
 
 
 def sharded_model(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
-    """The sharded model on the meta device, the numerics of its linears, and `plans_of` it."""
+    config: Config, mesh: ParallelMesh, clock: RunClock, execution: Execution
+) -> tuple[HybridModel, dict[str, LinearContext], Plan, Plan | None]:
+    """The sharded model on the meta device, the context of its linears, and `plans_of` it."""
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
         model = build_model(config.model, mesh, compute_dtype, execution)
-    plan, switched_plan = plans_of(config, target)
+    plan, switched_plan = plans_of(config)
     apply_data_parallel(
         model,
         mesh,
@@ -148,32 +146,32 @@ def sharded_model(
         compute_dtype=compute_dtype,
         reshard=config.parallel.reshard,
     )
-    linears = {name: module.numerics for name, module in model.linears()}
+    linears = {name: module.context for name, module in model.linears()}
     apply_plan(linears, plan, clock)
     return model, linears, plan, switched_plan
 
 
 def build_model_parts(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
+    config: Config, mesh: ParallelMesh, clock: RunClock
+) -> tuple[HybridModel, dict[str, LinearContext], Plan, Plan | None]:
     """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
-    model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
-    apply_plan(linears, plan, clock, backend_of(config, target).open())
+    model, linears, plan, switched_plan = sharded_model(config, mesh, clock, execution_of(config))
+    apply_plan(linears, plan, clock, backend_of(config).open())
     model.to_empty(device=mesh.device)
     initialize(model, config.model, config.run.seed)
     return model, linears, plan, switched_plan
 
 
-def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
+def build(config: Config, mesh: ParallelMesh) -> Run:
     """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
     seed = config.run.seed
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     clock = RunClock(seed=seed)
-    backend = agreed_backend(backend_of(config, target))
+    backend = agreed_backend(backend_of(config))
     agreed_execution(execution_of(config))
-    model, linears, plan, switched_plan = build_model_parts(config, target, mesh, clock)
+    model, linears, plan, switched_plan = build_model_parts(config, mesh, clock)
     schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
     at_step = switch_step(config.precision.switch.when, config.train.steps, schedule.decay_start_step)
 

@@ -38,7 +38,7 @@ from data.cache import default_cache_dir
 from data.loader import MicroBatch
 from data.validation import ValidationSet, unigram_entropy
 from megatron_fp4.config.compose import ConfigError, help_text, to_yaml
-from megatron_fp4.config.schema import Config, PrecisionConfig
+from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import gradient_noise
 from megatron_fp4.measure.nonfinite import NonFiniteGuard, diagnose_nonfinite
@@ -56,8 +56,9 @@ from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
+from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count, training_flops_per_token
-from models.mamba2 import Mamba2
+from models.pattern import MIXERS
 
 
 def main(arguments: list[str]) -> int:
@@ -68,10 +69,10 @@ def main(arguments: list[str]) -> int:
     check_only = "--check" in arguments
     overrides = [argument for argument in arguments if argument != "--check"]
     try:
-        config, target = configure(overrides)
+        config = configure(overrides)
         if check_only:
             return 0
-        return print_needs(config, target) if config.run.dry else pretrain(config, target)
+        return print_needs(config) if config.run.dry else pretrain(config)
     except ConfigError as error:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
@@ -87,21 +88,21 @@ def main(arguments: list[str]) -> int:
         leave_distributed()
 
 
-def print_needs(config: Config, target: PrecisionConfig) -> int:
+def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
     from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
 
-    print_plan(config, world_size(), lambda *parts: sharded_model(config, target, *parts)[:2])
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts)[:2])
     return 0
 
 
-def pretrain(config: Config, target: PrecisionConfig) -> int:
+def pretrain(config: Config) -> int:
     """Build the parts and run them, as the only run in its folder; returns the exit code."""
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
     logging.basicConfig(level=logging.INFO if mesh.rank == 0 else logging.WARNING, format="%(message)s")
-    run = build(config, target, mesh)
+    run = build(config, mesh)
     with sole_run(Path(config.run.dir)):
         return run_to_end(run)
 
@@ -253,12 +254,11 @@ def introduce_run(run: Run, console: RunConsole, start: int) -> None:
     config, model, switch = run.config, run.model, run.switch
     counts, flops = parameter_count(config.model), forward_flops_per_token(config.model, config.train.sequence_length)
     pattern = config.model.pattern
-    kinds = {"M": "Mamba-2 blocks", "-": "FFN blocks", "*": "attention blocks"}
     parts = [show.ModelPart("embedding", 1, counts.embedding)]
-    for letter, name in kinds.items():
-        if pattern.count(letter):
-            own = [b for i, b in enumerate(model.blocks) if pattern[i] == letter]
-            parts.append(show.ModelPart(name, len(own), sum(p.numel() for block in own for p in block.parameters())))
+    for letter, mixer in MIXERS.items():
+        if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
+            count = sum(p.numel() for block in own for p in block.parameters())
+            parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
     size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
     phases = [
@@ -271,7 +271,7 @@ def introduce_run(run: Run, console: RunConsole, start: int) -> None:
         "why this backend": run.backend.reason,
         "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
-        "kernels": model.execution.describe(pattern),
+        "kernels": describe_execution(model.execution, pattern),
         "activation checkpointing": model.execution.recompute,
         "optimizer": run.optimizer.name,
     }
@@ -375,18 +375,18 @@ def resume(run: Run, guard: NonFiniteGuard) -> tuple[int, str | None, dict[str, 
 
 def pin_autotuned(run: Run, start: int, saved: dict[str, Any] | None, console: RunConsole) -> None:
     """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
-    train, mixers = run.config.train, [block.mixer for block in run.model.blocks]
-    if not (run.config.run.deterministic and run.model.execution.scan):
+    train, mixers = run.config.train, run.model.autotuned_mixers()
+    if not (run.config.run.deterministic and mixers):
         return
     if start and saved is None:
         console.text("kernels: the checkpoint does not say which configurations it was made with")
-    scan = next(mixer for mixer in mixers if isinstance(mixer, Mamba2))
     dtype, device = getattr(torch, run.config.precision.compute_dtype), run.mesh.device
-    run.kernels = pin_kernels(
-        lambda: scan.rehearse_scan(train.micro_batch_size, train.sequence_length, dtype, device),
-        saved,
-        default_cache_dir() / "autotuning",
-    )
+
+    def rehearse() -> None:
+        for mixer in mixers:
+            mixer.rehearse(train.micro_batch_size, train.sequence_length, dtype, device)
+
+    run.kernels = pin_kernels(rehearse, saved, default_cache_dir() / "autotuning")
     for line in run.kernels.lines:
         console.text(line)
     if run.mesh.rank == 0:

@@ -87,7 +87,7 @@ def analyze(options: argparse.Namespace) -> int:
         device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
     )
     set_determinism(config.run.deterministic)
-    run = build(config, config.precision, build_mesh(config.parallel, device))
+    run = build(config, build_mesh(config.parallel, device))
     with torch.no_grad():
         load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(options.checkpoint))
 
@@ -132,7 +132,7 @@ def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
             "measure; name a recipe, as in precision=nvfp4"
         )
     precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[], switch=SwitchConfig())
-    return replace(config, precision=precision)
+    return replace(config, precision=precision, after_switch=None)
 
 
 def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:

@@ -61,11 +61,11 @@ def main(arguments: list[str]) -> int:
 
 def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Median seconds of a step of this rank and what follows from it."""
-    config, target = configure(overrides)
+    config = configure(overrides)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, _, plan, _ = build_model_parts(config, target, mesh, clock)
+    model, _, plan, _ = build_model_parts(config, mesh, clock)
     optimizer = build_optimizer(model, config.optimizer).optimizer
     batches = random_micro_batches(config, mesh, 0)
     seconds, losses = [], []

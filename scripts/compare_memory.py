@@ -59,6 +59,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
+from models.pattern import mixers_of
 
 _GIB = 2**30
 
@@ -137,20 +138,20 @@ def part(what: str, overrides: list[str], output: Path) -> int:
 
 def plan(overrides: list[str]) -> dict[str, Any]:
     """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
-    config, target = configure([*overrides, "run.dry=true"])
-    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, target, *parts)[:2])
+    config = configure([*overrides, "run.dry=true"])
+    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, *parts)[:2])
     return {"memory": asdict(dry.memory), "kernels": kernels(planned_execution(config), config)}
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:
     """Take two steps on this rank; bytes at the peak of each, and what the allocator reserved."""
-    config, target = configure(overrides)
+    config = configure(overrides)
     if device_type_of(config) != "cuda":
         raise ConfigError(f"run.device={config.run.device}: only the memory of a GPU is counted; leave it at auto")
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, *_ = build_model_parts(config, target, mesh, clock)
+    model, *_ = build_model_parts(config, mesh, clock)
     optimizer = build_optimizer(model, config.optimizer).optimizer
     peaks = []
     for step in range(2):
@@ -174,15 +175,16 @@ def measure(overrides: list[str]) -> dict[str, Any]:
         "reserved": torch.cuda.max_memory_reserved(device),
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "backend": backend_of(config, target).name,
+        "backend": backend_of(config).name,
         "kernels": kernels(model.execution, config),
     }
 
 
 def kernels(execution: Execution, config: Config) -> dict[str, Any]:
     """The parts of `execution` that the model has."""
-    parts = asdict(execution)
-    return parts if "M" in config.model.pattern else {k: v for k, v in parts.items() if k not in ("scan", "conv")}
+    fused = [kernel.part for mixer in mixers_of(config.model.pattern) for kernel in mixer.fused]
+    parts = {part: part in execution.kernels for part in fused}
+    return {**parts, "compiled": execution.compiled, "recompute": execution.recompute}
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ class BackendChoice:
         return te.TransformerEngineBackend() if self.name == "transformer_engine" else EMULATED
 
 
-def choose_backend(config: Config, target: PrecisionConfig, device_type: str) -> BackendChoice:
-    """The backend for a checked `config` that may switch to `target`, on this machine's `device_type`.
+def choose_backend(config: Config, device_type: str) -> BackendChoice:
+    """The backend for a checked `config`, before and after its switch, on this machine's `device_type`.
 
     Raises ConfigError if `precision.backend=transformer_engine` or `torch` cannot be had, or if the first would be used
     and an environment variable asks it for inexact arithmetic.
@@ -52,8 +52,8 @@ def choose_backend(config: Config, target: PrecisionConfig, device_type: str) ->
     if wanted == "emulated":
         return BackendChoice("emulated", "as precision.backend says")
     precisions = {"precision": config.precision}
-    if config.precision.switch.when != "never":
-        precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = target
+    if config.after_switch is not None:
+        precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
     if wanted == "auto" and not any(recipe.quantized for recipe in _recipes(precisions)):
         return BackendChoice("emulated", "nothing is quantized")
     if wanted == "torch":

@@ -23,8 +23,7 @@ _TILE = 16
 def validate(config: Config, world_size: int, device_type: str) -> None:
     """Raise ConfigError for the first thing in `config` that cannot run on `world_size` ranks.
 
-    device_type: what the machine offers, `cuda` or `cpu`. The target of a precision switch is another
-    `PrecisionConfig`: pass it to `validate_precision` as well.
+    device_type: what the machine offers, `cuda` or `cpu`.
     """
     _positive_numbers(config)
     _choices(config)

@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.recipe import Gemm, Recipe
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.gradients import holds_first_copy, sum_replicated_gradients
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import LinearNumerics
+    from megatron_fp4.precision.linear_call import LinearContext
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,7 @@ class GradientNoise:
 
 def bf16_backward(recipe: Recipe) -> Recipe:
     """`recipe` with dgrad and wgrad unquantized; fprop unchanged."""
-    return replace(
-        recipe,
-        name=f"{recipe.name}, backward bf16",
-        dgrad_gradient=Operand(),
-        dgrad_weight=Operand(),
-        wgrad_gradient=Operand(),
-        wgrad_activation=Operand(),
-        dgrad_rht=0,
-        wgrad_rht=0,
-    )
+    return replace(recipe, name=f"{recipe.name}, backward bf16", dgrad=Gemm(), wgrad=Gemm())
 
 
 def gradient_noise(
@@ -103,7 +94,7 @@ def gradient_noise(
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
     clock: RunClock,
-    linears: Mapping[str, LinearNumerics],
+    linears: Mapping[str, LinearContext],
     *,
     step: int,
     reshard: bool = False,
@@ -112,14 +103,14 @@ def gradient_noise(
 
     model, micro_batches, mesh, clock, step, reshard: as for `train_step`, which may follow and is not affected:
     weights, recipes, clock and gradients are as before, and kept quantized weights are dropped (and made again, the
-    same). linears: name -> numerics of every linear of the plan. The model must draw nothing from torch's generators.
+    same). linears: name -> context of every linear of the plan. The model must draw nothing from torch's generators.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
     Collective: all ranks call it, with equally many micro-batches.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
-    recipes = {name: numerics.recipe for name, numerics in linears.items()}
+    recipes = {name: context.recipe for name, context in linears.items()}
     gradients = [parameter.grad for parameter in parameters]
     before = (clock.step, clock.micro_batch)
     clock.step = step
@@ -156,10 +147,10 @@ def gradient_noise(
     )
 
 
-def _set_recipes(linears: Mapping[str, LinearNumerics], recipes: Mapping[str, Recipe]) -> None:
-    for name, numerics in linears.items():
-        numerics.recipe = recipes[name]
-        numerics.weight_cache = None  # made by the recipe before
+def _set_recipes(linears: Mapping[str, LinearContext], recipes: Mapping[str, Recipe]) -> None:
+    for name, context in linears.items():
+        context.recipe = recipes[name]
+        context.weight_cache = None  # made by the recipe before
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from megatron_fp4.precision.recheck import Recheck, RecheckError
 from megatron_fp4.training.accumulate import MicroBatch
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import LinearNumerics
+    from megatron_fp4.precision.linear_call import LinearContext
 
 
 class Records(Protocol):
@@ -50,7 +50,7 @@ class Log(Protocol):
 class Measurements:
     """Diagnostics, gradient noise and rechecks of one run, as its configuration asks for them.
 
-    linears: name -> numerics of every linear of the plan, in its order, the same on all ranks. records, log: where
+    linears: name -> context of every linear of the plan, in its order, the same on all ranks. records, log: where
     results go; on ranks that write nothing they do nothing.
     """
 
@@ -58,7 +58,7 @@ class Measurements:
         self,
         config: Config,
         model: nn.Module,
-        linears: Mapping[str, LinearNumerics],
+        linears: Mapping[str, LinearContext],
         mesh: ParallelMesh,
         clock: RunClock,
         *,

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, Maker, OperandRequest, codes_transpose
+from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand, codes_transpose
 from megatron_fp4.quantization.cuda import BLOCKS, PackedColumns, Side
 from megatron_fp4.quantization.fp8_cuda import BlockScaled
 from megatron_fp4.quantization.mxfp8_cuda import PackedMXFP8
@@ -33,7 +34,7 @@ class PlanningBackend(EmulatedBackend):
         dtype: torch.dtype,
         keep_rows: bool = False,
         amax_group: dist.ProcessGroup | None = None,
-    ) -> tuple[Maker | None, Maker | None]:
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Those that the fused kernels make are allocated, the others are made by PyTorch."""
         plain = super().operands(x, columns, rows, dtype=dtype, keep_rows=keep_rows, amax_group=amax_group)
         if dtype != _BF16:
@@ -112,7 +113,7 @@ def _in_four_bits(request: OperandRequest | None, along: str) -> bool:
     return Side(request.operand.format, request.operand.block[0], request.rht, request.signs, request.key).fused(along)
 
 
-def _eight_bits(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:
+def _eight_bits(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> MakeOperand | None:
     """What makes the operand in FP8 or MXFP8, if that is its format and the fused kernels make it."""
     if request is None or request.rht or request.key is not None:
         return None

@@ -25,10 +25,10 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.backend import PlanningBackend
 from megatron_fp4.planning.ledger import Ledger, Message
-from megatron_fp4.planning.stand_ins import planned_execution, transitional
+from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
@@ -36,7 +36,7 @@ from models.execution import Execution
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
 
-Build = Callable[[ParallelMesh, RunClock, Execution], tuple[nn.Module, Mapping[str, LinearNumerics]]]
+Build = Callable[[ParallelMesh, RunClock, Execution], tuple[nn.Module, Mapping[str, LinearContext]]]
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
-    build: makes the sharded model with the given kernels, its parameters still on the meta device, and the numerics of
+    build: makes the sharded model with the given kernels, its parameters still on the meta device, and the contexts of
     its linears by name.
     """
-    with fake_ranks(world_size), transitional(config.run.deterministic):
+    with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
         model, linears = build(mesh, clock, planned_execution(config))
-        for numerics in linears.values():
-            numerics.backend = PlanningBackend()
+        for context in linears.values():
+            context.backend = PlanningBackend()
         num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = min(num_micro_batches, 3)
@@ -164,7 +164,7 @@ class _Watch:
     def __init__(
         self,
         model: nn.Module,
-        linears: Mapping[str, LinearNumerics],
+        linears: Mapping[str, LinearContext],
         ledger: Ledger,
         optimizer: torch.optim.Optimizer,
     ) -> None:
@@ -193,9 +193,9 @@ class _Watch:
         self.passes.append(_Pass(size(gathered), size(quantized), size(new)))
 
     def _kept_weights(self) -> Iterator[Tensor]:
-        for numerics in self.linears.values():
-            if numerics.weight_cache is not None:
-                for operand in numerics.weight_cache[1:]:
+        for context in self.linears.values():
+            if context.weight_cache is not None:
+                for operand in context.weight_cache[1:]:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
 
     def memory(self, peak: int, accumulates: bool) -> RankMemory:

@@ -6,11 +6,9 @@ said below. Nearly all of these kernels keep their inputs and compute the rest a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,9 +17,24 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, over_ranks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import split_heads
-from models.execution import Execution, choose_execution
+from models.execution import Execution
+from models.execution_choice import choose_execution
+from models.scan import ScanInputs
 
 MULTIPROCESSORS = 132  # of an H100 or H200: attention's temporaries grow with it
+
+
+def planned_execution(config: Config) -> Execution:
+    """The kernels of the run on a GPU that has every package, unless `train.kernels=torch`, as functions that allocate.
+
+    Raises ConfigError for unknown choices.
+    """
+    train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
+    plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
+    kernels: dict[str, Callable[..., Tensor]] = {"attention": attention(config.run.deterministic), "loss": loss}
+    if train.kernels == "torch" or config.precision.compute_dtype != "bfloat16":
+        return replace(plain, kernels=kernels)
+    return replace(plain, kernels={**kernels, "scan": scan, "conv": conv}, compile=one_kernel)
 
 
 class _OneKernel(torch.autograd.Function):
@@ -60,19 +73,9 @@ def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
     return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
 
 
-def scan(
-    x_bshp: Tensor,
-    dt_bsh: Tensor,
-    a_h: Tensor,
-    b_bsgn: Tensor,
-    c_bsgn: Tensor,
-    d_h: Tensor,
-    dt_bias_h: Tensor,
-    size: int,
-) -> Tensor:
+def scan(inputs: ScanInputs, chunk_size: int) -> Tensor:
     """mamba-ssm's kernels."""
-    inputs = (x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, d_h, dt_bias_h)
-    return _Scan.apply(size, *inputs)  # type: ignore[return-value]
+    return _Scan.apply(chunk_size, *inputs)  # type: ignore[return-value]
 
 
 class _Scan(torch.autograd.Function):
@@ -142,10 +145,9 @@ class _Attention(torch.autograd.Function):
         return *gradients, None
 
 
-def loss(x: Tensor, weight: Tensor, targets: Tensor, first: int, mesh: ParallelMesh, **settings: Any) -> Tensor:
-    """`head_cross_entropy` as on CUDA, which goes the same way but for its softmax."""
-    kernels = _LossKernels(settings.pop("fused"))
-    return head_cross_entropy(x, weight, targets, first, mesh, kernels=kernels, **settings)
+def loss(*inputs: Any, fused: bool, **settings: Any) -> Tensor:
+    """`head_cross_entropy` as on CUDA."""
+    return head_cross_entropy(*inputs, **settings, kernels=_LossKernels(fused))
 
 
 class _LossKernels(CudaLossKernels):
@@ -162,30 +164,3 @@ class _LossKernels(CudaLossKernels):
         maximum, total, target = logits_tv.new_empty(3, *index_t.shape, dtype=torch.float32)
         maximum, total, target = over_ranks(maximum, total, target, mesh)
         return total.log_().add_(maximum).sub_(target)
-
-
-def planned_execution(config: Config) -> Execution:
-    """The kernels of the run on a GPU that has every package, unless `train.kernels=torch`.
-
-    Raises ConfigError for unknown choices.
-    """
-    train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
-    plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
-    fused = train.kernels == "auto" and config.precision.compute_dtype == "bfloat16"
-    return replace(plain, scan=fused, conv=fused, compiled=fused)
-
-
-@contextmanager
-def transitional(deterministic: bool) -> Iterator[None]:
-    from models import attention as a, conv as c, execution as e, hybrid as h, mamba2 as m
-    att = attention(deterministic)
-    with ExitStack() as stack:
-        for module, name, replacement in (
-            (e, "_compiled", one_kernel),
-            (c, "fused_conv_silu", conv),
-            (m, "fused_scan", scan),
-            (a, "_attend", lambda q, k, v, order: att(q, k, v)),
-            (h, "head_cross_entropy", loss),
-        ):
-            stack.enter_context(mock.patch.object(module, name, replacement))
-        yield

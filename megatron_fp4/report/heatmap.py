@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from megatron_fp4.measure.probe import GEMMS, OPERANDS
+from megatron_fp4.precision.recipe import GEMMS, PLACES
 from megatron_fp4.report.metrics import records_of_run
 from megatron_fp4.report.picture import picture
 
@@ -29,6 +29,7 @@ _STATISTICS = {
     "rms_rht": "root mean square behind the transform",
     "crest_rht": "largest over rms behind the transform",
 }
+_OPERANDS = {place.name: place for place in PLACES}
 _MAX_LABELS = 64
 _TALL = 24  # linears
 
@@ -146,16 +147,16 @@ def _title(quantity: str) -> str:
     part, statistic = quantity.split(".")
     if part in GEMMS:
         return f"relative error of {part}"
-    gemm, tensor = part.split("_")
-    return f"{tensor} in {gemm}: {_STATISTICS[statistic]}"
+    place = _OPERANDS[part]
+    return f"{place.tensor} in {place.gemm}: {_STATISTICS[statistic]}"
 
 
 def _check(quantity: str) -> None:
     part, _, statistic = quantity.partition(".")
     known = quantity == "gradient_to_noise" or (part in GEMMS and statistic == "error")
-    if not known and not (part in OPERANDS and statistic in _STATISTICS):
+    if not known and not (part in _OPERANDS and statistic in _STATISTICS):
         raise ValueError(
             f"{quantity!r} is no quantity of the diagnostics; give <operand>.<statistic> with an operand of "
-            f"{', '.join(OPERANDS)} and a statistic of {', '.join(_STATISTICS)}, or <gemm>.error with a GEMM of "
+            f"{', '.join(_OPERANDS)} and a statistic of {', '.join(_STATISTICS)}, or <gemm>.error with a GEMM of "
             f"{', '.join(GEMMS)}, or gradient_to_noise"
         )

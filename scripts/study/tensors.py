@@ -26,7 +26,7 @@ from megatron_fp4.training.checkpoint_files import read_manifest
 from megatron_fp4.training.step import train_step
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import _Call
+    from megatron_fp4.precision.linear_call import LinearCall
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class Capture:
     def __init__(self) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {}
 
-    def forward(self, call: _Call, x: Tensor, _y: Tensor) -> Capture._Backward:
+    def forward(self, call: LinearCall, x: Tensor, _y: Tensor) -> Capture._Backward:
         """Keep x and W; the answer is told about the backward pass."""
         kept = {"x": x.detach().clone(), "W": call.weight.detach().clone()}
-        self.tensors[call.numerics.name] = kept
+        self.tensors[call.context.name] = kept
         return Capture._Backward(kept)
 
     @dataclass
@@ -146,14 +146,14 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
         micro, length = size.tokens
         own = [f"train.micro_batch_size={micro}", f"train.global_batch_size={micro}", f"train.sequence_length={length}"]
         own += [f"train.steps={size.steps + 4}", "precision=nvfp4", "precision.switch.when=never", "run.device=cpu"]
-        config, _ = configure([*own, "data.num_workers=0", *overrides])
+        config = configure([*own, "data.num_workers=0", *overrides])
         steps = config.train.steps - 4  # of the rest, the measurements below take their batches
     recipe = recipe_from_config(config.precision)
     if not recipe.quantized:
         raise ValueError(f"precision {config.precision.name} quantizes nothing; name a recipe: --set precision=nvfp4")
     device = init_distributed("cpu", config.parallel.timeout_seconds)
     set_determinism(True)
-    run = build(config, config.precision, build_mesh(config.parallel, device))
+    run = build(config, build_mesh(config.parallel, device))
     if checkpoint is not None:
         with torch.no_grad():
             load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(checkpoint))
@@ -176,8 +176,8 @@ def look_inside(run: Run, start: int) -> tuple[dict[str, dict[str, Tensor]], dic
         with probe.attached(run.linears):
             forward_backward(run, start + number, batches[0])
         if number == 0:
-            for numerics in run.linears.values():
-                numerics.probe = capture  # type: ignore[assignment]
+            for context in run.linears.values():
+                context.probe = capture  # type: ignore[assignment]
             forward_backward(run, start, batches[0])
     found = probe.collect(list(run.linears))
     return capture.tensors, {name: one.errors for name, one in found.items()}

@@ -80,8 +80,8 @@ def test_gradient_noise_is_recorded_and_told() -> None:
 def test_a_fault_is_an_event_before_the_step_is_recorded(action: str) -> None:
     with alone() as mesh:
         run = Run(mesh, NVFP4)
-        for numerics in run.linears.values():
-            numerics.backend = Faulty(run, step=1)
+        for context in run.linears.values():
+            context.backend = Faulty(run, step=1)
         wanted = ("diagnostics.interval=1", "recheck_interval=1", f"recheck_action={action}")
         measurements, kept = measured(run, *(f"precision.{setting}" for setting in wanted))
         if action == "end":
