@@ -31,7 +31,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.plan import LinearShape, Plan, build_plan
+from megatron_fp4.precision.plan import Plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.run_log import RunLog
@@ -40,10 +40,12 @@ from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
-from models.execution import Execution, agreed_execution, choose_execution
-from models.flops import linear_costs, training_flops_per_token
+from models.execution import Execution
+from models.execution_choice import agreed_execution, choose_execution
+from models.flops import training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from models.pattern import linear_shapes
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
@@ -71,10 +73,7 @@ def plans_of(config: Config) -> tuple[Plan, Plan | None]:
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
     model, switch = config.model, config.precision.switch
-    shapes = [
-        LinearShape(linear.name, linear.block, linear.in_features, linear.out_features, model.pattern[linear.block])
-        for linear in linear_costs(model)
-    ]
+    shapes = linear_shapes(model)
 
     def plan_of(precision: PrecisionConfig, prefix: str = "") -> Plan:
         recipe, blocks = recipe_from_config(precision), precision.bf16_blocks

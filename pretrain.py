@@ -49,8 +49,9 @@ from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import StepResult, train_step
+from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count
-from models.mamba2 import Mamba2
+from models.pattern import MIXERS
 
 
 def main(arguments: list[str]) -> int:
@@ -82,10 +83,9 @@ def main(arguments: list[str]) -> int:
 
 def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
-    from scripts.plan_run import plan_run, planned_execution  # which in turn starts this program
+    from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
 
-    execution = planned_execution(config)
-    plan_run(config, world_size(), lambda mesh, clock: sharded_model(config, mesh, clock, execution))
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts))
     return 0
 
 
@@ -205,12 +205,11 @@ def introduce_run(run: Run, start: int) -> None:
     config, model, switch, console = run.config, run.model, run.controller.switch, run.log.console
     counts, flops = parameter_count(config.model), forward_flops_per_token(config.model, config.train.sequence_length)
     pattern = config.model.pattern
-    kinds = {"M": "Mamba-2 blocks", "-": "FFN blocks", "*": "attention blocks"}
     parts = [show.ModelPart("embedding", 1, counts.embedding)]
-    for letter, name in kinds.items():
-        if pattern.count(letter):
-            own = [b for i, b in enumerate(model.blocks) if pattern[i] == letter]
-            parts.append(show.ModelPart(name, len(own), sum(p.numel() for block in own for p in block.parameters())))
+    for letter, mixer in MIXERS.items():
+        if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
+            count = sum(p.numel() for block in own for p in block.parameters())
+            parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
     size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
     phases = [
@@ -223,7 +222,7 @@ def introduce_run(run: Run, start: int) -> None:
         "why this backend": run.backend.reason,
         "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
-        "kernels": model.execution.describe(pattern),
+        "kernels": describe_execution(model.execution, pattern),
         "activation checkpointing": model.execution.recompute,
         "optimizer": run.optimizer.name,
     }
@@ -292,17 +291,16 @@ def resume(run: Run) -> int:
 
 def pin_autotuned(run: Run, start: int) -> None:
     """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
-    train, mixers = run.config.train, [block.mixer for block in run.model.blocks]
-    if not (run.config.run.deterministic and run.model.execution.scan):
+    train, mixers = run.config.train, run.model.autotuned_mixers()
+    if not (run.config.run.deterministic and mixers):
         return
-    scan = next(mixer for mixer in mixers if isinstance(mixer, Mamba2))
     dtype, device = getattr(torch, run.config.precision.compute_dtype), run.mesh.device
-    lines = run.kernels.pin(
-        lambda: scan.rehearse_scan(train.micro_batch_size, train.sequence_length, dtype, device),
-        default_cache_dir() / "autotuning",
-        resumed=start > 0,
-    )
-    for line in lines:
+
+    def rehearse() -> None:
+        for mixer in mixers:
+            mixer.rehearse(train.micro_batch_size, train.sequence_length, dtype, device)
+
+    for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))

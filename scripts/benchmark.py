@@ -46,6 +46,7 @@ from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.training.optimizer import build_optimizer
+from models.execution_choice import describe_execution
 from models.flops import parameter_count, training_flops_per_token
 
 LINEARS: tuple[tuple[int, int, int], ...] = ((8192, 4096, 21504), (8192, 2048, 6144))  # tokens, in, out
@@ -257,7 +258,7 @@ def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argp
         "parameters": parameter_count(config.model).total,
         "quantized_linears": f"{controller.plan.num_quantized} of {len(controller.plan.rows)}",
         "micro_batch": [case.micro_batch_size, case.sequence_length],
-        "kernels": model.execution.describe(config.model.pattern),
+        "kernels": describe_execution(model.execution, config.model.pattern),
         "recompute": model.execution.recompute,
         "milliseconds": milliseconds,
         "tokens_per_second": num_tokens / milliseconds * 1e3,

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import pretrain
 from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConfig
@@ -21,10 +20,13 @@ from megatron_fp4.training import autotuning
 from megatron_fp4.training.autotuning import KernelChoices
 from models.conv import fused_conv_silu
 from models.execution import Execution
-from models.mamba2 import Mamba2, plain_scan
+from models.hybrid import build_model
+from models.scan import ScanInputs, fused_scan, plain_scan
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ModelConfig(hidden_dim=64, mamba_num_heads=4, mamba_head_dim=32, mamba_num_groups=2, mamba_state_dim=16)
+MODEL = ModelConfig(
+    pattern="-M", hidden_dim=64, mamba_num_heads=4, mamba_head_dim=32, mamba_num_groups=2, mamba_state_dim=16
+)
 
 
 class Lines(list[str]):
@@ -44,11 +46,9 @@ class Pinned:
 
 def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: bool = True) -> Any:
     with torch.device("meta"):
-        mamba = Mamba2(MODEL, mesh)
+        model = build_model(MODEL, mesh, torch.bfloat16, Execution({"scan": fused_scan} if scan else {}))
     train = TrainConfig(micro_batch_size=3, sequence_length=40)
     config = Config(run=RunConfig(dir=str(folder), deterministic=deterministic), train=train)
-    blocks = [SimpleNamespace(mixer=nn.Identity()), SimpleNamespace(mixer=mamba)]
-    model = SimpleNamespace(blocks=blocks, execution=Execution(scan=scan))
     return SimpleNamespace(
         config=config, mesh=mesh, model=model, kernels=KernelChoices(), log=SimpleNamespace(console=Lines())
     )
@@ -101,10 +101,9 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
     mamba = run.model.blocks[1].mixer
     seen: dict[str, Any] = {}
 
-    def scan(chunk_size: int, **inputs: torch.Tensor) -> torch.Tensor:
-        seen.update({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inputs.items()})
-        y = plain_scan(**{name: tensor.float() for name, tensor in inputs.items()}, chunk_size=chunk_size)
-        return y.to(inputs["x_bshp"].dtype)
+    def scan(inputs: ScanInputs, chunk_size: int) -> torch.Tensor:
+        seen.update({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inputs._asdict().items()})
+        return plain_scan(ScanInputs(*(tensor.float() for tensor in inputs)), chunk_size).to(inputs.x_bshp.dtype)
 
     generator = torch.get_rng_state()
     for fused, dtype in ((False, torch.float32), (True, torch.bfloat16)):

@@ -22,19 +22,30 @@ from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, swit
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear as the plan sees it: its name (`blocks.<index>.mixer.<projection>`), block, global shape, and the letter
-    of its block in `model.pattern`, which exceptions go by."""
+    """A linear before it is built: its name (`blocks.<index>.mixer.<projection>`), block and global shape.
+
+    letter: of its block in `model.pattern`, which exceptions go by. input_key: the configuration's key of
+    `in_features`; input_sharded: whether tensor-parallel ranks share them. title: what it is, in words.
+    """
 
     name: str
     block: int
     in_features: int
     out_features: int
-    kind: str = ""
+    letter: str = ""
+    input_key: str = ""
+    input_sharded: bool = False
+    title: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return self.in_features * self.out_features
 
     @property
     def flops_per_token(self) -> int:
         """Of the forward GEMM, a multiply and an add counted as two; training takes three times that."""
-        return 2 * self.in_features * self.out_features
+        return 2 * self.parameters
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,7 @@ def build_plan(
 ) -> Plan:
     """The plan of a model with `num_blocks` blocks. exceptions: those of a composed configuration.
 
-    An exception for kinds of blocks that the model does not have changes nothing. Raises ValueError if a name pattern
+    An exception for block types that the model does not have changes nothing. Raises ValueError if a name pattern
     or a plan file names no linear of this model, the file cannot be read, or an exception matches only linears that
     earlier ones take.
     """
@@ -124,7 +135,7 @@ def build_plan(
     listed = _read_plan_file(bf16.file, {shape.name for shape in shapes}) if bf16.file else frozenset()
     _refuse_unmatched("precision.bf16_blocks.names", bf16.names, shapes, num_blocks)
     for i, exception in enumerate(exceptions):
-        among = [shape for shape in shapes if not exception.blocks or shape.kind in exception.blocks]
+        among = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
         _refuse_unmatched(f"precision.exceptions[{i}].names", exception.names, among, num_blocks)
     _refuse_covered(exceptions, shapes)
     quantized = recipe.quantized or any(other.quantized for other in recipes)
@@ -133,7 +144,7 @@ def build_plan(
         planned, reason = recipe, "the run's recipe"
         if quantized and (why := _bf16_reason(shape, bf16, num_blocks, listed)):
             planned, reason = BF16, why
-        elif match := first_exception(shape.name, shape.kind, exceptions):
+        elif match := first_exception(shape.name, shape.letter, exceptions):
             index, pattern = match
             planned, reason = recipes[index], f"its name matches {pattern}"
             if exceptions[index].blocks:
@@ -148,10 +159,10 @@ def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
     return exception.recipe
 
 
-def first_exception(name: str, kind: str, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
-    """The first exception that a linear of a `kind` of block falls under, with the pattern that its name matches."""
+def first_exception(name: str, letter: str, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
+    """The first exception that covers a linear in a block of this letter, and the pattern that its name matches."""
     for i, exception in enumerate(exceptions):
-        if not exception.blocks or kind in exception.blocks:
+        if not exception.blocks or letter in exception.blocks:
             for pattern in exception.names:
                 if fnmatch.fnmatchcase(name, pattern):
                     return i, pattern
@@ -170,8 +181,8 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
 
 def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape]) -> None:
     for i, exception in enumerate(exceptions):
-        matched = [shape for shape in shapes if first_exception(shape.name, shape.kind, [exception])]
-        takers = {found[0] for shape in matched if (found := first_exception(shape.name, shape.kind, exceptions))}
+        matched = [shape for shape in shapes if first_exception(shape.name, shape.letter, [exception])]
+        takers = {found[0] for shape in matched if (found := first_exception(shape.name, shape.letter, exceptions))}
         if matched and i not in takers:
             earlier = " and ".join(f"precision.exceptions[{taker}]" for taker in sorted(takers))
             raise ValueError(

@@ -52,7 +52,7 @@ RECIPES = {
 
 def plan_of(bf16: Bf16BlocksConfig | None = None, recipe=ref.NVFP4, exceptions=()) -> Plan:
     kinds = ("M", "-", "*", "-", "M", "-")
-    linears = [replace(shape, kind=kinds[shape.block]) for shape in shapes()] if exceptions else shapes()
+    linears = [replace(shape, letter=kinds[shape.block]) for shape in shapes()] if exceptions else shapes()
     return build_plan(linears, recipe, bf16 or Bf16BlocksConfig(), NUM_BLOCKS, exceptions)
 
 
