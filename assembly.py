@@ -33,6 +33,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
@@ -45,7 +46,7 @@ from models.execution_choice import agreed_execution, choose_execution
 from models.flops import training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from models.pattern import linear_shapes
+from models.pattern import check_exceptions, check_model, linear_shapes, shared_by_tensor_ranks
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
@@ -55,16 +56,24 @@ def configure(overrides: list[str]) -> Config:
     config = compose_config(overrides, CONFIGS)
     # A dry run plans for machines that are not here.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
-    validate(config, world_size(), device_type)
-    if not config.run.dry:
+    check(config, world_size(), device_type)
+    if not config.run.dry:  # before any rank waits for others
         execution_of(config)
-    if config.after_switch is not None:
-        key = f"precision.switch.target={config.precision.switch.target}: precision"
-        validate_precision(config.after_switch, config, device_type, key)
-    plans_of(config)  # before any rank waits for others
-    if not config.run.dry:
         backend_of(config)
     return config
+
+
+def check(config: Config, ranks: int, device_type: str) -> None:
+    """Raise ConfigError for the first thing in `config` that cannot run on `ranks` ranks.
+
+    device_type: what the machine offers, `cuda` or `cpu`.
+    """
+    check_model(config.model)
+    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model))
+    for key, precision in _precisions(config).items():
+        check_exceptions(precision.exceptions, key)
+        validate_precision(precision, config, device_type, key)
+    plans_of(config)
 
 
 def plans_of(config: Config) -> tuple[Plan, Plan | None]:
@@ -72,22 +81,24 @@ def plans_of(config: Config) -> tuple[Plan, Plan | None]:
 
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
-    model, switch = config.model, config.precision.switch
-    shapes = linear_shapes(model)
-
-    def plan_of(precision: PrecisionConfig, prefix: str = "") -> Plan:
-        recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
-        try:
-            return build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions)
-        except ValueError as error:
-            raise ConfigError(f"{prefix}{error}") from error
-
-    plan = plan_of(config.precision)
-    if config.after_switch is None:
-        return plan, None
+    model, shapes = config.model, linear_shapes(config.model)
+    plans = []
     with configuration_errors():
-        after = plan_of(config.after_switch, f"precision.switch.target={switch.target}: ")
-        return plan, plan.switched(after, switch.scope)
+        for key, precision in _precisions(config).items():
+            recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
+            plan = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
+            check_sizes(plan, config.parallel.tensor, config.precision.backend)
+            plans.append(plan)
+        before, *after = plans
+        return before, before.switched(after[0], config.precision.switch.scope) if after else None
+
+
+def _precisions(config: Config) -> dict[str, PrecisionConfig]:
+    """Those before and after the precision switch, by what messages call them."""
+    precisions = {"precision": config.precision}
+    if config.after_switch is not None:
+        precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
+    return precisions
 
 
 def execution_of(config: Config) -> Execution:
@@ -99,7 +110,7 @@ def execution_of(config: Config) -> Execution:
 
 def backend_of(config: Config) -> BackendChoice:
     """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
-    return choose_backend(config, device_type_of(config))
+    return choose_backend(config, device_type_of(config), plans_of(config))
 
 
 def world_size() -> int:

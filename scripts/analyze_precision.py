@@ -26,8 +26,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from assembly import CONFIGS, Run, build, set_determinism
-from megatron_fp4.checks.combinations import validate
+from assembly import CONFIGS, Run, build, check, set_determinism
 from megatron_fp4.config.saved_config import config_from_saved
 from megatron_fp4.config.schema import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
@@ -80,7 +79,7 @@ def analyze(options: argparse.Namespace) -> int:
     manifest = read_whole_manifest(options.checkpoint)
     config = analysis_config(options.checkpoint, options.overrides)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    validate(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
+    check(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
     device = init_distributed(
         device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
     )

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from megatron_fp4.checks.combinations import validate
+from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
