@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 pretrain.py model=nemotron_h_8b precision=nvfp4 data=my_corpus run.dir=runs/8b
     python pretrain.py --help           every group and key
+    python pretrain.py --version
     python pretrain.py --check ...      whether a configuration can run (WORLD_SIZE ranks), without running it
     WORLD_SIZE=736 python pretrain.py ... run.dry=true       what it would need there: memory, messages, time
 
@@ -36,6 +37,7 @@ from assembly import (
 )
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
+from megatron_fp4 import __version__
 from megatron_fp4.config.compose import ConfigError, help_text, to_yaml
 from megatron_fp4.config.schema import Config, PrecisionConfig
 from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
@@ -63,6 +65,9 @@ def main(arguments: list[str]) -> int:
     """Run pretrain.py with Hydra overrides as `arguments`; returns the exit code."""
     if "--help" in arguments or "-h" in arguments:
         print(help_text(CONFIGS))
+        return 0
+    if "--version" in arguments:
+        print(f"megatron_fp4 {__version__}")
         return 0
     check_only = "--check" in arguments
     overrides = [argument for argument in arguments if argument != "--check"]
@@ -308,6 +313,7 @@ def save(run: Run, step: int, guard: NonFiniteGuard, wandb_run_id: str | None) -
     plan = run.plan if run.switch.switched_at is None else run.switched_plan
     assert plan is not None
     trainer = {
+        "version": __version__,
         "switch": run.switch.state_dict(),
         "skipped": {"consecutive": guard.consecutive, "total": guard.total},
         "loader": run.loader.state_dict(),

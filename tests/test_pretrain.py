@@ -18,6 +18,7 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
+from megatron_fp4 import __version__
 from megatron_fp4.config.schema import ConfigError, SwitchConfig
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.switch import PrecisionSwitch
@@ -277,3 +278,5 @@ def test_check_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     assert pretrain.main(["--help"]) == 0
     assert "precision" in capsys.readouterr().out
+    assert pretrain.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megatron_fp4 {__version__}\n"
