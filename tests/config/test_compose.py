@@ -172,6 +172,7 @@ def test_recipes_are_those_of_the_papers(name):
     assert not any(operand.four_over_six or operand.reuse_fprop or operand.power_of_two_scales for operand in table)
 
 
+@pytest.mark.slow
 def test_exceptions_bring_their_recipes_whole():
     config = make("precision=nvfp4_nemotron_3", "model=nemotron_h_12b")
     attention, mamba = config.precision.exceptions
@@ -284,6 +285,7 @@ def test_switch_target_resolves_with_the_runs_model():
         precision_config("foo", config, CONFIGS)
 
 
+@pytest.mark.slow
 def test_recipe_names_are_file_names():
     for name in group_options(CONFIGS)["precision"]:
         assert precision_config(name, make(), CONFIGS).name == name

@@ -26,6 +26,8 @@ from models.hybrid import build_model
 from models.initialization import initialize
 from tests.training.harness import ToyBatch, launch, toy_mesh, whole
 
+pytestmark = pytest.mark.slow
+
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 SR = replace(ROW, rounding="stochastic")
 NVFP4 = Recipe("nvfp4", ROW, SQUARE, SR, SQUARE, SR, ROW, wgrad_rht=16)
