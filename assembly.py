@@ -20,6 +20,7 @@ from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 from data.validation import ValidationSet
+from megatron_fp4 import __version__
 from megatron_fp4.checks.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
@@ -163,7 +164,8 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
-        return {**state, "plan": self.controller.plan.as_dict(), "config": asdict(self.config)}
+        plan = self.controller.plan.as_dict()
+        return {"version": __version__, **state, "plan": plan, "config": asdict(self.config)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this

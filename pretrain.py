@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 pretrain.py model=nemotron_h_8b precision=nvfp4 data=my_corpus run.dir=runs/8b
     python pretrain.py --help           every group and key
+    python pretrain.py --version
     python pretrain.py --check ...      whether a configuration can run (WORLD_SIZE ranks), without running it
     WORLD_SIZE=736 python pretrain.py ... run.dry=true       what it would need there: memory, messages, time
 
@@ -34,7 +35,8 @@ from assembly import (
 )
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
-from megatron_fp4.config.compose import help_text, to_yaml
+from megatron_fp4 import __version__
+from megatron_fp4.config.compose import ConfigError, help_text, to_yaml
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
@@ -58,6 +60,9 @@ def main(arguments: list[str]) -> int:
     """Run pretrain.py with Hydra overrides as `arguments`; returns the exit code."""
     if "--help" in arguments or "-h" in arguments:
         print(help_text(CONFIGS))
+        return 0
+    if "--version" in arguments:
+        print(f"megatron_fp4 {__version__}")
         return 0
     check_only = "--check" in arguments
     overrides = [argument for argument in arguments if argument != "--check"]

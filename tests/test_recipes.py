@@ -10,6 +10,8 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 
+pytestmark = pytest.mark.slow
+
 RECIPES = ("bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4", "nvfp4_all_the_way", "nvfp4_nemotron_3")
 # Relative error of the whole gradient after one backward pass that is allowed to a recipe, against BF16.
 GRADIENT_ERROR = {

@@ -97,6 +97,7 @@ def own_documents() -> list[Document]:
     return collect_documents(standard_library())
 
 
+@pytest.mark.slow
 def test_no_validation_text_of_the_own_library_is_in_training(own_documents: list[Document]) -> None:
     check_enough(own_documents, standard_library())
     training, validation = split_documents(own_documents, data.builtin.HELD_OUT_FRACTION)
@@ -116,6 +117,7 @@ def prepare(cache_dir: Path, barrier: object) -> None:
     open_builtin(300, cache_dir)
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_the_own_library_once(
     own_documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,6 +218,7 @@ def test_a_tokenizer_learns_from_training_documents_only(tmp_path: Path) -> None
     assert train_on(parts, 300, 0.3).fingerprint() == train_tokenizer(train_texts, 300).fingerprint()
 
 
+@pytest.mark.slow
 def test_workers_change_no_byte(tmp_path: Path) -> None:
     """The command as its user starts it, at two numbers of threads."""
     json_lines(tmp_path / "corpus" / "a.jsonl", TEXTS * 30)

@@ -27,6 +27,8 @@ from models.hybrid import build_model
 from models.initialization import initialize
 from tests.training.harness import ToyBatch, launch, toy_mesh, whole
 
+pytestmark = pytest.mark.slow
+
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 SR = replace(ROW, rounding="stochastic")
 NVFP4 = Recipe("nvfp4", Gemm(ROW, SQUARE), Gemm(SR, SQUARE), Gemm(SR, ROW, 16))
