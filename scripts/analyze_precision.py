@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py i
 
 from assembly import CONFIGS, Run, build, set_determinism
 from megatron_fp4.checks.combinations import validate
-from megatron_fp4.config.saved_config import config_from_saved
+from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 from megatron_fp4.measure.ranking import (

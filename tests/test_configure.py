@@ -13,7 +13,7 @@ from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.flops import linear_costs
 from models.hybrid import build_model
-from tests.checks.test_combinations import CONFIGS, composed
+from tests.checks.composed import CONFIGS, composed
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 
