@@ -27,7 +27,6 @@ class Attention(Mixer):
     """
 
     name = "attention"
-    sizes = ("num_query_heads", "num_kv_heads", "head_dim", "rope_base")
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)

@@ -107,9 +107,6 @@ class Mamba2(Mixer):
     """
 
     name = "Mamba-2"
-    sizes = tuple(
-        f"mamba_{size}" for size in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "chunk_size")
-    )
     fused = (
         FusedKernel("scan", "scan", "mamba-ssm", fused_scan, _scan_refusal),
         FusedKernel("conv", "convolution", "causal-conv1d", fused_conv_silu, _conv_refusal),

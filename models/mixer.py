@@ -23,13 +23,11 @@ from models.execution import PLAIN, Execution, FusedKernel
 class Mixer(nn.Module, ABC):
     """[tokens, hidden] -> [tokens, hidden], by some linears (parallel/layers.py) and what lies between them.
 
-    name: as people call it. sizes: the fields of `ModelConfig` that it needs to be positive. fused: kernels that can
-    take the place of its functions in plain PyTorch.
+    name: as people call it. fused: kernels that can take the place of its functions in plain PyTorch.
     Raises ConfigError for sizes that do not go together or that tensor-parallel ranks cannot share.
     """
 
     name: ClassVar[str]
-    sizes: ClassVar[tuple[str, ...]]
     fused: ClassVar[tuple[FusedKernel, ...]] = ()
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
@@ -50,7 +48,7 @@ class Mixer(nn.Module, ABC):
     @classmethod
     @abstractmethod
     def check(cls, config: ModelConfig) -> None:
-        """Raise ConfigError for positive sizes that do not go together."""
+        """Raise ConfigError for sizes that do not go together."""
 
     @classmethod
     @abstractmethod

@@ -31,7 +31,6 @@ class MLP(Mixer):
     """Up projection, squared ReLU, down projection; no gate and no biases."""
 
     name = "FFN"
-    sizes = ("ffn_dim",)
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)

@@ -132,7 +132,7 @@ def composed(precision: str, overrides: list[str], device_type: str) -> Config:
 
 def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
     """The backend, or why this machine or recipe does not go with it."""
-    wanted = replace(config, precision=replace(config.precision, backend=name))
+    wanted = replace(config, precision=replace(config.precision, backend=name))  # type: ignore[arg-type]
     try:
         return choose_backend(wanted, device_type, plans_of(wanted)).open()
     except ConfigError as error:

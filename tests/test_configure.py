@@ -13,7 +13,7 @@ from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import build_model
 from models.pattern import linear_shapes
-from tests.checks.test_combinations import CONFIGS, composed
+from tests.checks.composed import CONFIGS, composed
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 

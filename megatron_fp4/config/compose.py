@@ -1,45 +1,44 @@
 """From the YAML files under `configs/` and the overrides of a command line to one frozen `Config`.
 
-Hydra composes; the dataclasses of `megatron_fp4.config.schema` are its schema, so a mistyped key or a value of the
-wrong type fails here, as a `ConfigError` of one line. Nothing depends on the time or the rank: every rank
-composes the same configuration by itself, and no OmegaConf object leaves this file.
+Hydra composes plain dictionaries, and the dataclasses of `megatron_fp4.config.schema` check them: what a user got wrong
+is a `ConfigError` of one line. Nothing depends on the time or the rank: every rank composes the same configuration by
+itself, and no OmegaConf object leaves this file.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
 
-from megatron_fp4.config.compose_errors import choose, explain, unknown_key
+from megatron_fp4.config.errors import choose, explain, explain_value, shown, unknown_key
 from megatron_fp4.config.schema import (
     ComposedException,
     Config,
     ConfigError,
     ExceptionConfig,
-    ModelConfig,
     PrecisionConfig,
     RecipeConfig,
 )
-
-__all__ = ["ConfigError", "compose_config", "group_options", "help_text", "to_yaml"]
 
 
 def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
     """The configuration that `config_dir`/config.yaml and `overrides` (`train.steps=100`, `model=tiny`) make.
 
-    Raises ConfigError, one line naming the value and the remedy, for everything a user can get wrong in a key,
-    a value's type, a group option or the syntax. Whether values fit together is for
-    `megatron_fp4.checks` to say.
+    Raises ConfigError, one line naming the value and the remedy, for everything a user can get wrong in a key, a value,
+    a group option or the syntax. Whether values fit together is for `megatron_fp4.checks` to say.
     """
     directory = _config_directory(config_dir)
     for override in overrides:
@@ -49,14 +48,36 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
             raise ConfigError(
                 f"{override}: Hydra's own settings have no effect here; drop it (the output folder is run.dir)"
             )
-    return _to_object(_compose("config", overrides, directory), overrides, directory)
+    return _config(_resolved(_compose("config", overrides, directory), overrides, directory), directory)
+
+
+def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir: str | Path) -> Config:
+    """The configuration `saved` (`asdict` of a run's `Config`, as JSON brings it back), changed by `overrides`.
+
+    overrides: `key=value` with a full key, such as `parallel.tensor=1`; and `precision=<name>`, which replaces the
+    whole precision config by the one under `config_dir`/precision before the other overrides apply.
+
+    Raises ConfigError for a saved configuration of another version, and for a key or value that is wrong.
+    """
+    directory = Path(config_dir).resolve()
+    for override in overrides:
+        key, separator, _ = override.partition("=")
+        if not separator or key.startswith(("+", "~")) or ("." not in key and key != "precision"):
+            raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
+    config = _config(_written(saved), directory)
+    for name in (override.partition("=")[2] for override in overrides if override.startswith("precision=")):
+        config = replace(config, precision=_precision("precision", name, config, directory))
+    changes = [override for override in overrides if not override.startswith("precision=")]
+    try:
+        merged = OmegaConf.merge(_written(asdict(config)), OmegaConf.from_dotlist(changes))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, changes, directory)) from error
+    return _config(_resolved(merged, changes, directory), directory)
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML, in the order of the dataclasses; without what `precision.switch` names."""
-    keys = asdict(config)
-    del keys["after_switch"]
-    return OmegaConf.to_yaml(OmegaConf.create(keys))
+    """The configuration as YAML from which the same can be composed, in the order of the dataclasses."""
+    return OmegaConf.to_yaml(OmegaConf.create(_written(asdict(config))))
 
 
 def group_options(config_dir: str | Path) -> dict[str, list[str]]:
@@ -106,109 +127,89 @@ def _config_directory(config_dir: str | Path) -> Path:
 
 
 def _compose(name: str, overrides: list[str], directory: Path) -> DictConfig:
-    ConfigStore.instance().store(name="schema", node=_schema())
+    ConfigStore.instance().store(name="schema", node=_defaults())
     # Hydra's state is global and one failed or foreign initialization would make the next one fail.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3", job_name="pretrain"):
             return compose(name, overrides=overrides)
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: Hydra's own
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: Hydra's own
         raise ConfigError(explain(error, overrides, directory)) from error
 
 
-def _schema() -> DictConfig:
-    """`Config` as a structured config into which Hydra can merge."""
-    schema = OmegaConf.structured(Config)
-    _unlock(schema)
-    return schema
+def _defaults() -> DictConfig:
+    """The schema's defaults, to which no file and no override can add a key but in empty mappings, such as
+    `data.sources`."""
+    defaults = OmegaConf.create(_written(asdict(Config())))
+    nodes = [defaults]
+    while nodes:
+        node = nodes.pop()
+        OmegaConf.set_struct(node, len(node) > 0)
+        nodes += [child for child in node.values() if isinstance(child, DictConfig)]
+    return defaults
 
 
-def _unlock(node: DictConfig) -> None:
-    # OmegaConf makes nodes of frozen dataclasses read-only, and then no YAML file could set anything. Plain
-    # dictionaries, such as data.sources, must also accept keys that the schema cannot know.
-    OmegaConf.set_readonly(node, None)
-    if not is_dataclass(OmegaConf.get_type(node)):
-        OmegaConf.set_struct(node, False)
-    for key in node:
-        child = node._get_node(key)
-        if isinstance(child, DictConfig):
-            _unlock(child)
-
-
-def _precision_config(key: str, name: str, model: ModelConfig, directory: Path) -> PrecisionConfig:
-    """The file `name` under precision/ as it resolves for `model`; overrides of the run's precision do not count."""
-    if name not in (names := group_options(directory)["precision"]):
-        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
-    # The recipe may refer to the model: which blocks stay in BF16.
-    model_node = OmegaConf.create({"model": asdict(model)})
-    composed = OmegaConf.merge(_schema(), model_node, _compose(f"precision/{name}", [], directory))
-    assert isinstance(composed, DictConfig)
-    return _plain_object(composed, [], directory).precision
-
-
-def _to_object(composed: DictConfig, overrides: list[str], directory: Path) -> Config:
-    config = _plain_object(composed, overrides, directory)
-    precision = _with_recipes(config.precision, config.model, directory)
-    return replace(config, precision=precision, after_switch=_after_switch(precision, config.model, directory))
-
-
-def _after_switch(precision: PrecisionConfig, model: ModelConfig, directory: Path) -> PrecisionConfig | None:
-    if precision.switch.when == "never":
-        return None
-    after = _precision_config("precision.switch.target", precision.switch.target, model, directory)
-    return _with_recipes(after, model, directory)
-
-
-def _with_recipes(precision: PrecisionConfig, model: ModelConfig, directory: Path) -> PrecisionConfig:
-    """`precision` with the recipe of every exception written out."""
-    exceptions: list[ExceptionConfig] = []
-    for i, exception in enumerate(precision.exceptions):
-        key = f"precision.exceptions[{i}].precision"
-        other = _precision_config(key, exception.precision, model, directory)
-        if other.exceptions:
-            raise ConfigError(
-                f"{key}={exception.precision} has exceptions of its own; choose a precision config without"
-            )
-        recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
-        exceptions.append(ComposedException(exception.names, exception.blocks, exception.precision, recipe))
-    return replace(precision, exceptions=exceptions)
-
-
-def _plain_object(composed: DictConfig, overrides: list[str], directory: Path) -> Config:
-    _refuse_unknown_keys(composed, "")
-    if composed.after_switch is not None:
-        raise ConfigError(unknown_key("after_switch"))
+def _resolved(composed: Any, overrides: list[str], directory: Path) -> dict[str, Any]:
     if "${now:" in OmegaConf.to_yaml(composed):
         raise ConfigError(
             "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"
         )
     try:
-        config = OmegaConf.to_object(composed)
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, overrides, directory)) from error
-    assert isinstance(config, Config)
-    return config
 
 
-def _refuse_unknown_keys(node: DictConfig | ListConfig, path: str) -> None:
-    """`+key=value` adds keys that no dataclass has, past the schema."""
-    if node._is_none() or node._is_missing() or node._is_interpolation():
-        return
-    kind = OmegaConf.get_type(node)
-    known = {field.name for field in fields(kind)} if is_dataclass(kind) else None
-    keys = list(node) if isinstance(node, DictConfig) else range(len(node))
-    for key in keys:
-        where = f"{path}.{key}".lstrip(".") if isinstance(node, DictConfig) else f"{path}[{key}]"
-        if known is not None and key not in known:
-            raise ConfigError(unknown_key(where))
-        child = node._get_node(key)  # type: ignore[arg-type]
-        if isinstance(child, DictConfig | ListConfig):
-            _refuse_unknown_keys(child, where)
+def _config(keys: dict[str, Any], directory: Path) -> Config:
+    """`keys` checked, with the recipes of exceptions and the precision after the switch written out."""
+    if "after_switch" in keys:
+        raise ConfigError(unknown_key("after_switch"))
+    try:
+        config = Config(**keys)
+    except ValidationError as error:
+        raise ConfigError(explain_value(error, keys)) from error
+    config = replace(config, precision=_with_recipes(config.precision, config, directory))
+    switch = config.precision.switch
+    if switch.when == "never":
+        return config
+    after = _precision("precision.switch.target", switch.target, config, directory)
+    return replace(config, after_switch=_with_recipes(after, config, directory))
+
+
+def _precision(key: str, name: str, config: Config, directory: Path) -> PrecisionConfig:
+    """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config`; overrides of
+    the run's own precision do not carry over to it."""
+    if name not in (names := group_options(directory)["precision"]):
+        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
+    own = _compose(f"precision/{name}", [], directory)
+    merged = OmegaConf.merge(asdict(replace(config, precision=PrecisionConfig())), own)
+    keys = _resolved(merged.precision, [], directory)
+    try:
+        return PrecisionConfig(**keys)
+    except ValidationError as error:
+        file = directory / "precision" / f"{name}.yaml"
+        raise ConfigError(f"{file}: {explain_value(error, keys, 'precision.')}") from error
+
+
+def _with_recipes(precision: PrecisionConfig, config: Config, directory: Path) -> PrecisionConfig:
+    """`precision` with the recipe of every exception written out."""
+    exceptions: list[ExceptionConfig] = []
+    for i, exception in enumerate(precision.exceptions):
+        key, name = f"precision.exceptions[{i}].precision", exception.precision
+        other = _precision(key, name, config, directory)
+        if other.exceptions:
+            raise ConfigError(f"{key}={name} has exceptions of its own; choose a precision config without")
+        recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
+        exceptions.append(ComposedException(exception.names, exception.blocks, name, recipe))
+    return replace(precision, exceptions=exceptions)
+
+
+def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """`asdict` of a `Config` without what composing writes out: recipes of exceptions, the precision after a switch."""
+    precision = dict(keys.get("precision", {}))
+    given = [field.name for field in fields(ExceptionConfig)]
+    precision["exceptions"] = [{key: one[key] for key in given} for one in precision.get("exceptions", [])]
+    return {**{key: keys[key] for key in keys if key != "after_switch"}, "precision": precision}
 
 
 def _default_options(directory: Path) -> dict[str, str]:
@@ -233,7 +234,7 @@ def _key_lines(node: object, path: str) -> list[str]:
     """`path:` with the node's plain keys as key=value, wrapped, followed by the same for nested nodes."""
     assert is_dataclass(node)
     values = {field.name: getattr(node, field.name) for field in fields(node)}
-    plain = [f"{key}={_value(value)}" for key, value in values.items() if not is_dataclass(value)]
+    plain = [f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value)]
     text = textwrap.fill(
         "  ".join(plain),
         width=108,
@@ -245,9 +246,3 @@ def _key_lines(node: object, path: str) -> list[str]:
     return lines + [
         line for key, value in values.items() if is_dataclass(value) for line in _key_lines(value, f"{path}.{key}")
     ]
-
-
-def _value(value: object) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(str(getattr(item, "name", item)) for item in value) + "]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,9 @@
 """The configuration of a run, as frozen dataclasses that every room may read.
 
-Hydra composes the YAML files under `configs/` against these classes (they are the schema, so a mistyped key or a
-value of the wrong type fails), `megatron_fp4/config/compose.py` turns the result into one `Config`, and
-`megatron_fp4/checks/` refuses combinations that cannot run. Below `pretrain.py` no OmegaConf object exists.
+The classes check themselves: a mistyped key, a value of the wrong type, an unknown choice or a number out of its range
+cannot be constructed. `megatron_fp4/config/compose.py` makes one `Config` of the YAML files under `configs/` and the
+command line, and `megatron_fp4/checks/` refuses combinations that cannot run. Below `pretrain.py` no OmegaConf object
+exists.
 
 Units: `*_dim` and `num_*` are counts, sequence lengths and vocabularies are in tokens, batch sizes in sequences,
 intervals in steps unless the name says otherwise.
@@ -10,22 +11,52 @@ intervals in steps unless the name says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BeforeValidator, ConfigDict, FiniteFloat
+from pydantic.dataclasses import dataclass
 
 
 class ConfigError(ValueError):
     """What a user got wrong in the configuration: one line that names the key, the value and the remedy."""
 
 
-@dataclass(frozen=True)
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")  # pydantic would read 1 and 0
+    return value
+
+
+def _integer(value: Any) -> Any:
+    if isinstance(value, float):
+        raise ValueError("a number with a decimal point is no integer")  # pydantic would read 2.0 as 2
+    return _number(value)
+
+
+Integer = Annotated[int, BeforeValidator(_integer)]
+Number = Annotated[FiniteFloat, BeforeValidator(_number)]
+AtLeastOne = Annotated[Integer, Ge(1)]
+AtLeastZero = Annotated[Integer, Ge(0)]
+Positive = Annotated[Number, Gt(0)]
+NotNegative = Annotated[Number, Ge(0)]
+Share = Annotated[Number, Ge(0), Le(1)]
+PositiveShare = Annotated[Number, Gt(0), Le(1)]
+Beta = Annotated[Number, Ge(0), Lt(1)]
+TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
+STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+
+@dataclass(frozen=True, config=STRICT)
 class Bf16BlocksDefault:
     """How many blocks at each end, in characters of the pattern, a recipe leaves in BF16 (paper, appendix A)."""
 
-    first: int = 0
-    last: int = 0
+    first: AtLeastZero = 0
+    last: AtLeastZero = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """A stack of blocks given by `pattern`: `M` Mamba-2, `-` FFN, `*` attention; whitespace is not allowed.
 
@@ -35,22 +66,22 @@ class ModelConfig:
 
     name: str = "tiny"
     pattern: str = "M-*-M-"
-    vocab_size: int = 4096
-    hidden_dim: int = 256
-    ffn_dim: int = 1024
-    num_query_heads: int = 8
-    num_kv_heads: int = 2
-    head_dim: int = 32
+    vocab_size: AtLeastOne = 4096
+    hidden_dim: AtLeastOne = 256
+    ffn_dim: AtLeastOne = 1024
+    num_query_heads: AtLeastOne = 8
+    num_kv_heads: AtLeastOne = 2
+    head_dim: AtLeastOne = 32
     rope: bool = False
-    rope_base: float = 10000.0
-    mamba_num_heads: int = 8
-    mamba_head_dim: int = 64
-    mamba_num_groups: int = 2
-    mamba_state_dim: int = 64
-    mamba_conv_width: int = 4
-    mamba_chunk_size: int = 64
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
+    rope_base: Positive = 10000.0
+    mamba_num_heads: AtLeastOne = 8
+    mamba_head_dim: AtLeastOne = 64
+    mamba_num_groups: AtLeastOne = 2
+    mamba_state_dim: AtLeastOne = 64
+    mamba_conv_width: AtLeastOne = 4
+    mamba_chunk_size: AtLeastOne = 64
+    norm_eps: Positive = 1e-5
+    init_std: Positive = 0.02
     nvfp4_bf16_blocks: Bf16BlocksDefault = field(default_factory=Bf16BlocksDefault)
     fp8_bf16_blocks: Bf16BlocksDefault = field(default_factory=lambda: Bf16BlocksDefault(first=1, last=2))
 
@@ -65,7 +96,7 @@ class ModelConfig:
         return self.mamba_num_heads * self.mamba_head_dim
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class OperandConfig:
     """How one GEMM operand is quantized.
 
@@ -80,42 +111,42 @@ class OperandConfig:
         dot product.
     """
 
-    format: str = "bf16"
+    format: Literal["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8"] = "bf16"
     block: str = "1x16"
-    rounding: str = "nearest"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
     four_over_six: bool = False
     power_of_two_scales: bool = False
     reuse_fprop: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class FpropConfig:
     """y = x W^T. `rht`: size of the random Hadamard transform of both operands, 0 for none."""
 
     activation: OperandConfig = field(default_factory=OperandConfig)
     weight: OperandConfig = field(default_factory=OperandConfig)
-    rht: int = 0
+    rht: TransformSize = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DgradConfig:
     """dx = dy W."""
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     weight: OperandConfig = field(default_factory=OperandConfig)
-    rht: int = 0
+    rht: TransformSize = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class WgradConfig:
     """dW = dy^T x."""
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     activation: OperandConfig = field(default_factory=OperandConfig)
-    rht: int = 0
+    rht: TransformSize = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Bf16BlocksConfig:
     """Which linears stay in BF16 although the recipe is quantized.
 
@@ -124,25 +155,31 @@ class Bf16BlocksConfig:
     file: a plan file (YAML with a list under `bf16`), as `scripts/analyze_precision.py` writes.
     """
 
-    first: int = 0
-    last: int = 0
+    first: AtLeastZero = 0
+    last: AtLeastZero = 0
     names: list[str] = field(default_factory=list)
     file: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RecipeConfig:
-    """What the GEMMs of a linear get: of a precision config the part that is a recipe (see `PrecisionConfig`)."""
+    """What the three GEMMs of a linear get.
+
+    name: shown in the plan and the logs.
+    amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
+        `shard` is Transformer Engine's per-shard behaviour.
+    rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
+    """
 
     name: str = "bf16"
-    amax: str = "global"
-    rht_signs: str = "fixed"
+    amax: Literal["global", "shard"] = "global"
+    rht_signs: Literal["fixed", "none", "fresh"] = "fixed"
     fprop: FpropConfig = field(default_factory=FpropConfig)
     dgrad: DgradConfig = field(default_factory=DgradConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ExceptionConfig:
     """Linears that have another recipe than the run's.
 
@@ -156,14 +193,14 @@ class ExceptionConfig:
     precision: str = "bf16"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ComposedException(ExceptionConfig):
     """An exception with its recipe written out: what every one is once the configuration is composed."""
 
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SwitchConfig:
     """The change of plan during a run (paper, section 5 and appendix D).
 
@@ -179,62 +216,52 @@ class SwitchConfig:
     """
 
     when: str = "never"
-    scope: str = "both"
+    scope: Literal["both", "forward", "backward"] = "both"
     target: str = "bf16"
-    threshold: float = 1.7320508
-    interval: int = 50
-    patience: int = 3
-    rewarm_steps: int = 0
+    threshold: Positive = 1.7320508
+    interval: AtLeastOne = 50
+    patience: AtLeastOne = 3
+    rewarm_steps: AtLeastZero = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DiagnosticsConfig:
     """Measurements of what quantization does to a run; `interval` in steps, 0 switches them off."""
 
-    interval: int = 0
+    interval: AtLeastZero = 0
 
 
-@dataclass(frozen=True)
-class PrecisionConfig:
-    """What every GEMM of every linear gets.
+@dataclass(frozen=True, config=STRICT)
+class PrecisionConfig(RecipeConfig):
+    """What every GEMM of every linear gets, and who computes it.
 
-    name: shown in the plan and the logs.
     compute_dtype: `bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only).
     backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
-    amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
-        `shard` is Transformer Engine's per-shard behaviour.
-    rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
     bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
     recheck_interval: every so many steps one quantized linear is computed again by the reference and compared, the
         linears taking turns; 0: never. recheck_action: what a difference does: `end` the run, or `warn`.
     """
 
-    name: str = "bf16"
-    compute_dtype: str = "bfloat16"
-    backend: str = "auto"
-    amax: str = "global"
-    rht_signs: str = "fixed"
-    recheck_interval: int = 0
-    recheck_action: str = "end"
-    fprop: FpropConfig = field(default_factory=FpropConfig)
-    dgrad: DgradConfig = field(default_factory=DgradConfig)
-    wgrad: WgradConfig = field(default_factory=WgradConfig)
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
+    recheck_interval: AtLeastZero = 0
+    recheck_action: Literal["end", "warn"] = "end"
     bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
     exceptions: list[ExceptionConfig] = field(default_factory=list)
     switch: SwitchConfig = field(default_factory=SwitchConfig)
     diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class PhaseConfig:
     """A span of training with one blend: `fraction` of the run's steps, `blend` source name -> weight."""
 
     name: str = "main"
-    fraction: float = 1.0
-    blend: dict[str, float] = field(default_factory=dict)
+    fraction: PositiveShare = 1.0
+    blend: dict[str, NotNegative] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where tokens come from.
 
@@ -247,19 +274,19 @@ class DataConfig:
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
 
-    kind: str = "builtin"
+    kind: Literal["builtin", "indexed"] = "builtin"
     cache_dir: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
     validation: dict[str, str] = field(default_factory=dict)
     tokenizer: str | None = None
     eod_token: str | None = None
     phases: list[PhaseConfig] = field(default_factory=list)
-    blends: dict[str, dict[str, float]] = field(default_factory=dict)
-    num_workers: int = 1
-    prefetch: int = 2
+    blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
+    num_workers: AtLeastZero = 1
+    prefetch: AtLeastOne = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """The batch arithmetic, and how a step is computed.
 
@@ -271,16 +298,16 @@ class TrainConfig:
         Gradients have the same bits in all three.
     """
 
-    steps: int = 300
-    global_batch_size: int = 8
-    micro_batch_size: int = 4
-    sequence_length: int = 256
-    max_skipped_steps: int = 10
-    kernels: str = "auto"
-    activation_checkpointing: str = "none"
+    steps: AtLeastOne = 300
+    global_batch_size: AtLeastOne = 8
+    micro_batch_size: AtLeastOne = 4
+    sequence_length: AtLeastOne = 256
+    max_skipped_steps: AtLeastOne = 10
+    kernels: Literal["auto", "torch", "fused"] = "auto"
+    activation_checkpointing: Literal["none", "block", "selective"] = "none"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off.
 
@@ -288,29 +315,29 @@ class OptimizerConfig:
         interchangeable, their roundings differ.
     """
 
-    lr: float = 2e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    implementation: str = "torch"
+    lr: Positive = 2e-3
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    clip_norm: NotNegative = 1.0
+    implementation: Literal["torch", "transformer_engine", "apex"] = "torch"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ScheduleConfig:
     """Warmup-stable-decay. Fractions are of `train.steps`; `min_lr_ratio` is final over peak learning rate.
 
     decay: `linear`, `cosine`, `exponential` or `1-sqrt`.
     """
 
-    warmup_fraction: float = 0.02
-    decay_fraction: float = 0.15
-    decay: str = "linear"
-    min_lr_ratio: float = 0.01
+    warmup_fraction: Share = 0.02
+    decay_fraction: Share = 0.15
+    decay: Literal["linear", "cosine", "1-sqrt", "exponential"] = "linear"
+    min_lr_ratio: Share = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     """interval: steps between checkpoints (0: only the final one). keep: how many to keep (0: all).
 
@@ -318,21 +345,21 @@ class CheckpointConfig:
     allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
     """
 
-    interval: int = 100
-    keep: int = 3
+    interval: AtLeastZero = 100
+    keep: AtLeastZero = 3
     resume: str = "auto"
     allow_mismatch: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ValidationConfig:
     """interval: steps between validations (0: only at the end). num_samples: held-out sequences per source."""
 
-    interval: int = 50
-    num_samples: int = 32
+    interval: AtLeastZero = 50
+    num_samples: AtLeastOne = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
     """interval: steps between printed lines; `metrics.jsonl` has every step. wandb: `online`, `offline`, `disabled`.
 
@@ -340,15 +367,15 @@ class LoggingConfig:
         none. memory_history: record CUDA allocations on rank 0. Both write into run.dir (training/profiling.py).
     """
 
-    interval: int = 10
+    interval: AtLeastOne = 10
     tensorboard: bool = True
-    wandb: str = "disabled"
+    wandb: Literal["online", "offline", "disabled"] = "disabled"
     wandb_project: str = "megatron_fp4"
-    profile_steps: list[int] = field(default_factory=list)
+    profile_steps: list[AtLeastOne] = field(default_factory=list)
     memory_history: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
     """The mesh: world size = replicate x shard x tensor, the shard axis being what is left over.
 
@@ -359,14 +386,14 @@ class ParallelConfig:
     kernels whose choices neither the checkpoint nor the machine has.
     """
 
-    tensor: int = 1
+    tensor: AtLeastOne = 1
     sequence: bool | None = None
-    replicate: int = 1
+    replicate: AtLeastOne = 1
     reshard: bool = False
-    timeout_seconds: int = 600
+    timeout_seconds: AtLeastOne = 600
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class RunConfig:
     """dir: everything the run writes. seed: of initialization, data order and stochastic rounding.
 
@@ -377,15 +404,15 @@ class RunConfig:
     """
 
     dir: str = "runs/default"
-    seed: int = 1234
-    device: str = "auto"
+    seed: AtLeastZero = 1234
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = True
     dry: bool = False
-    dry_mfu: float = 0.4
-    dry_peak_tflops: float = 989.0
+    dry_mfu: PositiveShare = 0.4
+    dry_peak_tflops: Positive = 989.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """The whole run.
 

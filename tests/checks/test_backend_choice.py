@@ -14,7 +14,7 @@ from megatron_fp4.precision import te_releases
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
-from tests.checks.test_combinations import CONFIGS, changed, composed
+from tests.checks.composed import CONFIGS, changed, composed
 
 
 @pytest.fixture

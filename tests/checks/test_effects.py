@@ -8,7 +8,7 @@ from assembly import check as validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
-from tests.checks.test_combinations import CONFIGS, changed, composed
+from tests.checks.composed import CONFIGS, changed, composed
 
 REFUSED = [
     (

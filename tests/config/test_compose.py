@@ -6,8 +6,7 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from megatron_fp4.config.compose import compose_config, group_options, help_text, to_yaml
-from megatron_fp4.config.saved_config import config_from_saved
+from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, help_text, to_yaml
 from megatron_fp4.config.schema import (
     ComposedException,
     Config,
@@ -79,6 +78,7 @@ def test_overrides_of_every_kind():
         SOURCES,
         "data.validation.web=/data/web_valid",
         "data.phases=[{name: a, fraction: 0.5, blend: {web: 1}}, {name: b, fraction: 0.5, blend: {code: 1.0}}]",
+        "data.blends={first: {web: 1}}",
     )
     assert (config.train.steps, config.optimizer.lr, config.model.rope) == (100, 3e-4, True)
     assert config.parallel.sequence is False
@@ -87,6 +87,7 @@ def test_overrides_of_every_kind():
     assert config.data.sources == {"web": "/data/web", "code": "/data/code"}
     assert config.data.validation == {"web": "/data/web_valid"}
     assert config.data.phases == [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"code": 1.0})]
+    assert config.data.blends == {"first": {"web": 1.0}}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_overrides_of_every_kind():
         ("modle=tiny", ["modle", "did you mean model"]),
         ("foo=1", ["foo is not a key", "model, precision, data"]),
         ("lr=1e-3", ["lr is not a key", "optimizer.lr"]),
-        ("data.phases=[{nam: main}]", ["data.phases[].nam", "data.phases[].name"]),
+        ("data.phases=[{nam: main}]", ["data.phases[0].nam", "data.phases[0].name"]),
         ("train.steps=abc", ["train.steps=abc", "expected an integer"]),
         ("train.steps=1.5", ["train.steps=1.5", "expected an integer"]),
         ("optimizer.lr=fast", ["optimizer.lr=fast", "expected a number"]),
@@ -106,9 +107,9 @@ def test_overrides_of_every_kind():
         ("train.steps=null", ["train.steps=null", "give an integer"]),
         ("train=3", ["train=3", "expected keys from steps"]),
         ("data.phases=3", ["data.phases=3", "expected a list like [...]"]),
-        ("data.phases=[{fraction: x}]", ["data.phases[].fraction=x", "expected a number"]),
+        ("data.phases=[{fraction: x}]", ["data.phases[0].fraction=x", "expected a number"]),
         ("data.cache_dir={a: b}", ["data.cache_dir", "text or null"]),
-        ("data.blends={first: {web: 1}}", ["data.blends.first", "write 1.0"]),
+        ("data.blends={first: {web: a}}", ["data.blends.first.web=a", "expected a number"]),
         ("model=foo", ["model=foo", "nemotron_h_8b", "tiny"]),
         ("model=nemotron_8b", ["model=nemotron_8b", "did you mean nemotron_h_8b"]),
         ("experiment=foo", ["experiment=foo", "nemotron_h_12b"]),
@@ -211,8 +212,8 @@ def test_exceptions_bring_their_recipes_whole():
     [
         ("{precision: mxfp9}", r"precision\.exceptions\[0\]\.precision=mxfp9 is not a precision config; .*mxfp8"),
         ("{precision: nvfp4_nemotron_3}", r"\.precision=nvfp4_nemotron_3 has exceptions of its own"),
-        ("{name: [a]}", r"exceptions\[\]\.name is not a key; did you mean precision\.exceptions\[\]\.names"),
-        ("{recipe: {name: a}}", r"exceptions\[\]\.recipe is not a key"),
+        ("{name: [a]}", r"exceptions\[0\]\.name is not a key; did you mean precision\.exceptions\[0\]\.names"),
+        ("{recipe: {name: a}}", r"exceptions\[0\]\.recipe is not a key"),
     ],
 )
 def test_wrong_exceptions(given, message):
@@ -298,6 +299,9 @@ def test_switch_target_resolves_with_the_runs_model():
     with pytest.raises(ConfigError, match=r"precision\.switch\.target=foo.*nvfp4"):
         after_switch("foo", *model)
     assert make(*model, "precision.switch.when=never").after_switch is None
+    for mistake in ("after_switch=null", "+after_switch={name: bf16}", "after_switch.name=bf16"):
+        with pytest.raises(ConfigError, match=r"^after_switch(\.name)? is not a key"):
+            make(mistake)
 
 
 @pytest.mark.slow

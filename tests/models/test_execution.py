@@ -64,12 +64,6 @@ def test_fused_needs_no_mamba_packages_for_a_transformer(monkeypatch):
     assert choose(monkeypatch, "fused", installed={"triton"}, pattern="*-") == Execution(compile=torch_compile)
 
 
-@pytest.mark.parametrize("changes", [{"kernels": "fast"}, {"recompute": "all"}])
-def test_unknown_choices(monkeypatch, changes):
-    with pytest.raises(ConfigError, match="is not known; choose one of"):
-        choose(monkeypatch, **changes)
-
-
 def test_the_log_says_what_runs():
     assert "scan: mamba-ssm, convolution: torch" in describe_execution(Execution(SCAN, torch_compile), "M-")
     assert describe_execution(dataclasses.replace(PLAIN), "*-").startswith("attention: SDPA, its own choice")

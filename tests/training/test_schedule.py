@@ -1,9 +1,12 @@
+from typing import get_args, get_type_hints
+
 import pytest
 
 from megatron_fp4.config.schema import ScheduleConfig
-from megatron_fp4.training.schedule import DECAYS, WSDSchedule
+from megatron_fp4.training.schedule import WSDSchedule
 
 PEAK = 3e-4
+DECAYS = get_args(get_type_hints(ScheduleConfig)["decay"])
 
 
 def schedule(num_steps: int = 1000, **changes: object) -> WSDSchedule:
@@ -59,10 +62,6 @@ def test_rewarm_climbs_to_the_schedule_again() -> None:
     ("changes", "message"),
     [
         ({"warmup_fraction": 0.6, "decay_fraction": 0.6}, "overlap"),
-        ({"warmup_fraction": -0.1}, "warmup_fraction is -0.1"),
-        ({"decay_fraction": 1.1}, "decay_fraction is 1.1"),
-        ({"min_lr_ratio": 2.0}, "min_lr_ratio is 2.0"),
-        ({"decay": "step"}, "'step'; choose one of"),
         ({"decay": "exponential", "min_lr_ratio": 0.0}, "never reaches"),
         ({"num_steps": 0}, "train.steps is 0"),
     ],

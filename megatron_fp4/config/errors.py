@@ -1,4 +1,4 @@
-"""One clear line for what Hydra and OmegaConf raise over several."""
+"""One clear line for what Hydra, OmegaConf and pydantic raise over several."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -18,12 +19,45 @@ from omegaconf.errors import (
     InterpolationKeyError,
     MissingMandatoryValue,
     OmegaConfBaseException,
-    ValidationError,
 )
+from pydantic import ValidationError
 
 from megatron_fp4.config.schema import Config
 
 _HELP = "`python pretrain.py --help` lists every key and option"
+_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+
+
+def explain_value(error: ValidationError, keys: Mapping[str, Any], path: str = "") -> str:
+    """One line for the first value that the schema refuses.
+
+    keys: what was to become the part of a `Config` at `path` (`precision.`; empty: all of it).
+    """
+    first = error.errors()[0]
+    location: list[str | int] = [*path.split(".")[:-1], *first["loc"]]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
+    if first["type"] == "unexpected_keyword_argument":
+        return unknown_key(key)
+    value: Any = keys
+    for part in first["loc"]:
+        value = value[part]
+    hint = _type_at(location)
+    if value is None:
+        return f"{key}=null: a value is needed here; give {_describe(hint)}"
+    if first["type"] == "literal_error":
+        return f"{key}={shown(value)} is not known; choose one of {', '.join(map(str, typing.get_args(hint)))}"
+    if first["type"] in _RANGE:
+        return f"{key}={shown(value)} is out of range; give {_range(hint)}{_such_as(location)}"
+    return f"{key}={shown(value)}: expected {_describe(hint)}"
+
+
+def shown(value: Any) -> str:
+    """A value on one line, as one would write it on the command line; of named things in a list their names."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(shown(getattr(item, "name", item)) for item in value) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def explain(error: Exception, overrides: list[str], directory: Path) -> str:
@@ -54,9 +88,7 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
     if isinstance(cause, MissingMandatoryValue):
         return f"{prefix}{key} is not set and has no default; set it in a config file or as '{key}=...'"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return prefix + unknown_key(_with_parent(key, overrides))
-    if isinstance(cause, ValidationError):
-        return prefix + _wrong_type(cause, key, overrides)
+        return prefix + unknown_key(key)
     return f"{prefix}{_override_of(key, overrides) or key}: {_first_line(str(cause))}; {_HELP}"
 
 
@@ -67,7 +99,7 @@ def unknown_key(key: str) -> str:
     leaf = parts[-1]
     same_leaf = [name for name in known if name.split(".")[-1] == leaf]
     parent = _type_at(parts[:-1])
-    siblings = list(typing.get_type_hints(parent)) if is_dataclass(parent) else []
+    siblings = list(_hints(parent)) if is_dataclass(parent) else []
     stem = key[: -len(leaf)]
     close = [stem + name for name in difflib.get_close_matches(leaf, siblings, n=3, cutoff=0.6)]
     close += same_leaf + difflib.get_close_matches(key, known, n=2, cutoff=0.8)
@@ -118,36 +150,12 @@ def _hydra_line(message: str, overrides: list[str]) -> str:
     return f"{where}{_first_line(message)}; {_HELP}"
 
 
-def _wrong_type(error: ValidationError, key: str, overrides: list[str]) -> str:
-    message = str(error)
-    key = _with_parent(key, overrides)
-    expected = _describe(_type_at(_parts(key)))
-    value = re.search(r"Value '(.*?)' (?:of type|is not)", message) or re.search(r"Value (\S+) \(", message)
-    if "is not Optional" in message:
-        return f"{key}=null: a value is needed here; give {expected}"
-    if "incompatible with type hint 'float'" in message and value:
-        return f"{key}: {value[1]} is an integer and numbers here need a decimal point; write {value[1]}.0"
-    shown = f"{key}={value[1]}" if value else _override_of(key, overrides) or key
-    return f"{shown}: expected {expected}"
-
-
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
     while error is not None:
         if isinstance(error, OmegaConfBaseException):
             return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def _with_parent(key: str, overrides: list[str]) -> str:
-    """OmegaConf names a key inside a list element without the list; the override that sets the list knows."""
-    if _type_at(_parts(key)) is not None or _type_at(_parts(key)[:1]) is not None:
-        return key
-    for override in overrides:
-        name, _, value = override.lstrip("+").partition("=")
-        if value.startswith("[") and re.search(rf"\b{re.escape(key)}\b", value):
-            return f"{name}[].{key}"
-    return key
 
 
 def _override_of(key: str, overrides: list[str]) -> str | None:
@@ -159,23 +167,30 @@ def _first_line(message: str) -> str:
     return message.strip().splitlines()[0].rstrip(".")
 
 
-def _keys(kind: type, path: str) -> Iterator[str]:
-    for name, hint in typing.get_type_hints(kind).items():
+def _hints(kind: Any) -> dict[str, Any]:
+    """The keys that a user can set in a dataclass, and their types."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    hints.pop("after_switch", None)
+    return hints
+
+
+def _keys(kind: Any, path: str) -> Iterator[str]:
+    for name, hint in _hints(kind).items():
         yield path + name
         if is_dataclass(hint):
-            yield from _keys(typing.cast(type, hint), f"{path}{name}.")
+            yield from _keys(hint, f"{path}{name}.")
 
 
 def _parts(key: str) -> list[str]:
-    return [part for part in re.split(r"[.\[\]]+", key.replace("[]", "[0]")) if part]
+    return [part for part in re.split(r"[.\[\]]+", key) if part]
 
 
-def _type_at(parts: list[str]) -> typing.Any:
-    """The type of the field that a dotted key names; None if there is none."""
-    kind: typing.Any = Config
-    for part in parts:
+def _type_at(location: Sequence[str | int]) -> Any:
+    """The type of the field at a dotted key's parts; None if there is none."""
+    kind: Any = Config
+    for part in location:
         if is_dataclass(kind):
-            kind = typing.get_type_hints(kind).get(part)
+            kind = _hints(kind).get(str(part))
         elif typing.get_origin(kind) in (list, dict):
             kind = typing.get_args(kind)[-1]
         else:
@@ -183,23 +198,36 @@ def _type_at(parts: list[str]) -> typing.Any:
     return kind
 
 
-def _describe(kind: typing.Any) -> str:
-    simple = {
-        int: "an integer",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        types.NoneType: "null",
-    }
-    if kind in simple:
-        return simple[kind]
-    if is_dataclass(kind):
-        return f"keys from {', '.join(typing.get_type_hints(kind))}"
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is list:
+def _describe(hint: Any) -> str:
+    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    if hint in simple:
+        return simple[hint]
+    if is_dataclass(hint):
+        return f"keys from {', '.join(_hints(hint))}"
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _describe(arguments[0])
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin is list:
         return f"a list like [...] whose elements are {_describe(arguments[0])}"
-    if typing.get_origin(kind) is dict:
+    if origin is dict:
         return f"a mapping like {{name: ...}} of {_describe(arguments[1])}"
-    if arguments:
-        return " or ".join(_describe(argument) for argument in arguments)
-    return "another type"
+    return " or ".join(map(_describe, arguments)) or "another type"
+
+
+def _range(hint: Any) -> str:
+    """The bounds of an annotated number: `1 or more`, `above 0 and at most 1`."""
+    words = {"ge": "{} or more", "gt": "a number above {}", "le": "at most {}", "lt": "below {}"}
+    bounds = {name: getattr(mark, name) for mark in hint.__metadata__ for name in words if hasattr(mark, name)}
+    if bounds.keys() == {"ge", "le"}:
+        return f"a number between {bounds['ge']} and {bounds['le']}"
+    return " and ".join(words[name].format(bound) for name, bound in bounds.items()) or "a finite number"
+
+
+def _such_as(location: Sequence[str | int]) -> str:
+    """The default as an example, where the key has one."""
+    parent = _type_at(location[:-1])
+    defaults = {field.name: field.default for field in fields(parent)} if is_dataclass(parent) else {}
+    default = defaults.get(str(location[-1]), MISSING)
+    return "" if default is MISSING else f", such as {shown(default)}"
