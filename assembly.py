@@ -17,13 +17,13 @@ from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 from data.validation import ValidationSet
-from megatron_fp4.checks.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.checks.combinations import validate
-from megatron_fp4.checks.precision import validate_precision
+from megatron_fp4.checks.precision import size_refusal, validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config, PrecisionConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
@@ -94,7 +94,7 @@ def execution_of(config: Config) -> Execution:
 
 def backend_of(config: Config) -> BackendChoice:
     """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
-    return choose_backend(config, device_type_of(config))
+    return choose_backend(config, device_type_of(config), size_refusal)
 
 
 def world_size() -> int:
