@@ -21,7 +21,6 @@ from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
-from megatron_fp4.checks.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
@@ -30,6 +29,7 @@ from megatron_fp4.measure.nonfinite import NonFiniteGuard
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan, build_plan

@@ -22,15 +22,15 @@ import torch
 
 from assembly import CONFIGS, plans_of
 from assembly import check as check_config
-from megatron_fp4.checks.backend_choice import choose_backend
-from megatron_fp4.checks.precision import BACKENDS, parts
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.backend_choice import BACKENDS, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import GEMMS, USES, Place, Recipe, recipe_from_config
+from megatron_fp4.precision.refusals import recipes_by_key
 from megatron_fp4.precision.selftest import Case, Finding, check, sample_tensors, transformed
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
@@ -143,7 +143,7 @@ def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
     """What to compute: the different quantized linears of one rank by the run's plan, or if no run is `named` some
     shapes by every recipe of the precision. Raises ConfigError for a plan that the model does not go with."""
     if not named:
-        recipes = dict.fromkeys(recipe_from_config(part) for _, part in parts(config.precision, "precision"))
+        recipes = dict.fromkeys(recipes_by_key(config.precision, "precision").values())
         return [Case(*shape, recipe) for recipe in recipes if recipe.quantized for shape in SHAPES[device_type]]
     model, shards = config.model, config.parallel.tensor
     tokens = config.train.micro_batch_size * config.train.sequence_length

@@ -5,13 +5,13 @@ Options without effect are for `checks/effects.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from megatron_fp4.checks.effects import validate_effects
-from megatron_fp4.checks.torch_backend import validate_torch_backend
 from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.precision.plan import recipe_of
-from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
+from megatron_fp4.precision.recipe import PLACES, Place, recipe_from_config
+from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
 
 BLOCKS = {
     "nvfp4": ("1x16", "16x16"),
@@ -19,17 +19,6 @@ BLOCKS = {
     "mxfp8": ("1x32", "32x32"),
     "fp8": ("1x128", "128x128"),
 }
-BACKENDS = ("emulated", "transformer_engine", "torch")
-_TRANSFORMER_ENGINE_FORMATS = {"nvfp4": "1x16", "mxfp8": "1x32", "fp8": "1x128"}  # and activations' blocks there
-
-
-@dataclass(frozen=True)
-class _Gemm:
-    """A GEMM's operands under their keys, and its transform's size."""
-
-    name: str
-    operands: dict[str, OperandConfig]
-    rht: int
 
 
 def validate_precision(precision: PrecisionConfig, config: Config, device_type: str, key: str = "precision") -> None:
@@ -40,16 +29,11 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     _exceptions(precision, key)
     quantized = False
     for where, of_part in parts(precision, key):
-        gemms = _gemms(of_part)
-        for gemm in gemms:
-            for name, operand in gemm.operands.items():
-                _operand(operand, f"{where}.{gemm.name}.{name}")
-        _reuse(of_part, gemms, where)
-        if any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values()):
-            quantized = True
+        for place, operand in _operands(of_part):
+            _operand(operand, f"{where}.{place.key}")
+        _reuse(of_part, where)
+        quantized = quantized or recipe_from_config(of_part).quantized
     _backend(precision, device_type, key)
-    for where, of_part in parts(precision, key):
-        validate_torch_backend(of_part, device_type, where)
     if quantized:
         _bf16_blocks(precision, config, key)
     _recheck(precision, quantized, key)
@@ -73,12 +57,8 @@ def _exceptions(precision: PrecisionConfig, key: str) -> None:
             raise ConfigError(f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception")
 
 
-def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
-    found = []
-    for gemm, names in GEMMS.items():
-        config = getattr(precision, gemm)
-        found.append(_Gemm(gemm, {name: getattr(config, name) for name in names}, config.rht))
-    return found
+def _operands(config: PrecisionConfig) -> list[tuple[Place, OperandConfig]]:
+    return [(place, getattr(getattr(config, place.gemm), place.tensor)) for place in PLACES]
 
 
 def _operand(operand: OperandConfig, key: str) -> None:
@@ -105,98 +85,43 @@ def _operand(operand: OperandConfig, key: str) -> None:
         )
 
 
-def _reuse(precision: PrecisionConfig, gemms: list[_Gemm], key: str) -> None:
+def _reuse(config: PrecisionConfig, key: str) -> None:
     """`reuse_fprop` asks for the very codes of fprop, so everything about them must be fprop's."""
-    for gemm in gemms:
-        for name, operand in gemm.operands.items():
-            if not operand.reuse_fprop:
-                continue
-            where = f"{key}.{gemm.name}.{name}"
-            if gemm.name == "fprop" or name == "gradient":
-                why = "fprop has nothing to reuse" if gemm.name == "fprop" else "fprop never sees gradients"
-                raise ConfigError(f"{where}.reuse_fprop=true: {why}; set it to false")
-            source = getattr(precision.fprop, name)
-            if source.format == "bf16":
+    for place, operand in _operands(config):
+        if not operand.reuse_fprop:
+            continue
+        where = f"{key}.{place.key}"
+        if place.gemm == "fprop" or place.tensor == "gradient":
+            why = "fprop has nothing to reuse" if place.gemm == "fprop" else "fprop never sees gradients"
+            raise ConfigError(f"{where}.reuse_fprop=true: {why}; set it to false")
+        source: OperandConfig = getattr(config.fprop, place.tensor)
+        if source.format == "bf16":
+            raise ConfigError(
+                f"{where}.reuse_fprop=true, but {key}.fprop.{place.tensor}.format=bf16 makes no codes; set it to false"
+            )
+        for gemm in (place.gemm, "fprop"):
+            if rht := getattr(config, gemm).rht:
                 raise ConfigError(
-                    f"{where}.reuse_fprop=true, but {key}.fprop.{name}.format=bf16 makes no codes; set it to false"
-                )
-            if gemm.rht or precision.fprop.rht:
-                raised = f"{gemm.name}.rht={gemm.rht}" if gemm.rht else f"fprop.rht={precision.fprop.rht}"
-                raise ConfigError(
-                    f"{where}.reuse_fprop=true does not go with {key}.{raised}: codes are those of an "
+                    f"{where}.reuse_fprop=true does not go with {key}.{gemm}.rht={rht}: codes are those of an "
                     "untransformed tensor; set one of them to false or 0"
                 )
-            if replace(operand, reuse_fprop=False) != source:
-                raise ConfigError(
-                    f"{where} ({_described(operand)}) differs from {key}.fprop.{name} "
-                    f"({_described(source)}), whose codes reuse_fprop=true takes; make them equal or set "
-                    "reuse_fprop to false"
-                )
+        if replace(operand, reuse_fprop=False) != source:
+            raise ConfigError(
+                f"{where} ({_described(operand)}) differs from {key}.fprop.{place.tensor} ({_described(source)}), "
+                "whose codes reuse_fprop=true takes; make them equal or set reuse_fprop to false"
+            )
 
 
 def _backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
-    if precision.backend != "transformer_engine":
+    backend = precision.backend
+    if backend in ("auto", "emulated"):
         return
-    if refusal := transformer_engine_refusal(precision, key):
-        problem, remedy = refusal
-        raise ConfigError(f"{problem} does not go with {key}.backend=transformer_engine; {remedy}")
+    if refusal := first_refusal(backend, recipes_by_key(precision, key), precision.compute_dtype):
+        raise ConfigError(f"{refusal.problem} does not go with {key}.backend={backend}; {refusal.remedy}")
     if device_type != "cuda":
         raise ConfigError(
-            f"{key}.backend=transformer_engine needs a CUDA device and this run is on {device_type}; use "
-            f"{key}.backend=emulated"
+            f"{key}.backend={backend} needs a CUDA device and this run is on {device_type}; use {key}.backend=emulated"
         )
-
-
-def transformer_engine_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | None:
-    """The first thing in a precision config that Transformer Engine cannot do on any chip, and the remedies, or None.
-
-    Which chip can do what is in `precision/transformer_engine.py`.
-    """
-    for where, of_part in parts(precision, key):
-        if refusal := _recipe_refusal(of_part, where):
-            return refusal
-    return None
-
-
-def _recipe_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | None:
-    emulated = "or backend=emulated"
-    if precision.compute_dtype != "bfloat16":
-        return f"{key}.compute_dtype={precision.compute_dtype}", f"use bfloat16, {emulated}"
-    if precision.rht_signs == "fresh":
-        return f"{key}.rht_signs=fresh", f"use fixed, {emulated}"
-    gemms = _gemms(precision)
-    for gemm in gemms:
-        for name, operand in gemm.operands.items():
-            if refusal := _operand_refusal(operand, name, gemm, f"{key}.{gemm.name}.{name}"):
-                return refusal
-        (first_name, first), (second_name, second) = gemm.operands.items()
-        if first.format != second.format:
-            both = f"{key}.{gemm.name}.{first_name}.format={first.format} and {second_name}.format={second.format}"
-            return f"{both} in one GEMM", f"make them equal, {emulated}"
-        allowed = (0, 16) if gemm.name == "wgrad" and first.format in ("bf16", "nvfp4") else (0,)
-        if gemm.rht not in allowed:
-            return f"{key}.{gemm.name}.rht={gemm.rht}", f"use {' or '.join(map(str, allowed))}, {emulated}"
-    return None
-
-
-def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -> tuple[str, str] | None:
-    emulated = f"or {key.split('.')[0]}.backend=emulated"
-    if operand.format == "bf16":
-        return None
-    if operand.format not in _TRANSFORMER_ENGINE_FORMATS:
-        formats = ", ".join(("bf16", *_TRANSFORMER_ENGINE_FORMATS))
-        return f"{key}.format={operand.format}", f"it has no such GEMM; use {formats}, {emulated}"
-    if operand.reuse_fprop:
-        return f"{key}.reuse_fprop=true", f"tensor cores want scales along the dot product; set it to false, {emulated}"
-    if operand.rounding == "stochastic" and (operand.format != "nvfp4" or name != "gradient"):
-        return f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {emulated}"
-    block = _TRANSFORMER_ENGINE_FORMATS[operand.format]
-    if name != "weight" and operand.block != block:
-        return f"{key}.block={operand.block}", f"square blocks are for weights there; use {block}, {emulated}"
-    if operand.four_over_six and (gemm.rht or operand.rounding == "stochastic"):
-        with_it = f"rht={gemm.rht}" if gemm.rht else "rounding=stochastic"
-        return f"{key}.four_over_six=true with {with_it}", f"set one of them to false, 0 or nearest, {emulated}"
-    return None
 
 
 def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:

@@ -37,15 +37,15 @@ from torch import Tensor
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend, MakeOperand
+from megatron_fp4.precision.backend_choice import BACKENDS
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.comparison import bytes_fault, expected_parts, parts_by_rows, parts_fault, reference
-from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.products import product_errors, product_rows
 from megatron_fp4.precision.recipe import PLACES, USES, Gemm, Operand, Place, Recipe, rounded_to_nearest
-from megatron_fp4.precision.te_releases import outdated
+from megatron_fp4.precision.refusals import first_refusal, refused_here
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
 _DRAWS = 16
@@ -320,12 +320,12 @@ def main(arguments: list[str]) -> int:
         print(f"set for Transformer Engine: {name}={value}")
     num_faults = 0
     for recipe in RECIPES:
-        for backend_name in ("emulated", "transformer_engine", "torch"):
+        for backend_name in BACKENDS:
             reason = _untestable(recipe, backend_name, device)
             if reason is not None:
                 print(f"{recipe.name}, {backend_name}: not tested: {reason}")
                 continue
-            backend = _opened(backend_name)
+            backend = BACKENDS[backend_name]()
             findings = [f for n, k, m in shapes for f in check(backend, Case(n, k, m, 1, recipe), device)]
             faults = [finding for finding in findings if finding.fault]
             num_faults += len(faults)
@@ -335,27 +335,14 @@ def main(arguments: list[str]) -> int:
     return 1 if num_faults else 0
 
 
-def _opened(backend_name: str) -> Backend:
-    if backend_name == "torch":
-        return torch_scaled_mm.TorchBackend()
-    return EMULATED if backend_name == "emulated" else te.TransformerEngineBackend()
-
-
 def _untestable(recipe: Recipe, backend_name: str, device: torch.device) -> str | None:
-    if backend_name == "emulated":
-        return None
-    if device.type != "cuda":
+    if backend_name != "emulated" and device.type != "cuda":
         return "there is no CUDA device"
-    if backend_name == "torch":
-        if recipe.formats - torch_scaled_mm.FORMATS.keys():
-            return f"it multiplies {' and '.join(torch_scaled_mm.FORMATS)} alone"
-        return torch_scaled_mm.unsupported(recipe, torch.cuda.get_device_capability(device))
-    capability = torch.cuda.get_device_capability(device)
-    if reason := te.unsupported(recipe, capability) or outdated(recipe, capability):
-        return reason
-    if variable := te.fast_math_variable():
+    if refusal := first_refusal(backend_name, {"precision": recipe}, "bfloat16"):
+        return f"it cannot do {refusal.problem}"
+    if backend_name == "transformer_engine" and (variable := te.fast_math_variable()):
         return f"{variable} is set"
-    return te.not_installed()
+    return refused_here(backend_name, [recipe], device.type)
 
 
 if __name__ == "__main__":

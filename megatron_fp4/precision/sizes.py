@@ -5,13 +5,14 @@ Tokens and output features never appear here: the linear layer pads them. Input 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.demands import TILES, Demands, block_demands
 from megatron_fp4.precision.plan import Plan, PlannedLinear
 from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.refusals import Refusal
 
 
 def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
@@ -30,19 +31,18 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
             f"{_inputs(row, tensor)} is the input of {row.linear.title} and not a multiple of {multiple}, as "
             f"{_what_demands(row, multiple)} needs; {working} work{ranks}, or choose another format"
         )
-    if backend == "transformer_engine" and (refusal := native_size_refusal(plan, tensor)):
-        problem, remedy = refusal
-        raise ConfigError(f"{problem} does not go with precision.backend=transformer_engine; {remedy}")
+    if refusal := size_refusal([plan], tensor, backend):
+        raise ConfigError(f"{refusal.problem} does not go with precision.backend={backend}; {refusal.remedy}")
 
 
-def native_size_refusal(plan: Plan, tensor: int) -> tuple[str, str] | None:
-    """The first input of a linear that Transformer Engine's GEMMs cannot sum over, and the remedies, or None."""
-    found = _misfit(plan, tensor, te.demands)
-    if found is None:
-        return None
-    row, multiple = found
-    problem = f"{_inputs(row, tensor)}, the input of {row.linear.title},"
-    return problem, f"use a multiple of {multiple}, or backend=emulated"
+def size_refusal(plans: Iterable[Plan | None], tensor: int, backend: str) -> Refusal | None:
+    """The first input of a linear that the backend's GEMMs cannot sum over although blocks divide it, or None."""
+    for plan in plans:
+        if backend == "transformer_engine" and plan is not None and (found := _misfit(plan, tensor, te.demands)):
+            row, multiple = found
+            problem = f"{_inputs(row, tensor)}, the input of {row.linear.title},"
+            return Refusal(problem, f"use a multiple of {multiple}, or backend=emulated")
+    return None
 
 
 def _misfit(plan: Plan, tensor: int, demands: Callable[[Recipe], Demands]) -> tuple[PlannedLinear, int] | None:
@@ -63,5 +63,5 @@ def _what_demands(row: PlannedLinear, multiple: int) -> str:
     """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
     for place, operand in row.recipe.operands.items():
         if TILES.get(operand.format) == multiple:
-            return f"{row.key}.{place.gemm}.{place.tensor}.format={operand.format}"
+            return f"{row.key}.{place.key}.format={operand.format}"
     return f"{row.key}.fprop.rht={row.recipe.fprop.rht}"

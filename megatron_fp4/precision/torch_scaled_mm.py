@@ -17,8 +17,7 @@ dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output c
 whole 32 along the dot product: codes are filled up to them here, with zeros.
 
 What has no packed kernel (four-over-six, transforms of other sizes, fresh signs) is quantized in PyTorch, as in the
-emulated backend. What it cannot do, `torch_refusal` in `validate_torch_backend.py` says: other formats, two formats in
-one GEMM, codes of fprop in another GEMM.
+emulated backend. What it cannot do (`refusals.py`): other formats, two formats in one GEMM, codes of fprop in another.
 
 Not run: no Blackwell chip was at hand. The self-test compares codes, products and poison before the first step.
 """
@@ -57,10 +56,6 @@ from megatron_fp4.quantization.swizzle import swizzle_scales, unswizzle_scales
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Data-centre Blackwell, and the consumer and workstation chips, for which cuBLAS has such GEMMs as well.
-CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
-# The first CUDA whose cuBLAS multiplies block-scaled codes.
-_CUDA = (12, 8)
 _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
 
 
@@ -98,20 +93,6 @@ FORMATS = {
         swizzle=(SwizzleType.SWIZZLE_32_4_4,),
     ),
 }
-
-
-def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why `scaled_mm` cannot multiply the operands of `recipe` on such a GPU, with this PyTorch, or None if it can."""
-    if not recipe.quantized:
-        return None
-    if torch.version.cuda is None:
-        return "this PyTorch is built without CUDA"
-    if tuple(map(int, torch.version.cuda.split(".")[:2])) < _CUDA:
-        return f"block-scaled GEMMs need CUDA {_CUDA[0]}.{_CUDA[1]} and this PyTorch is built with {torch.version.cuda}"
-    if capability not in CAPABILITIES:
-        chips = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-        return f"block-scaled GEMMs need compute capability {chips} and this GPU has {capability[0]}.{capability[1]}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -176,7 +157,7 @@ class PackedOperand:
 
 
 class TorchBackend:
-    """See the top of this file. `unsupported` says beforehand where it cannot run."""
+    """The emulation's codes in `scaled_mm`'s layout, and its products."""
 
     name = "torch"
     accumulates = False  # scaled_mm has no beta

@@ -14,7 +14,7 @@ parameters, and weights quantized once a step.
 MXFP8's columnwise data is not transposed: [n, m] with a scale for 32 rows.
 
 Where it can run: NVFP4 on compute capability 10.0, 10.3, 12.0 and 12.1, MXFP8 on 10.x, FP8 blocks on 9.0 and 10.x
-(`unsupported` says why not, `te_releases.py` which release each needs).
+(`refusals.py` says why not elsewhere, and which release each needs).
 
 What differs from the emulated backend: the order of accumulation, and the draws of stochastic rounding. They are
 Transformer Engine's (8 bits each), from a generator that is seeded here for every tensor by the same key that the
@@ -61,35 +61,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NVFP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
 # The packed rows of an FP4 GEMM are whole 16 bytes, those of an FP8 GEMM too; MXFP8 wants whole blocks both ways.
 GEMM_MULTIPLES = {"nvfp4": 32, "mxfp8": 32, "fp8": 16}
 # Of a gradient's columns, for the kernel that transforms and quantizes in one go (10.x); others take several.
 FUSED_TRANSFORM_COLUMNS = 128
 # They replace divisions and roundings by faster ones, and the codes are no longer those of the reference.
 FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
-
-
-def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
-    """Why Transformer Engine cannot train `recipe` on a GPU of this compute capability, or None if it can.
-
-    A release new enough is presumed; `te_releases.outdated` asks the installed one.
-    """
-    chip = f"this GPU has {capability[0]}.{capability[1]}"
-    formats = recipe.formats
-    if "nvfp4" in formats and capability not in NVFP4_CAPABILITIES:
-        return f"native NVFP4 training needs compute capability 10.0, 10.3, 12.0 or 12.1 and {chip}"
-    if "mxfp8" in formats and capability[0] != 10:
-        return f"native MXFP8 needs compute capability 10.x and {chip}"
-    if "fp8" in formats:
-        if capability != (9, 0) and capability[0] != 10:
-            return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
-        fp32_scales = any(op.format == "fp8" and not op.power_of_two_scales for op in recipe.operands.values())
-        if fp32_scales and capability[0] == 10:
-            return (
-                f"{chip}, whose FP8 GEMM takes no scales but powers of two (power_of_two_scales=true on every operand)"
-            )
-    return None
 
 
 def demands(recipe: Recipe) -> Demands:
@@ -223,7 +200,7 @@ class _Settings:
 
 
 class TransformerEngineBackend:
-    """See the top of this file. `not_installed` and `unsupported` say beforehand where it cannot run."""
+    """Transformer Engine's quantizers, kept for their next use, and its GEMM; ImportError without the package."""
 
     name = "transformer_engine"
     accumulates = True
@@ -235,7 +212,7 @@ class TransformerEngineBackend:
         self._quantizers: dict[tuple[_Settings, Any, int], Any] = {}
 
     def demands(self, recipe: Recipe) -> Demands:
-        """See `demands`."""
+        """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
         return demands(recipe)
 
     def operands(

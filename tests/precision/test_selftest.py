@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import fair_rounding, selftest, te_releases
+from megatron_fp4.precision import fair_rounding, refusals, selftest
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.comparison import actual_parts, difference, unsigned_zeros
 from megatron_fp4.precision.demands import Demands
@@ -272,10 +272,10 @@ def test_the_command_without_a_gpu(capsys, monkeypatch):
 
 
 def test_an_old_release_is_not_tested_rather_than_at_fault(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     monkeypatch.setattr(te, "not_installed", lambda: None)
     for version, reason in (("2.13.0", "2.13.0 is installed and precision=nvfp4 needs 2.19"), ("2.20.2", "")):
-        monkeypatch.setattr(te_releases, "installed_version", lambda version=version: version)
+        monkeypatch.setattr(refusals, "installed_version", lambda version=version: version)
         found = selftest._untestable(NVFP4, "transformer_engine", torch.device("cuda"))
         assert reason in found if reason else found is None
 

@@ -16,8 +16,8 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
+from megatron_fp4.precision.refusals import needed_release
 from megatron_fp4.precision.selftest import Case, check
-from megatron_fp4.precision.te_releases import needed_release
 from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.quantization.swizzle import unswizzle_scales
 from tests.precision import reference as ref

@@ -14,6 +14,7 @@ from megatron_fp4.precision import selftest
 from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.refusals import torch_unsupported
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
 from megatron_fp4.quantization import mxfp8_cuda
@@ -273,15 +274,15 @@ def test_it_pads_as_the_emulation_and_a_gemm_has_16_columns(name):
 def test_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for capability in ((10, 0), (10, 3), (12, 0), (12, 1)):
-        assert backend.unsupported(NVFP4, capability) is None
-        assert backend.unsupported(MXFP8, capability) is None
+        assert torch_unsupported(NVFP4, capability) is None
+        assert torch_unsupported(MXFP8, capability) is None
     for capability in ((9, 0), (8, 9), (11, 0)):
-        assert f"this GPU has {capability[0]}.{capability[1]}" in backend.unsupported(NVFP4, capability)
-        assert backend.unsupported(BF16, capability) is None
+        assert f"this GPU has {capability[0]}.{capability[1]}" in torch_unsupported(NVFP4, capability)
+        assert torch_unsupported(BF16, capability) is None
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    assert "need CUDA 12.8 and this PyTorch is built with 12.6" in backend.unsupported(NVFP4, (10, 0))
+    assert "need CUDA 12.8 and this PyTorch is built with 12.6" in torch_unsupported(NVFP4, (10, 0))
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert backend.unsupported(NVFP4, (10, 0)) == "this PyTorch is built without CUDA"
+    assert torch_unsupported(NVFP4, (10, 0)) == "this PyTorch is built without CUDA"
 
 
 # -------------------------------------------------------------------------------------------------------- self-test

@@ -1,0 +1,231 @@
+"""What each backend cannot compute: anywhere, on a chip, or with what is installed. The emulation can all.
+
+`first_refusal` is for configurations: a problem and its remedy, both with the configuration's keys. `refused_here` is
+about this machine. What releases of Transformer Engine lack was read from its sources (2.9 to 2.20): one that lacks
+something computes other numbers than the reference, or none, and is refused by name before the self-test would find it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_fp4.config.schema import PrecisionConfig
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.plan import recipe_of
+from megatron_fp4.precision.recipe import PLACES, Operand, Place, Recipe, recipe_from_config
+from megatron_fp4.precision.torch_scaled_mm import FORMATS as TORCH_FORMATS
+
+TE_FORMATS = ("nvfp4", "mxfp8", "fp8")
+# Blackwell: data-centre chips, and those of consumers and workstations.
+FP4_CAPABILITIES = ((10, 0), (10, 3), (12, 0), (12, 1))
+# The first CUDA whose cuBLAS multiplies block-scaled codes.
+_TORCH_CUDA = (12, 8)
+_EMULATED = "or precision.backend=emulated"
+
+
+class Refusal(NamedTuple):
+    """What cannot be computed, by its key and value, and what to do about it."""
+
+    problem: str
+    remedy: str
+
+
+def recipes_by_key(precision: PrecisionConfig, key: str) -> dict[str, Recipe]:
+    """The recipe of `precision`, which messages call `key`, and those of its exceptions, by what messages call them."""
+    found = {key: recipe_from_config(precision)}
+    for i, exception in enumerate(precision.exceptions):
+        where = f"{key}.exceptions[{i}].precision={exception.precision}: precision"
+        found[where] = recipe_from_config(recipe_of(exception))
+    return found
+
+
+def first_refusal(backend: str, recipes: Mapping[str, Recipe], compute_dtype: str) -> Refusal | None:
+    """The first thing in `recipes` (by the keys of `recipes_by_key`) that a backend cannot compute on any chip."""
+    found = (refusal for key, recipe in recipes.items() for refusal in _refusals(backend, recipe, compute_dtype, key))
+    return next(found, None)
+
+
+def _refusals(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Iterator[Refusal]:
+    if backend == "emulated":
+        return
+    if compute_dtype != "bfloat16":
+        yield Refusal(f"{key}.compute_dtype={compute_dtype}", f"use bfloat16, {_EMULATED}")
+    native = backend == "transformer_engine"
+    if native and recipe.rht_signs == "fresh":
+        yield Refusal(f"{key}.rht_signs=fresh", f"use fixed, {_EMULATED}")
+    for name, gemm in recipe.gemms.items():
+        left, right = (place for place in PLACES if place.gemm == name)
+        for place in (left, right):
+            if recipe[place].quantized:
+                where = f"{key}.{place.key}"
+                yield from _of_any_tensor_core(recipe[place], where, TE_FORMATS if native else tuple(TORCH_FORMATS))
+                yield from _of_transformer_engine(recipe[place], place, gemm.rht, where) if native else ()
+        if gemm.left.format != gemm.right.format:
+            both = f"{key}.{left.key}.format={gemm.left.format} and {right.tensor}.format={gemm.right.format}"
+            yield Refusal(f"{both} in one GEMM", f"make them equal, {_EMULATED}")
+        sizes = (0, 16) if name == "wgrad" and gemm.left.format == "nvfp4" else (0,)
+        if native and gemm.rht not in sizes:
+            yield Refusal(f"{key}.{name}.rht={gemm.rht}", f"use {' or '.join(map(str, sizes))}, {_EMULATED}")
+
+
+def _of_any_tensor_core(operand: Operand, key: str, formats: tuple[str, ...]) -> Iterator[Refusal]:
+    if operand.format not in formats:
+        remedy = f"it multiplies {', '.join(formats[:-1])} and {formats[-1]}; use one of them or bf16, {_EMULATED}"
+        yield Refusal(f"{key}.format={operand.format}", remedy)
+    if operand.reuse_fprop:
+        along = "tensor cores want scales along the dot product"
+        yield Refusal(f"{key}.reuse_fprop=true", f"{along}; set it to false, {_EMULATED}")
+
+
+def _of_transformer_engine(operand: Operand, place: Place, rht: int, key: str) -> Iterator[Refusal]:
+    drawn, (rows, columns) = operand.rounding == "stochastic", operand.block
+    if drawn and (operand.format != "nvfp4" or place.tensor != "gradient"):
+        yield Refusal(f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {_EMULATED}")
+    if rows > 1 and place.tensor != "weight":
+        remedy = f"square blocks are for weights there; use 1x{columns}, {_EMULATED}"
+        yield Refusal(f"{key}.block={rows}x{columns}", remedy)
+    if operand.four_over_six and (rht or drawn):
+        other = f"rht={rht}" if rht else "rounding=stochastic"
+        yield Refusal(f"{key}.four_over_six=true with {other}", f"set one of them to false, 0 or nearest, {_EMULATED}")
+
+
+# ------------------------------------------------------------------------------------------------------- this machine
+
+
+def refused_here(backend: str, recipes: Iterable[Recipe], device_type: str) -> str | None:
+    """Why a backend that could compute `recipes` cannot on this machine's `device_type`, or None if it can."""
+    if backend == "emulated":
+        return None
+    if device_type != "cuda":
+        return f"the run is on {device_type}"
+    if torch.version.hip is not None:
+        return "it is for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability()
+    for recipe in recipes:
+        if backend == "torch":
+            reason = torch_unsupported(recipe, capability)
+        else:
+            reason = transformer_engine_unsupported(recipe, capability) or outdated(recipe, capability)
+        if reason is not None:
+            return reason
+    return te.not_installed() if backend == "transformer_engine" else None
+
+
+def torch_unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """Why `scaled_mm` cannot multiply the operands of `recipe` on such a GPU, with this PyTorch, or None if it can."""
+    if not recipe.quantized:
+        return None
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA"
+    if tuple(map(int, torch.version.cuda.split(".")[:2])) < _TORCH_CUDA:
+        needed = ".".join(map(str, _TORCH_CUDA))
+        return f"block-scaled GEMMs need CUDA {needed} and this PyTorch is built with {torch.version.cuda}"
+    if capability not in FP4_CAPABILITIES:
+        chips = ", ".join(f"{major}.{minor}" for major, minor in FP4_CAPABILITIES)
+        return f"block-scaled GEMMs need compute capability {chips} and this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def transformer_engine_unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """Why no release of Transformer Engine can train `recipe` on a GPU of this compute capability, or None."""
+    chip = f"this GPU has {capability[0]}.{capability[1]}"
+    if "nvfp4" in recipe.formats and capability not in FP4_CAPABILITIES:
+        return f"native NVFP4 training needs compute capability 10.0, 10.3, 12.0 or 12.1 and {chip}"
+    if "mxfp8" in recipe.formats and capability[0] != 10:
+        return f"native MXFP8 needs compute capability 10.x and {chip}"
+    if "fp8" in recipe.formats:
+        if capability != (9, 0) and capability[0] != 10:
+            return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
+        fp32_scales = any(op.format == "fp8" and not op.power_of_two_scales for op in recipe.operands.values())
+        if fp32_scales and capability[0] == 10:
+            return (
+                f"{chip}, whose FP8 GEMM takes no scales but powers of two (power_of_two_scales=true on every operand)"
+            )
+    return None
+
+
+# ------------------------------------------------------------------------------------- releases of Transformer Engine
+
+Release = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Need:
+    """release: the first that has it. before: what earlier ones do. of: whether it matters to a recipe on a chip."""
+
+    release: Release
+    before: str
+    of: Callable[[Recipe, tuple[int, int]], bool]
+
+
+def _stochastic(recipe: Recipe) -> bool:
+    return any(operand.rounding == "stochastic" for operand in recipe.operands.values())
+
+
+_NEEDS = (
+    _Need((2, 10), "GEMMs want a workspace from their caller", lambda recipe, _: recipe.quantized),
+    _Need(
+        (2, 12),
+        "dgrad's and wgrad's copies of a gradient are rounded by the same draws",
+        lambda recipe, _: _stochastic(recipe) and recipe.wgrad.rht > 0,
+    ),
+    _Need((2, 14), "NVFP4 block scales are rounded in another order", lambda recipe, _: "nvfp4" in recipe.formats),
+    _Need(
+        (2, 16),
+        "the Hadamard transform takes a kernel that 12.x cannot run",
+        lambda recipe, capability: capability[0] == 12 and recipe.wgrad.rht > 0,
+    ),
+    _Need(
+        (2, 17),
+        "there is no four-over-six",
+        lambda recipe, _: any(operand.four_over_six for operand in recipe.operands.values()),
+    ),
+    _Need(
+        (2, 20),
+        "square MXFP8 blocks were not seen in the sources",
+        lambda recipe, _: any(op.format == "mxfp8" and op.block[0] > 1 for op in recipe.operands.values()),
+    ),
+    _Need(
+        (2, 19),
+        "stochastic rounding makes every gradient zero on 12.x",
+        lambda recipe, capability: capability[0] == 12 and _stochastic(recipe),
+    ),
+)
+
+
+def needed_release(recipe: Recipe, capability: tuple[int, int]) -> Release:
+    """The first release that computes `recipe` on a GPU of this compute capability as the reference does."""
+    return max((need.release for need in _NEEDS if need.of(recipe, capability)), default=(0, 0))
+
+
+def outdated(recipe: Recipe, capability: tuple[int, int]) -> str | None:
+    """Why the installed release is too old for `recipe` on this GPU, or None if it is not, or if none is installed."""
+    installed = installed_version()
+    numbers = None if installed is None else re.match(r"(\d+)\.(\d+)", installed)
+    if numbers is None:
+        return None
+    release = (int(numbers[1]), int(numbers[2]))
+    missing = [need for need in _NEEDS if release < need.release and need.of(recipe, capability)]
+    if not missing:
+        return None
+    reasons = ", ".join(f"before {_text(need.release)} {need.before}" for need in missing)
+    needed = _text(needed_release(recipe, capability))
+    return f"Transformer Engine {installed} is installed and precision={recipe.name} needs {needed} or newer: {reasons}"
+
+
+def installed_version() -> str | None:
+    """The version of the installed package, such as `2.20.2`; None if there is none."""
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _text(release: Release) -> str:
+    return f"{release[0]}.{release[1]}"
