@@ -62,9 +62,8 @@ def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None
     if wanted == "auto" and not any(recipe.quantized for recipe in recipes.values()):
         return BackendChoice("emulated", "nothing is quantized")
     native = "transformer_engine" if wanted == "auto" else wanted
-    refusal = first_refusal(native, recipes, config.precision.compute_dtype) or size_refusal(
-        plans, config.parallel.tensor, native
-    )
+    refusal = first_refusal(native, recipes, config.precision.compute_dtype)
+    refusal = refusal or size_refusal(plans, config.parallel.tensor, native)
     reason = f"it cannot do {refusal.problem}" if refusal else refused_here(native, recipes.values(), device_type)
     if reason is not None and wanted == "auto":
         return BackendChoice("emulated", f"not {native}: {reason}")

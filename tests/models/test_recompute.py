@@ -13,7 +13,6 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
-from megatron_fp4.training.step import _prepare_backward
 from models.execution import Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
@@ -61,7 +60,10 @@ def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) ->
     clock = RunClock(seed=3)
     model = sharded_model(recompute, recipe, mesh, clock, reshard)
     for position in range(2):
-        _prepare_backward(model, is_last=position == 1, reshard=reshard)
+        is_last = position == 1  # as `accumulate` prepares it
+        model.set_requires_gradient_sync(is_last)
+        model.set_is_last_backward(is_last)
+        model.set_reshard_after_backward(is_last or reshard)
         clock.micro_batch = index = 2 * mesh.dp_rank + position
         loss = model(*text(index))
         loss.backward()
