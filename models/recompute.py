@@ -16,7 +16,8 @@ the other uses the same. A linear that keeps 4-bit codes of x instead of x goes 
 copy of x, padded for instance, keeps the copy.
 
 The cheap functions are pure functions of tensors: no parameters are gathered, no clock is read, no GEMM is run and no
-random number drawn a second time, so gradients have the same bits as without.
+random number drawn a second time, so gradients have the same bits as without. (Not with FP32 as the compute dtype: the
+parts of a norm's gradient are added up before the residual's then, as they are in BF16 anyway.)
 """
 
 from __future__ import annotations
