@@ -1,7 +1,6 @@
-"""Refuses recipes that cannot be computed: formats against blocks, blocks against model and batch.
+"""Refuses recipes that cannot be computed. Whether a model's sizes divide is asked of its plan (precision/sizes.py).
 
-Tokens and output features never appear here: the linear layer pads them to what kernels demand. Input features are what
-the user chose, so they must divide (precision/demands.py). Options without effect are for `validate_effects.py`.
+Options without effect are for `checks/effects.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from dataclasses import fields, replace
 
 from megatron_fp4.checks.effects import validate_effects
 from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
-from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend_choice import BACKENDS
-from megatron_fp4.precision.demands import TILES, block_demands
-from megatron_fp4.precision.plan import first_exception, recipe_of
-from megatron_fp4.precision.recipe import GEMMS, PLACES, Place, recipe_from_config
-from megatron_fp4.precision.refusals import Refusal, first_refusal, recipes_by_key
+from megatron_fp4.precision.plan import recipe_of
+from megatron_fp4.precision.recipe import GEMMS, PLACES, Place
+from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
 
 BLOCKS = {
     "nvfp4": ("1x16", "16x16"),
@@ -23,8 +20,6 @@ BLOCKS = {
     "mxfp8": ("1x32", "32x32"),
     "fp8": ("1x128", "128x128"),
 }
-# The linears of each kind of block: the first reads the hidden state, the second the width that the block works in.
-_PROJECTIONS = {"M": ("in_proj", "out_proj"), "*": ("qkv_proj", "out_proj"), "-": ("up_proj", "down_proj")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -34,8 +29,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     key: how messages call it; for a switch's target, something like `precision.switch.target=NAME: precision`.
     """
     _exceptions(precision, key)
-    quantized = False
-    for part, (where, of_part) in enumerate(parts(precision, key), -1):
+    for where, of_part in _parts(precision, key):
         _choices(of_part, where)
         for place, operand in _operands(of_part):
             _operand(operand, f"{where}.{place.key}")
@@ -46,18 +40,17 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
                     "for none"
                 )
         _reuse(of_part, where)
-        if recipe_from_config(of_part).quantized:
-            quantized = True
-            _sizes(of_part, config, where, part)
-    _backend(precision, config, device_type, key)
+    recipes = recipes_by_key(precision, key)
+    quantized = any(recipe.quantized for recipe in recipes.values())
+    _backend(precision, device_type, key)
     if quantized:
         _bf16_blocks(precision, config, key)
     _recheck(precision, quantized, key)
     _switch(precision, key)
-    validate_effects(precision, [recipe_from_config(of_part) for _, of_part in parts(precision, key)], key)
+    validate_effects(precision, list(recipes.values()), key)
 
 
-def parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
+def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
     """`precision` itself, and for each exception what `precision` would be with its recipe, all with their keys."""
     found = [(key, precision)]
     for i, exception in enumerate(precision.exceptions):
@@ -71,12 +64,6 @@ def _exceptions(precision: PrecisionConfig, key: str) -> None:
     for i, exception in enumerate(precision.exceptions):
         if not exception.names:
             raise ConfigError(f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception")
-        for letter in exception.blocks:
-            if letter not in _PROJECTIONS:
-                raise ConfigError(
-                    f"{key}.exceptions[{i}].blocks={exception.blocks} has {letter!r}; block letters are "
-                    f"{', '.join(_PROJECTIONS)}, and an empty string means all"
-                )
 
 
 def _operands(config: PrecisionConfig) -> list[tuple[Place, OperandConfig]]:
@@ -153,44 +140,16 @@ def _reuse(config: PrecisionConfig, key: str) -> None:
             )
 
 
-def _backend(precision: PrecisionConfig, config: Config, device_type: str, key: str) -> None:
+def _backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
     backend = precision.backend
     if backend in ("auto", "emulated"):
         return
-    refusal = first_refusal(backend, recipes_by_key(precision, key), precision.compute_dtype)
-    if refusal or (refusal := _size_refusal(precision, config, backend)):
+    if refusal := first_refusal(backend, recipes_by_key(precision, key), precision.compute_dtype):
         raise ConfigError(f"{refusal.problem} does not go with {key}.backend={backend}; {refusal.remedy}")
     if device_type != "cuda":
         raise ConfigError(
             f"{key}.backend={backend} needs a CUDA device and this run is on {device_type}; use {key}.backend=emulated"
         )
-
-
-def size_refusal(config: Config, backend: str) -> Refusal | None:
-    """The first size of the model that `backend` cannot take on any chip, before or after the switch, or None."""
-    for precision in filter(None, (config.precision, config.after_switch)):
-        if refusal := _size_refusal(precision, config, backend):
-            return refusal
-    return None
-
-
-def _size_refusal(precision: PrecisionConfig, config: Config, backend: str) -> Refusal | None:
-    if backend == "transformer_engine":
-        for part, (_, of_part) in enumerate(parts(precision, ""), -1):
-            if "nvfp4" in recipe_from_config(of_part).formats and (refusal := _fp4_size_refusal(config, of_part, part)):
-                return Refusal(*refusal)
-    return None
-
-
-def _fp4_size_refusal(config: Config, precision: PrecisionConfig, part: int) -> tuple[str, str] | None:
-    """What an FP4 GEMM sums over must be whole 16 bytes of codes; tokens and output features are padded."""
-    multiple, tensor = te.demands(recipe_from_config(precision)).inputs, config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
-        shards = tensor if sharded else 1
-        if size % (shards * multiple):
-            each = f" / parallel.tensor={tensor}" if shards > 1 else ""
-            return f"{name}={size}{each}, the input of {linear},", f"use a multiple of {multiple}, or backend=emulated"
-    return None
 
 
 def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
@@ -204,59 +163,6 @@ def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
             f"blocks of model.pattern={config.model.pattern} quantized; lower them to less than "
             f"{num_blocks} together, or choose precision=bf16"
         )
-
-
-def _sizes(precision: PrecisionConfig, config: Config, key: str, part: int) -> None:
-    """The input features of every quantized linear must be what blocks and transforms demand."""
-    multiple = block_demands(recipe_from_config(precision)).inputs
-    tensor = config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
-        shards = tensor if sharded else 1
-        if size % (shards * multiple):
-            each = f" / parallel.tensor={tensor}" if shards > 1 else ""
-            below = size // (shards * multiple) * shards * multiple
-            working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
-            fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
-            ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
-            raise ConfigError(
-                f"{name}={size}{each} is the input of {linear} and not a multiple of {multiple}, as "
-                f"{_what_demands(precision, multiple, key)} needs; {working} work{ranks}, or choose another format"
-            )
-
-
-def _what_demands(precision: PrecisionConfig, multiple: int, key: str) -> str:
-    """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
-    for place, operand in _operands(precision):
-        if TILES.get(operand.format) == multiple:
-            return f"{key}.{place.key}.format={operand.format}"
-    return f"{key}.fprop.rht={precision.fprop.rht}"
-
-
-def _input_dims(config: Config, precision: PrecisionConfig, part: int) -> dict[str, tuple[int, bool, str]]:
-    """Key -> (input features, whether tensor-parallel ranks share them, the linear), of linears under one recipe.
-
-    part: -1 for the run's own recipe, else the number of an exception.
-    """
-    model, blocks = config.model, precision.bf16_blocks
-    projections = set()
-    for block in range(blocks.first, model.num_blocks - blocks.last):
-        kind = model.pattern[block]
-        for projection in _PROJECTIONS[kind]:
-            found = first_exception(f"blocks.{block}.mixer.{projection}", kind, precision.exceptions)
-            if (-1 if found is None else found[0]) == part:
-                projections.add((kind, projection))
-    dims = {}
-    if any((kind, into) in projections for kind, (into, _) in _PROJECTIONS.items()):
-        dims["model.hidden_dim"] = (model.hidden_dim, False, "the projections into every block")
-    if ("-", "down_proj") in projections:
-        dims["model.ffn_dim"] = (model.ffn_dim, True, "the FFN's down projection")
-    if ("*", "out_proj") in projections:
-        q_dim = model.num_query_heads * model.head_dim
-        dims["model.num_query_heads x model.head_dim"] = (q_dim, True, "the attention's output projection")
-    if ("M", "out_proj") in projections:
-        inner = model.mamba_inner_dim
-        dims["model.mamba_num_heads x model.mamba_head_dim"] = (inner, True, "the Mamba output projection")
-    return dims
 
 
 def _recheck(precision: PrecisionConfig, quantized: bool, key: str) -> None:

@@ -8,7 +8,7 @@ yet: who has one names it, and the self-test says whether it computes what it sh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,9 @@ from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.refusals import Refusal, first_refusal, recipes_by_key, refused_here
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.refusals import first_refusal, recipes_by_key, refused_here
+from megatron_fp4.precision.sizes import native_size_refusal
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
@@ -43,12 +45,8 @@ class BackendChoice:
         return BACKENDS[self.name]()
 
 
-def choose_backend(
-    config: Config, device_type: str, size_refusal: Callable[[Config, str], Refusal | None]
-) -> BackendChoice:
-    """The backend for a checked `config`, before and after its switch, on this machine's `device_type`.
-
-    size_refusal: what sizes of the configured model the backend of a name cannot take.
+def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None]) -> BackendChoice:
+    """The backend for a checked `config` on this machine's `device_type`. plans: before and after its switch, if any.
 
     Raises ConfigError if `precision.backend=transformer_engine` or `torch` cannot be had, or if the first would be used
     and an environment variable asks it for inexact arithmetic.
@@ -63,7 +61,10 @@ def choose_backend(
     if wanted == "auto" and not any(recipe.quantized for recipe in recipes.values()):
         return BackendChoice("emulated", "nothing is quantized")
     native = "transformer_engine" if wanted == "auto" else wanted
-    refusal = first_refusal(native, recipes, config.precision.compute_dtype) or size_refusal(config, native)
+    refusal = first_refusal(native, recipes, config.precision.compute_dtype)
+    if native == "transformer_engine" and refusal is None:
+        sizes = (native_size_refusal(plan, config.parallel.tensor) for plan in plans if plan is not None)
+        refusal = next(filter(None, sizes), None)
     reason = f"it cannot do {refusal.problem}" if refusal else refused_here(native, recipes.values(), device_type)
     if reason is not None and wanted == "auto":
         return BackendChoice("emulated", f"not {native}: {reason}")

@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")  # no display on a cluster's node
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from megatron_fp4.precision.recipe import GEMMS, PLACES
-from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
+from megatron_fp4.report.metrics import records_of_run
+from megatron_fp4.report.picture import picture
 
 DEFAULT_QUANTITIES = ("wgrad_gradient.snr_db", "wgrad.error")
 
@@ -52,10 +48,7 @@ def plot_heatmap(
     """
     for quantity in quantities:
         _check(quantity)
-    path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
-    records = [record for record in read_metrics(path) if record["kind"] == "diagnostics"]
+    records = [record for record in records_of_run(run_dir) if record["kind"] == "diagnostics"]
     if not records:
         return None
     linears = _names(records)
@@ -64,20 +57,15 @@ def plot_heatmap(
     height = 1.1 + min(14.0, max(1.6, 0.16 * len(linears)))
     rows, columns = (1, count) if tall else (count, 1)
     size = (2.5 + 6.0 * count, height) if tall else (10, height * count)
-    figure, panels = plt.subplots(
-        rows, columns, figsize=size, dpi=130, layout="constrained", squeeze=False, sharex=True, sharey=True
-    )
-    try:
+    written = Path(target) if target is not None else Path(run_dir) / "diagnostics.png"
+    settings = {"figsize": size, "dpi": 130, "squeeze": False, "sharex": True, "sharey": True}
+    with picture(written, rows, columns, **settings) as (figure, panels):
         for axes, quantity in zip(panels.flat, quantities, strict=True):
             _draw(figure, axes, records, linears, quantity)
         panels[0, 0].invert_yaxis()
         for axes in panels[-1]:
             axes.set_xlabel("step")
         figure.suptitle(f"{Path(run_dir).resolve().name}: what quantization does", x=0.01, ha="left")
-        written = Path(target) if target is not None else Path(run_dir) / "diagnostics.png"
-        figure.savefig(written)
-    finally:
-        plt.close(figure)
     return written
 
 

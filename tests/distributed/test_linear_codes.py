@@ -17,9 +17,11 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.demands import block_demands
 from megatron_fp4.precision.emulated import quantize_operand
-from models.flops import linear_costs
+from models.pattern import linear_shapes
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
 from tests.training.harness import launch
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -132,7 +134,7 @@ def test_amax_per_shard_quantizes_every_shard_on_its_own(one):
 def test_the_groups_above_are_like_those_of_the_12b_model():
     """Its in_proj has 2836 rows a group: each is padded to 2848, whichever rank holds it."""
     model = compose_config(["model=nemotron_h_12b"], CONFIGS).model
-    rows, rest = divmod(linear_costs(model)[0].out_features, model.mamba_num_groups)
+    rows, rest = divmod(linear_shapes(model)[0].out_features, model.mamba_num_groups)
     assert (model.mamba_num_groups, rows, rest) == (GROUPS, 2836, 0)
     assert rows % block_demands(NVFP4).group_outputs != 0
     assert GROUP_ROWS % block_demands(NVFP4).group_outputs != 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp4.checks.precision import size_refusal
+from assembly import plans_of
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import backend_choice, refusals
@@ -41,7 +41,7 @@ def with_power_of_two_scales() -> Config:
 
 
 def chosen(config: Config, device_type: str = "cuda") -> BackendChoice:
-    return choose_backend(config, device_type, size_refusal)
+    return choose_backend(config, device_type, plans_of(config))
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
