@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from megatron_fp4.checks.effects import validate_effects
 from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.precision.plan import recipe_of
-from megatron_fp4.precision.recipe import PLACES, Place, recipe_from_config
+from megatron_fp4.precision.recipe import PLACES, Place
 from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
 
 BLOCKS = {
@@ -27,21 +27,21 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     key: how messages call it; for a switch's target, something like `precision.switch.target=NAME: precision`.
     """
     _exceptions(precision, key)
-    quantized = False
-    for where, of_part in parts(precision, key):
+    for where, of_part in _parts(precision, key):
         for place, operand in _operands(of_part):
             _operand(operand, f"{where}.{place.key}")
         _reuse(of_part, where)
-        quantized = quantized or recipe_from_config(of_part).quantized
+    recipes = recipes_by_key(precision, key)
+    quantized = any(recipe.quantized for recipe in recipes.values())
     _backend(precision, device_type, key)
     if quantized:
         _bf16_blocks(precision, config, key)
     _recheck(precision, quantized, key)
     _switch(precision, key)
-    validate_effects(precision, [recipe_from_config(of_part) for _, of_part in parts(precision, key)], key)
+    validate_effects(precision, list(recipes.values()), key)
 
 
-def parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
+def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
     """`precision` itself, and for each exception what `precision` would be with its recipe, all with their keys."""
     found = [(key, precision)]
     for i, exception in enumerate(precision.exceptions):

@@ -1,4 +1,4 @@
-"""An operand of any backend beside the reference: in comparable parts, and where they differ.
+"""Operands and products of any backend beside the reference: in comparable parts, where they differ, and how far.
 
 A zero's sign is free: no product sees it, the emulation does not keep it, and hardware that rounds to E2M1 keeps the
 sign of a number that becomes zero (code 8), of an exact -0.0 perhaps as well, where the reference has code 0. Only
@@ -7,21 +7,18 @@ where a backend promises our own bytes (`bytes_fault`) is it not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.recipe import Operand
-from megatron_fp4.quantization.fp8 import quantize_fp8
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.precision.reference import Quantized, quantized
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor
 
 # Elements that are compared at once, in whole blocks of every format: bounds the memory of the reference.
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
@@ -29,20 +26,6 @@ _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
 if TYPE_CHECKING:
     from megatron_fp4.precision.backend import OperandRequest
     from megatron_fp4.precision.torch_scaled_mm import PackedOperand
-
-Quantized = NVFP4Tensor | MXFP4Tensor | MXFP8Tensor | FP8Tensor
-
-
-def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> Quantized:
-    """`rows` [n, k] by the reference quantizer. amax: of the whole tensor. key: of the draws; None: to nearest."""
-    rounding = "nearest" if key is None else "stochastic"
-    if operand.format == "nvfp4":
-        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
-    if operand.format == "mxfp4":
-        return quantize_mxfp4(rows, operand.block, rounding, key=key)
-    if operand.format == "mxfp8":
-        return quantize_mxfp8(rows, operand.block)
-    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
 
 
 def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
@@ -60,10 +43,10 @@ def parts_by_rows(made: object) -> Callable[[slice], dict[str, Tensor]]:
     return lambda rows: {"values": values[rows].to(torch.float32) + 0.0} | whole
 
 
-def _code_parts(quantized: Quantized, rows: slice) -> dict[str, Tensor]:
-    parts = {"codes": quantized.codes[rows], "scales": quantized.scales[rows]}
-    if isinstance(quantized, NVFP4Tensor):
-        parts |= {"codes": unsigned_zeros(parts["codes"]), "amax": quantized.amax}
+def _code_parts(right: Quantized, rows: slice) -> dict[str, Tensor]:
+    parts = {"codes": right.codes[rows], "scales": right.scales[rows]}
+    if isinstance(right, NVFP4Tensor):
+        parts |= {"codes": unsigned_zeros(parts["codes"]), "amax": right.amax}
     return parts
 
 
@@ -73,13 +56,13 @@ def unsigned_zeros(codes: Tensor) -> Tensor:
     return torch.where((low & 0xF0) == 0x80, low & 0x0F, low)
 
 
-def expected_parts(quantized: Quantized, made: object) -> dict[str, Tensor]:
+def expected_parts(right: Quantized, made: object) -> dict[str, Tensor]:
     """The reference in the parts that `actual_parts` has of `made`."""
     if isinstance(made, te.NativeOperand):
-        return _code_parts(quantized, slice(None))
-    if isinstance(quantized, NVFP4Tensor):
-        return {"values": quantized.block_values() + 0.0, "tensor scale": quantized.decode_scale()}
-    return {"values": quantized.dequantize() + 0.0}
+        return _code_parts(right, slice(None))
+    if isinstance(right, NVFP4Tensor):
+        return {"values": right.block_values() + 0.0, "tensor scale": right.decode_scale()}
+    return {"values": right.dequantize() + 0.0}
 
 
 def bytes_fault(made: PackedOperand, rows: Tensor, request: OperandRequest) -> str:
@@ -88,7 +71,7 @@ def bytes_fault(made: PackedOperand, rows: Tensor, request: OperandRequest) -> s
     codes, scales = made.plain()
 
     def expected(chunk: slice) -> dict[str, Tensor]:
-        right = reference(rows[chunk], request.operand, amax, further(request.key, chunk.start))
+        right = quantized(rows[chunk], request.operand, further(request.key, chunk.start), amax)
         parts = {"codes": right.codes, "scales": right.scales.view(scales.dtype)}
         return parts | ({"tensor scale": right.decode_scale()} if isinstance(right, NVFP4Tensor) else {})
 
@@ -160,3 +143,79 @@ def operand_scale(made: object) -> Tensor | float:
         return decoded.decode_scale().to(torch.float64) if isinstance(decoded, NVFP4Tensor) else 1.0
     scale = made.scale  # type: ignore[attr-defined]
     return 1.0 if scale is None else scale.to(torch.float64)
+
+
+# ----------------------------------------------------------------------------------------------------------- products
+
+# Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
+# rounds by 2^-9; Hopper's FP8 tensor cores add 128 products with 14 bits.
+PRODUCT_ERROR = {torch.bfloat16: 4e-3, torch.float32: 1e-3}
+ELEMENT_ERROR = {torch.bfloat16: 0.05, torch.float32: 0.01}
+_ROWS = 256
+_PRODUCT_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class ProductErrors:
+    """How far rows of a product are from FP64.
+
+    total: relative, Frobenius norm. worst: of one element, in units of the root mean square of all. peak: the largest
+    element in these units. condition: how much larger sums of magnitudes are than sums of random signs would have them
+    (1 or less where nothing cancels beyond that); computed only for products beyond the plain bounds.
+    """
+
+    total: float
+    worst: float
+    peak: float
+    condition: float
+    dtype: torch.dtype
+
+    @property
+    def fault(self) -> str:
+        """What is beyond the bounds, or an empty string. NaN passes no comparison, and so is a fault."""
+        if self._within(max(1.0, self.condition)):
+            return ""
+        return f"relative error {self.total:.2e}, worst element {self.worst:.2e} of the root mean square"
+
+    def _within(self, factor: float) -> bool:
+        element = factor * ELEMENT_ERROR[self.dtype] + 2**-8 * self.peak
+        return self.total <= factor * PRODUCT_ERROR[self.dtype] and self.worst <= element
+
+
+def product_rows(product: Tensor, count: int = _ROWS) -> Tensor:
+    """Evenly spaced rows of a product, `count` at most."""
+    return torch.linspace(0, product.shape[0] - 1, min(count, product.shape[0]), device=product.device).long()
+
+
+def product_errors(product: Tensor, a: object, b: object, rows: Tensor, *, cancelling: bool = False) -> ProductErrors:
+    """`rows` of the product a b^T against FP64 on the operands' own values.
+
+    cancelling: the tensors are a run's, and sums may cancel further than those of random numbers.
+    """
+    left, right = operand_values(a)[rows].to(torch.float64), operand_values(b)
+    scale = operand_scale(a) * operand_scale(b)
+    expected = _in_fp64(left, right) * scale
+    if product.shape[1] != expected.shape[1]:
+        return ProductErrors(math.inf, math.inf, 0.0, 1.0, product.dtype)
+    finite = expected.isfinite()
+    if not finite.all():
+        # A step that is not finite is for others to handle; here NaN and inf must only not disappear.
+        lost = math.inf if product[rows][~finite].isfinite().any() else 0.0
+        return ProductErrors(lost, lost, 0.0, 1.0, product.dtype)
+    error = product[rows].to(torch.float64) - expected
+    norm, root = expected.norm().item(), expected.square().mean().sqrt().item()
+    if norm == 0:
+        total = worst = 0.0 if not error.any() else math.inf
+        return ProductErrors(total, worst, 0.0, 1.0, product.dtype)
+    total, worst = error.norm().item() / norm, error.abs().amax().item() / root
+    found = ProductErrors(total, worst, expected.abs().amax().item() / root, 1.0, product.dtype)
+    if not cancelling or not found.fault:
+        return found
+    magnitudes = (_in_fp64(left.abs(), right.abs()) * scale).norm().item()
+    return replace(found, condition=magnitudes / norm / left.shape[1] ** 0.5)
+
+
+def _in_fp64(left: Tensor, right: Tensor) -> Tensor:
+    """left right^T for FP64 [m, k] and [n, k] of any type, converted piece by piece."""
+    size = max(1, _PRODUCT_ELEMENTS // right.shape[1])
+    return torch.cat([left @ part.to(torch.float64).t() for part in right.split(size)], dim=1)

@@ -24,10 +24,10 @@ from megatron_fp4.precision.comparison import (
     operand_values,
     parts_by_rows,
     parts_fault,
-    reference,
     row_chunks,
 )
 from megatron_fp4.precision.emulated import shared_amax, transform_signs
+from megatron_fp4.precision.reference import quantized
 from megatron_fp4.precision.transformer_engine import NativeOperand
 from megatron_fp4.quantization.formats import E2M1_MAX, E2M1_VALUES, FP32_MAX, e2m1_values, unpack_codes
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -68,7 +68,7 @@ def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: Pr
         return next(filter(None, faults), "")
 
     def expected(chunk: slice) -> dict[str, Tensor]:
-        return expected_parts(reference(source(chunk), operand, amax, further(request.key, chunk.start)), made)
+        return expected_parts(quantized(source(chunk), operand, further(request.key, chunk.start), amax), made)
 
     return parts_fault(rows, parts_by_rows(made), expected)
 
@@ -83,7 +83,7 @@ def _native_fault(decoded: NVFP4Tensor, chunk: slice, source: Tensor, request: O
     step = _BF16_STEP if request.rht else 0.0
     if not (decoded.amax - amax).abs() <= step * amax:
         return f"amax is {decoded.amax.item():g} instead of {amax.item():g}"
-    right = reference(source, request.operand, decoded.amax)
+    right = quantized(source, request.operand, None, decoded.amax)
     scales = decoded.scales[chunk]
     assert isinstance(right, NVFP4Tensor)
     apart = (scales.view(torch.uint8).to(torch.int16) - right.scales.view(torch.uint8).to(torch.int16)).abs()

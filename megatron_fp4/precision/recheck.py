@@ -8,7 +8,7 @@
 The self-test before the first step meets random tensors on a fresh machine. This meets the run's own, on a machine
 that may have begun to compute wrongly. In the due step a watcher stands between the linear and its backend. Of the
 step's first micro-batch it compares every operand as the linear really used it (values or codes, scales, maxima) with
-the reference quantizer's (operand_check.py), and rows of the three products with FP64 (products.py). It changes
+the reference quantizer's (operand_check.py), and rows of the three products with FP64 (comparison.py). It changes
 nothing: it draws from no generator and writes no tensor of the run, so losses and weights keep their bits.
 
 The linears take turns in the plan's order: which one is due is a function of the step alone, the same on all ranks and
@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, OperandRequest
+from megatron_fp4.precision.comparison import product_errors
 from megatron_fp4.precision.operand_check import operand_fault
-from megatron_fp4.precision.products import product_errors
 from megatron_fp4.precision.selftest import SelfTestError
 
 if TYPE_CHECKING:

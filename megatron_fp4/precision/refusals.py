@@ -76,7 +76,7 @@ def _refusals(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Ite
 
 def _of_any_tensor_core(operand: Operand, key: str, formats: tuple[str, ...]) -> Iterator[Refusal]:
     if operand.format not in formats:
-        remedy = f"it multiplies {', '.join(formats[:-1])} and {formats[-1]}; use one of them or bf16, {_EMULATED}"
+        remedy = f"it multiplies {' and '.join(formats)}; use one of them or bf16, {_EMULATED}"
         yield Refusal(f"{key}.format={operand.format}", remedy)
     if operand.reuse_fprop:
         along = "tensor cores want scales along the dot product"

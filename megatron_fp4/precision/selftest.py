@@ -39,12 +39,19 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend, MakeOperand
 from megatron_fp4.precision.backend_choice import BACKENDS
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.comparison import bytes_fault, expected_parts, parts_by_rows, parts_fault, reference
+from megatron_fp4.precision.comparison import (
+    bytes_fault,
+    expected_parts,
+    parts_by_rows,
+    parts_fault,
+    product_errors,
+    product_rows,
+)
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.products import product_errors, product_rows
 from megatron_fp4.precision.recipe import PLACES, USES, Gemm, Operand, Place, Recipe, rounded_to_nearest
+from megatron_fp4.precision.reference import quantized
 from megatron_fp4.precision.refusals import first_refusal, refused_here
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
@@ -203,7 +210,7 @@ def _codes_fault(made: object, rows: Tensor, operand: Operand, amax: Tensor) -> 
     drawn = ("codes", "values") if operand.rounding == "stochastic" else ()
 
     def expected(chunk: slice) -> dict[str, Tensor]:
-        parts = expected_parts(reference(rows[chunk], operand, amax), made)
+        parts = expected_parts(quantized(rows[chunk], operand, None, amax), made)
         return {part: value for part, value in parts.items() if part not in drawn}
 
     return parts_fault(rows, parts_by_rows(made), expected)
@@ -309,7 +316,9 @@ SHAPES = [[1024, 512, 2048], [512, 2048, 512], [256, 1024, 1280]]
 
 def main(arguments: list[str]) -> int:
     """Test what this machine can run, and say what it cannot; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_fp4.precision.selftest", description="See the module.")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_fp4.precision.selftest", description=(__doc__ or "").split("\n")[0]
+    )
     shape = "tokens, input and output features, each a multiple of 128"
     parser.add_argument("--shape", action="append", metavar="TOKENS,INPUTS,OUTPUTS", help=shape)
     options = parser.parse_args(arguments)

@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 import pretrain
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.comparison import PRODUCT_ERROR
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
-from megatron_fp4.precision.products import PRODUCT_ERROR
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.transformer_engine import NVFP4_CAPABILITIES, TransformerEngineBackend, unsupported
 from scripts.compare_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours

@@ -1,4 +1,4 @@
-"""A linear layer and its three GEMMs in double precision, on operands that the oracle quantized to nearest."""
+"""Recipes, tensors and runs of one linear; and its three GEMMs in double, on operands that the oracle quantized."""
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe, rounded_to_nearest
+from megatron_fp4.precision.reference import reference_linear
 from megatron_fp4.quantization.hadamard import fixed_signs
 from tests.quantization import oracle
 from tests.recipes import changed
@@ -71,6 +72,14 @@ def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tenso
     assert x.grad is not None
     assert w.grad is not None
     return y.detach(), x.grad, w.grad
+
+
+def specified(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:
+    """y, dx and dw of the specification, by the draws of the context."""
+    clock = context.clock
+    return reference_linear(
+        x, w, dy, context.recipe, lambda label: context.key(clock.step, clock.micro_batch, label, 0, 0)
+    )
 
 
 def context_of(recipe: Recipe, **settings) -> LinearContext:

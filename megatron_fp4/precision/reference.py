@@ -1,0 +1,99 @@
+"""What the linear computes, in plain PyTorch: the specification that backends are compared with, and a place to start.
+
+A linear y = x W^T is three GEMMs, and a recipe says what each of their six operands becomes before it is multiplied:
+
+    fprop  y  = x W^T      left x    [tokens, in]    right W    [out, in]
+    dgrad  dx = dy W       left dy   [tokens, out]   right W^T  [in, out]
+    wgrad  dW = dy^T x     left dy^T [out, tokens]   right x^T  [in, tokens]
+
+Each operand is laid out as [rows, k] with the dot product along k, and quantized there: every tensor twice, along its
+columns for one GEMM and along its rows for another, with scales and draws of its own. A product is the sum over k of
+left times right in FP32, multiplied by both tensor scales in FP32, and rounded once.
+
+    transform   both operands of a GEMM, in BF16, by the same orthogonal matrix, which cancels in the product
+    quantize    to codes under block scales (and in NVFP4 a tensor scale), to nearest or stochastically by a key
+    reuse       an operand may take the codes that fprop made of the same tensor, transposed, instead of its own
+
+Tokens and output features are padded with zeros to whole blocks, which changes no code and no product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_fp4.precision.demands import block_demands
+from megatron_fp4.precision.recipe import PLACES, USES, Operand, Place, Recipe
+from megatron_fp4.quantization.fp8 import quantize_fp8
+from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
+from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
+from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
+
+Quantized = NVFP4Tensor | MXFP4Tensor | MXFP8Tensor | FP8Tensor
+Keys = Callable[[str], RoundingKey]
+
+
+def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
+    """y [tokens, out] and dx [tokens, in] in the type of x [tokens, in], and dW [out, in] in FP32.
+
+    w: [out, in]. dy: [tokens, out]. keys: of the draws of an operand by its label (`dgrad_gradient`), and of fresh
+    signs by their GEMM's (`wgrad_signs`).
+    """
+    (tokens, outputs), demands = dy.shape, block_demands(recipe)
+    more_tokens, more_outputs = -tokens % demands.tokens, -outputs % demands.outputs
+    tensors = {
+        "activation": pad(x, (0, 0, 0, more_tokens)),
+        "weight": pad(w.to(x.dtype), (0, 0, 0, more_outputs)),
+        "gradient": pad(dy, (0, more_outputs, 0, more_tokens)),
+    }
+    operands: dict[Place, tuple[Tensor, Tensor]] = {}
+    for place in PLACES:
+        if recipe[place].reuse_fprop:
+            values, scale = operands[USES[place.tensor][0]]
+            operands[place] = values.t(), scale
+        else:
+            tensor = tensors[place.tensor]
+            operands[place] = _operand(tensor.t() if place.transposed else tensor, place, recipe, keys)
+
+    def product(gemm: str) -> Tensor:
+        (left, left_scale), (right, right_scale) = (operands[place] for place in PLACES if place.gemm == gemm)
+        return (left @ right.t()) * (left_scale * right_scale)
+
+    y, dx = product("fprop")[:tokens, :outputs], product("dgrad")[:tokens]
+    return y.to(x.dtype), dx.to(x.dtype), product("wgrad")[:outputs]
+
+
+def _operand(rows: Tensor, place: Place, recipe: Recipe, keys: Keys) -> tuple[Tensor, Tensor]:
+    """What `rows` [rows, k] become: FP32 values of the same shape, and the FP32 0-dim tensor scale beside them."""
+    operand, rht = recipe[place], recipe.gemms[place.gemm].rht
+    if rht:
+        signs = fixed_signs(rht) if recipe.rht_signs == "fixed" else torch.ones(rht)
+        if recipe.rht_signs == "fresh":
+            signs = random_signs(rht, keys(f"{place.gemm}_signs"), rows.device)
+        rows = random_hadamard_transform(rows.to(torch.bfloat16), rht, signs.to(rows.device))
+    one = torch.ones((), device=rows.device)
+    if not operand.quantized:
+        return rows.to(torch.float32), one
+    made = quantized(rows, operand, keys(place.name) if operand.rounding == "stochastic" else None)
+    return (made.block_values(), made.decode_scale()) if isinstance(made, NVFP4Tensor) else (made.dequantize(), one)
+
+
+def quantized(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None = None) -> Quantized:
+    """`rows` [n, k] in the operand's format, with its block scales along k. key: of the draws; None: to nearest.
+
+    amax: FP32 0-dim, of the whole tensor where `rows` are a part of it (NVFP4).
+    """
+    rounding = "nearest" if key is None else "stochastic"
+    if operand.format == "nvfp4":
+        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
+    if operand.format == "mxfp4":
+        return quantize_mxfp4(rows, operand.block, rounding, key=key)
+    if operand.format == "mxfp8":
+        return quantize_mxfp8(rows, operand.block)
+    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
