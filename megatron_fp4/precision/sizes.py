@@ -41,7 +41,7 @@ def size_refusal(plans: Iterable[Plan | None], tensor: int, backend: str) -> Ref
         if backend == "transformer_engine" and plan is not None and (found := _misfit(plan, tensor, te.demands)):
             row, multiple = found
             problem = f"{_inputs(row, tensor)}, the input of {row.linear.title},"
-            return Refusal(problem, f"use a multiple of {multiple}, or backend=emulated")
+            return Refusal(problem, f"use a multiple of {multiple}, or precision.backend=emulated")
     return None
 
 

@@ -13,7 +13,7 @@ from tests.checks.composed import changed, composed, refusal
         ({"compute_dtype": "float32"}, "precision.compute_dtype=float32", "use bfloat16"),
         ({"rht_signs": "fresh"}, "precision.rht_signs=fresh", "use fixed"),
         ({"wgrad.rht": 32}, "precision.wgrad.rht=32", "use 0 or 16"),
-        ({"fprop.rht": 16}, "precision.fprop.rht=16", "use 0, or backend=emulated"),
+        ({"fprop.rht": 16}, "precision.fprop.rht=16", "use 0, or precision.backend=emulated"),
         ({"fprop.weight.format": "bf16"}, "activation.format=nvfp4 and weight.format=bf16", "make them equal"),
         (
             {"fprop.weight.format": "mxfp4", "fprop.weight.block": "1x32"},
@@ -48,7 +48,7 @@ def test_what_transformer_engine_cannot_do(changes, value, remedy):
         (
             {"fprop.weight.format": "fp8", "fprop.weight.block": "128x128"},
             "precision.fprop.weight.format=fp8",
-            "use one of them or bf16, or backend=emulated",
+            "use one of them or bf16, or precision.backend=emulated",
         ),
         (
             {"fprop.weight.format": "mxfp8", "fprop.weight.block": "32x32"},
