@@ -11,8 +11,8 @@ import torch
 import assembly
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from models.flops import linear_costs
 from models.hybrid import build_model
+from models.pattern import linear_shapes
 from tests.checks.composed import CONFIGS, composed
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
@@ -39,7 +39,7 @@ def test_shapes_are_those_of_the_models_linears(model: str, mesh: ParallelMesh) 
     with torch.device("meta"):
         linears = build_model(config, mesh, torch.bfloat16).linears()
     shapes = [(name, linear.in_features, linear.out_features) for name, linear in linears]
-    assert [(cost.name, cost.in_features, cost.out_features) for cost in linear_costs(config)] == shapes
+    assert [(cost.name, cost.in_features, cost.out_features) for cost in linear_shapes(config)] == shapes
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4.checks.combinations import validate
+from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 

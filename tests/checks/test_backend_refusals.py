@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fp4.checks.combinations import validate
+from assembly import check as validate
 from megatron_fp4.precision import torch_scaled_mm
 from tests.checks.composed import changed, composed, refusal
 

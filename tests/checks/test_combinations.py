@@ -2,7 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp4.checks.combinations import data_parallel_size, validate, validate_precision
+from assembly import check as validate
+from megatron_fp4.checks.combinations import data_parallel_size
+from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.schema import PhaseConfig
 from tests.checks.composed import DATA, changed, composed, refusal
 

@@ -3,10 +3,11 @@ import re
 import pytest
 import torch
 
-from megatron_fp4.checks.combinations import validate
-from megatron_fp4.checks.precision import _PROJECTIONS, validate_precision
+from assembly import check as validate
+from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.schema import ConfigError
 from models.hybrid import build_model
+from models.pattern import linear_shapes
 from tests.checks.composed import changed, composed, refusal
 
 OPERANDS = [
@@ -107,8 +108,7 @@ def test_projections_are_those_of_the_models(mesh):
     model = composed().model
     with torch.device("meta"):
         names = [name for name, _ in build_model(model, mesh, torch.bfloat16).linears()]
-    expected = [f"blocks.{i}.mixer.{p}" for i, kind in enumerate(model.pattern) for p in _PROJECTIONS[kind]]
-    assert sorted(names) == sorted(expected)
+    assert names == [shape.name for shape in linear_shapes(model)]
 
 
 def test_bf16_blocks_of_a_run_in_bf16_count_for_its_exceptions():
