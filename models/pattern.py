@@ -33,7 +33,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Raise ConfigError for the first sizes in `config` that do not go together; unused ones may be anything."""
+    """Raise ConfigError for the first sizes in `config` that do not go together, of the block types that it has."""
     check_pattern(config.pattern)
     for mixer in mixers_of(config.pattern):
         mixer.check(config)
