@@ -167,28 +167,32 @@ def _config(keys: dict[str, Any], directory: Path) -> Config:
     try:
         config = Config(**keys)
     except ValidationError as error:
-        raise ConfigError(explain_value(error, keys)) from error
+        raise ConfigError(explain_value(error, keys, directory)) from error
     config = replace(config, precision=_with_recipes(config.precision, config, directory))
     switch = config.precision.switch
+    _check_precision_name("precision.switch.target", switch.target, directory)
     if switch.when == "never":
         return config
     after = _precision("precision.switch.target", switch.target, config, directory)
     return replace(config, after_switch=_with_recipes(after, config, directory))
 
 
+def _check_precision_name(key: str, name: str, directory: Path) -> None:
+    if name not in (names := group_options(directory)["precision"]):
+        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
+
+
 def _precision(key: str, name: str, config: Config, directory: Path) -> PrecisionConfig:
     """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config`; overrides of
     the run's own precision do not carry over to it."""
-    if name not in (names := group_options(directory)["precision"]):
-        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
+    _check_precision_name(key, name, directory)
     own = _compose(f"precision/{name}", [], directory)
     merged = OmegaConf.merge(asdict(replace(config, precision=PrecisionConfig())), own)
     keys = _resolved(merged.precision, [], directory)
     try:
         return PrecisionConfig(**keys)
     except ValidationError as error:
-        file = directory / "precision" / f"{name}.yaml"
-        raise ConfigError(f"{file}: {explain_value(error, keys, 'precision.')}") from error
+        raise ConfigError(explain_value(error, keys, directory, "precision")) from error
 
 
 def _with_recipes(precision: PrecisionConfig, config: Config, directory: Path) -> PrecisionConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 import types
@@ -28,25 +29,42 @@ _HELP = "`python pretrain.py --help` lists every key and option"
 _RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
 
 
-def explain_value(error: ValidationError, keys: Mapping[str, Any], path: str = "") -> str:
-    """One line for the first value that the schema refuses.
+def explain_value(error: ValidationError, keys: Mapping[str, Any], directory: Path, *path: str) -> str:
+    """One line for the first value that the schema refuses, with the config file that has it, if one has.
 
-    keys: what was to become the part of a `Config` at `path` (`precision.`; empty: all of it).
+    keys: what was to become the part of a `Config` at `path` (`precision`; without: all of it).
     """
     first = error.errors()[0]
-    location: list[str | int] = [*path.split(".")[:-1], *first["loc"]]
+    location: list[str | int] = [*path, *first["loc"]]
+    value = _value_at(keys, first["loc"])
+    for file in sorted(directory.rglob("*.yaml")):
+        with contextlib.suppress(yaml.YAMLError):  # a broken file that the run does not read
+            if _value_at(yaml.safe_load(file.read_text()), location[file.parent.name == location[0] :]) == value:
+                return f"{file}: {_wrong_value(first['type'], location, value)}"
+    return _wrong_value(first["type"], location, value)
+
+
+def _value_at(keys: Any, location: Sequence[str | int]) -> Any:
+    """The value at a dotted key's parts; an object equal to nothing else if there is none."""
+    try:
+        for part in location:
+            keys = keys[part]
+    except (KeyError, IndexError, TypeError):
+        return object()
+    return keys
+
+
+def _wrong_value(kind: str, location: Sequence[str | int], value: Any) -> str:
+    """kind: pydantic's name for what is wrong."""
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-    if first["type"] == "unexpected_keyword_argument":
+    if kind == "unexpected_keyword_argument":
         return unknown_key(key)
-    value: Any = keys
-    for part in first["loc"]:
-        value = value[part]
     hint = _type_at(location)
     if value is None:
         return f"{key}=null: a value is needed here; give {_describe(hint)}"
-    if first["type"] == "literal_error":
+    if kind == "literal_error":
         return f"{key}={shown(value)} is not known; choose one of {', '.join(map(str, typing.get_args(hint)))}"
-    if first["type"] in _RANGE:
+    if kind in _RANGE:
         return f"{key}={shown(value)} is out of range; give {_range(hint)}{_such_as(location)}"
     return f"{key}={shown(value)}: expected {_describe(hint)}"
 

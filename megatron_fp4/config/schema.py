@@ -371,7 +371,7 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb: Literal["online", "offline", "disabled"] = "disabled"
     wandb_project: str = "megatron_fp4"
-    profile_steps: list[AtLeastOne] = field(default_factory=list)
+    profile_steps: list[Integer] = field(default_factory=list)
     memory_history: bool = False
 
 

@@ -153,6 +153,15 @@ def test_mistakes_in_files_name_the_file(tmp_path):
     (tmp_path / "model" / "broken.yaml").write_text("hidden_dim: [3\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml: model\.hidden is not a key.*hidden_dim"):
         compose_config(["model=mine"], tmp_path)
+    (tmp_path / "model" / "thin.yaml").write_text("hidden_dim: thin\n")
+    (tmp_path / "experiment" / "odd.yaml").write_text("# @package _global_\ntrain: {kernels: fast}\n")
+    (tmp_path / "precision" / "none.yaml").write_text("fprop: {weight: {fomat: nvfp4}}\n")
+    with pytest.raises(ConfigError, match=r"thin\.yaml: model\.hidden_dim=thin: expected an integer"):
+        compose_config(["model=thin"], tmp_path)
+    with pytest.raises(ConfigError, match=r"odd\.yaml: train\.kernels=fast is not known"):
+        compose_config(["experiment=odd"], tmp_path)
+    with pytest.raises(ConfigError, match=r"none\.yaml: precision\.fprop\.weight\.fomat is not a key.*format"):
+        compose_config(["precision.switch.target=none"], tmp_path)
     with pytest.raises(ConfigError, match=r"broken\.yaml, line \d+: not valid YAML"):
         compose_config(["model=broken"], tmp_path)
     with pytest.raises(ConfigError, match=r"has no config\.yaml; name the folder"):
@@ -299,6 +308,8 @@ def test_switch_target_resolves_with_the_runs_model():
     with pytest.raises(ConfigError, match=r"precision\.switch\.target=foo.*nvfp4"):
         after_switch("foo", *model)
     assert make(*model, "precision.switch.when=never").after_switch is None
+    with pytest.raises(ConfigError, match=r"precision\.switch\.target=foo.*nvfp4"):
+        make("precision.switch.when=never", "precision.switch.target=foo")
     for mistake in ("after_switch=null", "+after_switch={name: bf16}", "after_switch.name=bf16"):
         with pytest.raises(ConfigError, match=r"^after_switch(\.name)? is not a key"):
             make(mistake)
