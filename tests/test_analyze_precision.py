@@ -13,6 +13,8 @@ from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from scripts import analyze_precision
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
     "model.pattern=*-M",

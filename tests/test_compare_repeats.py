@@ -123,6 +123,7 @@ def test_runs_on_two_ranks_one_of_them_killed(tmp_path: Path, capfd: pytest.Capt
     assert (tmp_path / "caches").parent == tmp_path and not (tmp_path / "run_2").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_run_ends_the_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert compare_repeats.main(["model=no_such_model", "--output", str(tmp_path)]) == 1
     assert "no_such_model" in capfd.readouterr().err

@@ -75,6 +75,7 @@ def started(command: list[str], said: Path) -> tuple[subprocess.Popen[bytes], in
     raise AssertionError("it did not start")
 
 
+@pytest.mark.slow
 def test_the_end_reaches_runs_in_sessions_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks of compare_repeats.py, which it starts so."""
     (tmp_path / "scripts").mkdir()

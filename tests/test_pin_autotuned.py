@@ -139,6 +139,7 @@ def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, calls
     assert not pinned or run.kernels._pinned.written == [tmp_path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_inductor_is_told_before_it_is_imported(deterministic: bool) -> None:
     code = (

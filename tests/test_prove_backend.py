@@ -26,6 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(prove_backend.SHAPES, "cpu", [(128, 128, 144, 2)])
 
 
+@pytest.mark.slow
 def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
     assert prove_backend.main([]) == 0
@@ -50,6 +51,7 @@ def test_everything_agrees_here(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert timed["bf16"][3] == "1.00" and "**on a CPU**" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "seen"),
     [
@@ -70,6 +72,7 @@ def test_what_does_not_agree_is_named(spoil, seen, capsys, monkeypatch) -> None:
     assert any(line.startswith("- emulated: nvfp4, 128 tokens") and seen in line for line in printed.splitlines())
 
 
+@pytest.mark.slow
 def test_a_kernel_that_fails_is_a_fault(capsys, monkeypatch) -> None:
     def failing(self: EmulatedBackend, *arguments: Any) -> Tensor:
         raise RuntimeError("no kernel image\nand more")

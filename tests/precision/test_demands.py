@@ -82,6 +82,7 @@ def possible(config: Config, tensor: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) -> None:
@@ -139,6 +140,7 @@ def test_what_divides_nowhere_is_refused_before_the_run(model: str, tensor: int)
     assert layers or tensor > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_native_gemms_get_whole_rows_of_codes(model: str) -> None:
     """Every dot product of an FP4 GEMM is a multiple of 32 and both sizes of an operand of 16; of FP8 16 and 16."""
@@ -204,6 +206,7 @@ def computed(weight_shape: tuple[int, int], context: LinearContext) -> None:
 FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:

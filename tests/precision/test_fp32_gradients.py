@@ -48,6 +48,7 @@ def compared(rank: int, shard_dim: int | None, fsdp: bool) -> None:
     assert gradient_spec(parameter) is gradient_spec(parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("shard_dim", [0, 1, None])
 def test_it_is_what_from_local_makes(shard_dim: int | None, fsdp: bool) -> None:

@@ -52,6 +52,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(a, b)[0, 1] * len(a) ** 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gemm", ["dgrad", "wgrad"])
 def test_quantized_gradients_are_unbiased_over_steps(gemm):
     dy = ref.tensors(SIZE, SIZE, SIZE)[2]
@@ -63,6 +64,7 @@ def test_quantized_gradients_are_unbiased_over_steps(gemm):
     check_unbiased(total / num, np.clip(ref.double(mine), -6 * unit, 6 * unit), unit, num)
 
 
+@pytest.mark.slow
 def test_gradients_through_the_transform_are_unbiased_over_steps():
     """dW = dy^T x for x = 1 averages to dy^T, since the transform of one operand undoes that of the other.
 

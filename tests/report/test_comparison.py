@@ -47,6 +47,7 @@ def test_gaps_are_relative_to_the_first_run(runs):
     assert "| fp4 | 2.1000 | +5.00% | 2.0200 | +1.00% | 3.9600 | -1.00% |" in table
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_draws(runs, tmp_path):
     picture = tmp_path / "gap.png"
     command = [sys.executable, "scripts/compare_runs.py", *map(str, runs), "--output", str(picture)]
@@ -55,6 +56,7 @@ def test_the_command_prints_and_draws(runs, tmp_path):
     assert "+5.00%" in done.stdout and picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(runs, tmp_path):
     shorter = write_run(tmp_path / "short", [4.0, 3.0], {}, 1.0)
     for folder, words in ((shorter, "short ended at step 2 and bf16 at 4"), (tmp_path / "none", "does not exist")):

@@ -152,6 +152,7 @@ def test_tensorboard_has_the_numbers_and_hides_what_resume_cut(tmp_path):
     assert [event.value for event in events.Scalars("validation/code")] == [2.5]
 
 
+@pytest.mark.slow
 def test_wandb_offline_keeps_its_run_across_resumes(tmp_path):
     first = write(tmp_path, 0, 2, wandb_mode="offline")
     assert first.wandb_run_id

@@ -86,6 +86,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         plot_loss(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_picture_or_one_line_of_error(tmp_path):
     write_run(tmp_path / "run")
     done = subprocess.run([sys.executable, SCRIPT, tmp_path / "run"], capture_output=True, text=True, check=True)

@@ -33,6 +33,7 @@ def _evaluate(rank: int) -> dict[str, float]:
     return evaluate(model, {name: iter(b) for name, b in _sources(mesh).items()}, mesh, RunClock(0))
 
 
+@pytest.mark.slow
 def test_ranks_with_different_numbers_of_batches() -> None:
     single = launch(_evaluate, 1)[0]
     both = launch(_evaluate, 2)

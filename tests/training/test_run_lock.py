@@ -112,6 +112,7 @@ def _refused(rank: int, run_dir: str) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_all_ranks_are_refused_alike(tmp_path):
     with holder(tmp_path, 60):
         first, second = launch(_refused, 2, str(tmp_path))

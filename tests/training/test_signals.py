@@ -48,5 +48,6 @@ def _stop_one(rank: int) -> tuple[int, bool, bool]:
     raise AssertionError("nobody stopped")
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_after_the_same_step() -> None:
     assert launch(_stop_one, 2) == [(3, False, True)] * 2
