@@ -58,7 +58,7 @@ def check_exceptions(exceptions: Iterable[ExceptionConfig], key: str) -> None:
 def shared_by_tensor_ranks(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Key -> (what tensor-parallel ranks divide among them, the key's value), of a checked configuration."""
     shared = {"model.vocab_size": (config.vocab_size, config.vocab_size)}
-    for mixer in mixers_of(config.pattern):
+    for mixer in reversed(mixers_of(config.pattern)):  # what refuses most often comes first
         shared |= mixer.shared_by_tensor_ranks(config)
     return shared
 

@@ -26,10 +26,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
-from assembly import CONFIGS, Run, build, set_determinism
-from megatron_fp4.checks.combinations import validate
+from assembly import CONFIGS, Run, build, check, set_determinism
 from megatron_fp4.config.saved_config import config_from_saved
 from megatron_fp4.config.schema import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
@@ -82,7 +79,7 @@ def analyze(options: argparse.Namespace) -> int:
     manifest = read_whole_manifest(options.checkpoint)
     config = analysis_config(options.checkpoint, options.overrides)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    validate(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
+    check(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
     device = init_distributed(
         device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
     )
@@ -142,15 +139,15 @@ def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
     start = min(start, steps - num_steps)  # a finished run has no data left, and goes over its last again
     left = min(count, num_steps * run.loader.num_micro_batches)
     probe = Probe(once=False)
-    with probe.attached(run.linears):
+    with probe.attached(run.controller.linears):
         for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):
-            run.clock.step = step
+            run.controller.clock.step = step
             for micro_batch in micro_batches[:left]:
-                accumulate(run.model, [micro_batch], run.mesh, run.clock, num_micro_batches=1)
+                accumulate(run.model, [micro_batch], run.mesh, run.controller.clock, num_micro_batches=1)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1
-    return probe.collect(list(run.linears))
+    return probe.collect(list(run.controller.linears))
 
 
 def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:

@@ -33,13 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
 from assembly import (
     backend_of,
-    build_model_parts,
     configure,
     device_type_of,
+    initialized_model,
     set_determinism,
     sharded_model,
     world_size,
@@ -151,7 +149,7 @@ def measure(overrides: list[str]) -> dict[str, Any]:
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, *_ = build_model_parts(config, mesh, clock)
+    model, _ = initialized_model(config, mesh, clock)
     optimizer = build_optimizer(model, config.optimizer).optimizer
     peaks = []
     for step in range(2):

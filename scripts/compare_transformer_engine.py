@@ -35,8 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from assembly import build, configure, device_type_of, set_determinism
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
@@ -241,12 +239,12 @@ def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Te
     mesh = build_mesh(config.parallel, device)
     run, capture = build(config, mesh), Capture()
     for step, batch in enumerate(run.loader.steps(0, num_steps)):
-        for context in run.linears.values():
+        for context in run.controller.linears.values():
             context.probe = capture if step == num_steps - 1 else None  # type: ignore[assignment]
         lr = run.schedule.lr(step, None, 0)
         settings: dict[str, Any] = {"step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
         settings |= {"reshard": config.parallel.reshard, "stop_requested": False}
-        result = train_step(run.model, run.optimizer.optimizer, batch, mesh, run.clock, **settings)
+        result = train_step(run.model, run.optimizer.optimizer, batch, mesh, run.controller.clock, **settings)
         print(f"step {step + 1}/{num_steps} loss {result.loss:.4f} gradient norm {result.grad_norm:.3f}")
     dist.destroy_process_group()
     return capture.tensors

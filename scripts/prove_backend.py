@@ -17,15 +17,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
-
 from assembly import CONFIGS, plans_of
+from assembly import check as check_config
 from megatron_fp4.checks.backend_choice import choose_backend
-from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import BACKENDS, parts
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
@@ -129,7 +126,7 @@ def composed(precision: str, overrides: list[str], device_type: str) -> Config:
     never = replace(config.precision, switch=replace(config.precision.switch, when="never"))
     config = replace(config, precision=never, after_switch=None)
     emulated = replace(config, precision=replace(config.precision, backend="emulated"))
-    validate(emulated, config.parallel.tensor * config.parallel.replicate, device_type)
+    check_config(emulated, config.parallel.tensor * config.parallel.replicate, device_type)
     return config
 
 
@@ -137,7 +134,7 @@ def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
     """The backend, or why this machine or recipe does not go with it."""
     wanted = replace(config, precision=replace(config.precision, backend=name))
     try:
-        return choose_backend(wanted, device_type).open()
+        return choose_backend(wanted, device_type, plans_of(wanted)).open()
     except ConfigError as error:
         return str(error)
 

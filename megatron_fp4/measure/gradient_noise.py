@@ -26,23 +26,20 @@ over all coordinates of all parameters on all ranks, before clipping. How this s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import Gemm, Recipe
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.gradients import holds_first_copy, sum_replicated_gradients
-
-if TYPE_CHECKING:
-    from megatron_fp4.precision.linear_call import LinearContext
 
 
 @dataclass(frozen=True)
@@ -93,25 +90,24 @@ def gradient_noise(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
-    clock: RunClock,
-    linears: Mapping[str, LinearContext],
+    controller: PrecisionController,
     *,
     step: int,
     reshard: bool = False,
 ) -> GradientNoise:
     """Measure the gradient of the training step `step` twice, without updating; see the top of this file.
 
-    model, micro_batches, mesh, clock, step, reshard: as for `train_step`, which may follow and is not affected:
-    weights, recipes, clock and gradients are as before, and kept quantized weights are dropped (and made again, the
-    same). linears: name -> context of every linear of the plan. The model must draw nothing from torch's generators.
+    model, micro_batches, mesh, step, reshard: as for `train_step`, which may follow and is not affected: weights,
+    recipes, clock and gradients are as before, and kept quantized weights are dropped (and made again, the same).
+    controller: of all linears. The model must draw nothing from torch's generators.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
     Collective: all ranks call it, with equally many micro-batches.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
-    recipes = {name: context.recipe for name, context in linears.items()}
     gradients = [parameter.grad for parameter in parameters]
+    clock = controller.clock
     before = (clock.step, clock.micro_batch)
     clock.step = step
 
@@ -125,11 +121,10 @@ def gradient_noise(
 
     try:
         quantized = gradients_now()
-        _set_recipes(linears, {name: bf16_backward(recipe) for name, recipe in recipes.items()})
-        reference = gradients_now()
+        with controller.other_recipes(bf16_backward):
+            reference = gradients_now()
         sums = _squared_norms(parameters, quantized, reference, mesh)
     finally:
-        _set_recipes(linears, recipes)
         clock.step, clock.micro_batch = before
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -145,12 +140,6 @@ def gradient_noise(
             for name, (reference, noise) in zip(named, squares, strict=True)
         },
     )
-
-
-def _set_recipes(linears: Mapping[str, LinearContext], recipes: Mapping[str, Recipe]) -> None:
-    for name, context in linears.items():
-        context.recipe = recipes[name]
-        context.weight_cache = None  # made by the recipe before
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """All that a run measures of its own numerics, in the calls that its loop makes:
 
-    measurements = Measurements(config, model, linears, mesh, clock, records=writer, log=console)
+    measurements = Measurements(config, model, mesh, controller, records=writer, log=console)
     for step, micro_batches in ...:
         ... measurements.gradient_noise(step, micro_batches) ...    where the precision switch wants to know it
         with measurements.of(step):
@@ -12,9 +12,9 @@ Steps count from 0 here; what is recorded of a step goes by the number of steps 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -22,12 +22,9 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.recheck import Recheck, RecheckError
 from megatron_fp4.training.accumulate import MicroBatch
-
-if TYPE_CHECKING:
-    from megatron_fp4.precision.linear_call import LinearContext
 
 
 class Records(Protocol):
@@ -50,32 +47,28 @@ class Log(Protocol):
 class Measurements:
     """Diagnostics, gradient noise and rechecks of one run, as its configuration asks for them.
 
-    linears: name -> context of every linear of the plan, in its order, the same on all ranks. records, log: where
-    results go; on ranks that write nothing they do nothing.
+    records, log: where results go; on ranks that write nothing they do nothing.
     """
 
     def __init__(
         self,
         config: Config,
         model: nn.Module,
-        linears: Mapping[str, LinearContext],
         mesh: ParallelMesh,
-        clock: RunClock,
+        controller: PrecisionController,
         *,
         records: Records,
         log: Log,
     ) -> None:
         self._config, self._records, self._log = config, records, log
-        self._model, self._linears, self._mesh, self._clock = model, linears, mesh, clock
-        self._diagnostics = Diagnostics(config.precision.diagnostics.interval, linears)
-        self._recheck = Recheck(config.precision.recheck_interval, linears, mesh.device)
+        self._model, self._mesh, self._controller = model, mesh, controller
+        self._diagnostics = Diagnostics(config.precision.diagnostics.interval, controller.linears)
+        self._recheck = Recheck(config.precision.recheck_interval, controller.linears, mesh.device)
 
     def gradient_noise(self, step: int, micro_batches: Sequence[MicroBatch]) -> GradientNoise:
         """Measure and record the quantization noise in the gradient of `step`, which may follow. A collective."""
         reshard = self._config.parallel.reshard
-        noise = gradient_noise(
-            self._model, micro_batches, self._mesh, self._clock, self._linears, step=step, reshard=reshard
-        )
+        noise = gradient_noise(self._model, micro_batches, self._mesh, self._controller, step=step, reshard=reshard)
         self._records.record(step + 1, "gradient_noise", noise.as_record(), noise.scalars())
         threshold = self._config.precision.switch.threshold
         self._log.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {threshold:.3f}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,14 @@ class NonFiniteGuard:
     def __post_init__(self) -> None:
         if self.max_skipped_steps < 1:
             raise ValueError(f"train.max_skipped_steps is {self.max_skipped_steps}; give 1 or more")
+
+    def state_dict(self) -> dict[str, int]:
+        """For the checkpoint."""
+        return {"consecutive": self.consecutive, "total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self.consecutive, self.total = state["consecutive"], state["total"]
 
     def observe(self, result: StepResult, step: int, diagnose: Callable[[], str]) -> None:
         """Count `result`; raise NonFiniteError with what `diagnose` says once too many in a row were skipped.

@@ -12,8 +12,8 @@ which changes nothing as long as tokens times micro-batches is a power of two.)
 The vocabulary is sharded over tensor-parallel ranks, which exchange three numbers per token (maximum, sum of
 exponentials, target logit); the logits stay where they are.
 
-What devices do differently is in `LossKernels`: on CUDA, products of BF16 matrices come in FP32, and if `fused` the
-softmax runs in place on the logits (cross_entropy_triton.py).
+What a device does its own way is in `LossKernels`: on CUDA, products of BF16 matrices come in FP32, and the softmax
+runs in place on the logits if `fused` (cross_entropy_triton.py).
 
 Shapes: t tokens, d hidden, v words of this rank.
 """

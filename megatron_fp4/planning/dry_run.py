@@ -26,7 +26,9 @@ from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.backend import PlanningBackend
 from megatron_fp4.planning.ledger import Ledger, Message
 from megatron_fp4.planning.stand_ins import planned_execution
+from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
@@ -36,7 +38,7 @@ from models.execution import Execution
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
 
-Build = Callable[[ParallelMesh, RunClock, Execution], tuple[nn.Module, Mapping[str, LinearContext]]]
+Build = Callable[[ParallelMesh, RunClock, Execution, Backend], tuple[nn.Module, PrecisionController]]
 
 
 @dataclass(frozen=True)
@@ -85,15 +87,13 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
-    build: makes the sharded model with the given kernels, its parameters still on the meta device, and the contexts of
-    its linears by name.
+    build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
+    of its linears, which the given backend computes.
     """
     with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        model, linears = build(mesh, clock, planned_execution(config))
-        for context in linears.values():
-            context.backend = PlanningBackend()
+        model, controller = build(mesh, clock, planned_execution(config), PlanningBackend())
         num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = min(num_micro_batches, 3)
@@ -103,7 +103,7 @@ def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
             optimizer = build_optimizer(model, config.optimizer).optimizer
             # It works in place on a GPU; torch makes copies of fake tensors.
             optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
-            watch = _Watch(model, linears, ledger, optimizer)
+            watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:
                 train_step(

@@ -19,7 +19,8 @@ from megatron_fp4.config.saved_config import config_from_saved
 from megatron_fp4.config.schema import Bf16BlocksConfig
 from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
-from megatron_fp4.precision.plan import apply_plan, build_plan
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.checkpoint_files import read_manifest
@@ -161,10 +162,11 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
         print(f"training {config.model.name} for {steps} steps", file=sys.stderr)
         for step, batches in enumerate(run.loader.steps(0, steps)):
             lr, clip = run.schedule.lr(step, None, 0), config.optimizer.clip_norm
-            parts = run.model, run.optimizer.optimizer, batches, run.mesh, run.clock
+            parts = run.model, run.optimizer.optimizer, batches, run.mesh, run.controller.clock
             train_step(*parts, step=step, lr=lr, clip_norm=clip)
-    shapes = [row.linear for row in run.plan.rows]
-    apply_plan(run.linears, build_plan(shapes, recipe, Bf16BlocksConfig(), config.model.num_blocks), run.clock)
+    shapes, old = [row.linear for row in run.controller.plan.rows], run.controller
+    plan = build_plan(shapes, recipe, Bf16BlocksConfig(), config.model.num_blocks)
+    run.controller = PrecisionController(old.linears, plan, old.clock)
     return run, steps
 
 
@@ -173,19 +175,19 @@ def look_inside(run: Run, start: int) -> tuple[dict[str, dict[str, Tensor]], dic
     capture, probe = Capture(), Probe(once=False)
     start = max(0, min(start, run.config.train.steps - 4))
     for number, batches in enumerate(run.loader.steps(start, min(start + 4, run.config.train.steps))):
-        with probe.attached(run.linears):
+        with probe.attached(run.controller.linears):
             forward_backward(run, start + number, batches[0])
         if number == 0:
-            for context in run.linears.values():
+            for context in run.controller.linears.values():
                 context.probe = capture  # type: ignore[assignment]
             forward_backward(run, start, batches[0])
-    found = probe.collect(list(run.linears))
+    found = probe.collect(list(run.controller.linears))
     return capture.tensors, {name: one.errors for name, one in found.items()}
 
 
 def forward_backward(run: Run, step: int, batch: Any) -> None:
     """One micro-batch through the model and back; gradients are thrown away."""
-    run.clock.step = step
-    accumulate(run.model, [batch], run.mesh, run.clock, num_micro_batches=1)
+    run.controller.clock.step = step
+    accumulate(run.model, [batch], run.mesh, run.controller.clock, num_micro_batches=1)
     for parameter in run.model.parameters():
         parameter.grad = None

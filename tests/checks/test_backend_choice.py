@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from assembly import plans_of
 from megatron_fp4.checks import backend_choice
 from megatron_fp4.checks.backend_choice import BackendChoice, choose_backend
 from megatron_fp4.config.compose import compose_config
@@ -41,7 +42,7 @@ def with_power_of_two_scales() -> Config:
 
 
 def chosen(config: Config, device_type: str = "cuda") -> BackendChoice:
-    return choose_backend(config, device_type)
+    return choose_backend(config, device_type, plans_of(config))
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])

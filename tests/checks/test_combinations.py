@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.checks.combinations import data_parallel_size, validate, validate_precision
-from megatron_fp4.checks.precision import _PROJECTIONS
+from assembly import check as validate
+from megatron_fp4.checks.combinations import data_parallel_size
+from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
 from megatron_fp4.precision import torch_scaled_mm
 from models.hybrid import build_model
+from models.pattern import linear_shapes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DATA = ("data.sources={web: /d/web}", "data.blends={first: {web: 1.0}, second: {web: 1.0}, third: {web: 1.0}}")
@@ -416,8 +418,7 @@ def test_projections_are_those_of_the_models(mesh):
     model = composed().model
     with torch.device("meta"):
         names = [name for name, _ in build_model(model, mesh, torch.bfloat16).linears()]
-    expected = [f"blocks.{i}.mixer.{p}" for i, kind in enumerate(model.pattern) for p in _PROJECTIONS[kind]]
-    assert sorted(names) == sorted(expected)
+    assert names == [shape.name for shape in linear_shapes(model)]
 
 
 def test_bf16_blocks_of_a_run_in_bf16_count_for_its_exceptions():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp4.checks.combinations import validate, validate_precision
+from assembly import check as validate
+from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
 from tests.checks.test_combinations import CONFIGS, changed, composed

@@ -186,6 +186,7 @@ def test_recipes_are_those_of_the_papers(name):
     assert not any(operand.four_over_six or operand.reuse_fprop or operand.power_of_two_scales for operand in table)
 
 
+@pytest.mark.slow
 def test_exceptions_bring_their_recipes_whole():
     config = make("precision=nvfp4_nemotron_3", "model=nemotron_h_12b")
     attention, mamba = config.precision.exceptions
@@ -299,6 +300,7 @@ def test_switch_target_resolves_with_the_runs_model():
     assert make(*model, "precision.switch.when=never").after_switch is None
 
 
+@pytest.mark.slow
 def test_recipe_names_are_file_names():
     for name in group_options(CONFIGS)["precision"]:
         assert after_switch(name).name == name

@@ -16,8 +16,9 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.emulated import GemmOperand
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
@@ -127,7 +128,7 @@ def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: Run
     model.to_empty(device="cpu")
     initialize(model, MODEL, seed=7)
     plan = build_plan(shapes, recipe, Bf16BlocksConfig(), MODEL.num_blocks)
-    apply_plan({name: module.context for name, module in linears.items()}, plan, clock)
+    PrecisionController({name: module.context for name, module in linears.items()}, plan, clock)
     return model
 
 

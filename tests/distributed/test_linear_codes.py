@@ -21,6 +21,8 @@ from models.pattern import linear_shapes
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
 from tests.training.harness import launch
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 TOKENS, IN, GROUPS, GROUP_ROWS = 128, 256, 8, 18

@@ -3,7 +3,6 @@ block scales."""
 
 from dataclasses import replace
 
-import cublas
 import pytest
 import torch
 
@@ -16,6 +15,7 @@ from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.quantization import cublas
 from tests.recipes import changed
 
 pytestmark = [

@@ -17,14 +17,17 @@ from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.linear_call import LinearContext
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import build_model
 from models.initialization import initialize
 from tests.training.harness import ToyBatch, launch, toy_mesh, whole
+
+pytestmark = pytest.mark.slow
 
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 SR = replace(ROW, rounding="stochastic")
@@ -48,7 +51,7 @@ class Run:
         self.linears: dict[str, LinearContext] = {name: module.context for name, module in modules.items()}
         shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
         plan = build_plan(shapes, recipe, Bf16BlocksConfig(names=list(bf16)), len(CONFIG.pattern))
-        apply_plan(self.linears, plan, self.clock)
+        self.controller = PrecisionController(self.linears, plan, self.clock)
         initialize(self.model, CONFIG, seed=7)
         apply_data_parallel(
             self.model,
@@ -84,7 +87,7 @@ class Run:
 
     def noise(self, step: int) -> Any:
         return gradient_noise(
-            self.model, self.batches(step), self.mesh, self.clock, self.linears, step=step, reshard=self.reshard
+            self.model, self.batches(step), self.mesh, self.controller, step=step, reshard=self.reshard
         )
 
     def weights(self) -> list[Tensor]:

@@ -33,7 +33,7 @@ class Everything:
 def measured(run: Run, *overrides: str) -> tuple[Measurements, Everything]:
     config = compose_config(["precision=nvfp4", *overrides], CONFIGS)
     kept = Everything()
-    return Measurements(config, run.model, run.linears, run.mesh, run.clock, records=kept, log=kept), kept
+    return Measurements(config, run.model, run.mesh, run.controller, records=kept, log=kept), kept
 
 
 def train(run: Run, measurements: Measurements, num_steps: int) -> list[tuple[float, float]]:

@@ -10,7 +10,8 @@ from megatron_fp4.config.schema import Bf16BlocksConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.step import _prepare_backward
 from models.execution import Execution
@@ -51,7 +52,7 @@ def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: RunClo
     initialize(model, CONFIG, 0)
     shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
     plan = build_plan(shapes, RECIPES[recipe], Bf16BlocksConfig(), CONFIG.num_blocks)
-    apply_plan({name: module.context for name, module in linears.items()}, plan, clock)
+    PrecisionController({name: module.context for name, module in linears.items()}, plan, clock)
     return model
 
 

@@ -1,7 +1,6 @@
 """A linear layer and its three GEMMs in double precision, on operands that the oracle quantized to nearest."""
 
 import numpy as np
-import oracle
 import torch
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.quantization.hadamard import fixed_signs
+from tests.quantization import oracle
 from tests.recipes import changed
 
 nearest = rounded_to_nearest

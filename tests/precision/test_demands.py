@@ -11,12 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import reference as ref
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from megatron_fp4.checks.combinations import validate
+from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
@@ -24,15 +23,17 @@ from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
+from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
 from models.hybrid import build_model
 from tests.planning.gpu_path import without_launches
+from tests.precision import reference as ref
 from tests.recipes import changed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -242,13 +243,13 @@ def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
             shapes.append(LinearShape(name, block, module.in_features, module.out_features, kind))
         recipe, blocks = recipe_from_config(config.precision), config.precision.bf16_blocks
         plan = build_plan(shapes, recipe, blocks, config.model.num_blocks, config.precision.exceptions)
-        context = {name: module.context for name, module in modules.items()}
-        apply_plan(context, plan, RunClock(seed=1), torch_scaled_mm.TorchBackend())
+        linears = {name: module.context for name, module in modules.items()}
+        PrecisionController(linears, plan, RunClock(seed=1), backend=torch_scaled_mm.TorchBackend())
         with scaled_mm_checked() as seen:
             for row in plan.rows:
                 seen.clear()
-                computed((row.linear.out_features, row.linear.in_features), context[row.linear.name])
-                mamba_out = row.linear.letter == "M" and row.linear.name.endswith(".out_proj")
+                computed((row.linear.out_features, row.linear.in_features), linears[row.linear.name])
+                mamba_out = row.linear.kind == "M" and row.linear.name.endswith(".out_proj")
                 codes = E4M3 if mamba_out else FP4
                 expected = {(codes, torch.bfloat16), (codes, torch.float32)} if row.recipe.quantized else set()
                 assert seen == expected, row

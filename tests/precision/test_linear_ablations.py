@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-import reference as ref
 import torch
 
 import megatron_fp4.precision.emulated as emulated
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs
+from tests.precision import reference as ref
+from tests.quantization import oracle
 from tests.recipes import changed
 
 FLAT = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)

@@ -8,13 +8,13 @@ for x = 1.
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-import reference as ref
 import torch
-from cases import check_unbiased
 
 from megatron_fp4.precision.recipe import Recipe
+from tests.precision import reference as ref
+from tests.quantization import oracle
+from tests.quantization.cases import check_unbiased
 from tests.recipes import changed
 
 SIZE = 64

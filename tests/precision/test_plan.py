@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-import reference as ref
 import torch
 import yaml
 
@@ -17,10 +16,12 @@ from megatron_fp4.config.schema import (
     WgradConfig,
 )
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.plan import LinearShape, Plan, build_plan
 from megatron_fp4.precision.recipe import BF16
+from tests.precision import reference as ref
 from tests.recipes import changed
 
 NUM_BLOCKS = 6
@@ -303,39 +304,39 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
         passed.clear()
         return ref.run(x, w, dy, linears[name]), sorted(passed)
 
-    apply_plan(linears, quantized, clock)
+    PrecisionController(linears, quantized, clock)
     assert linears[name].name == name
     assert linears[name].clock is clock
     first, ran = results()
     assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 4
 
-    apply_plan(linears, quantized.switched(plain, "backward"), clock)
+    PrecisionController(linears, quantized.switched(plain, "backward"), clock)
     backward, ran = results()
     assert ran == ["nvfp4 1x16"] * 2
     assert not torch.equal(backward[0], first[0])  # the weight's blocks changed, and the kept codes went with them
 
-    apply_plan(linears, quantized.switched(plain, "forward"), clock)
+    PrecisionController(linears, quantized.switched(plain, "forward"), clock)
     forward, ran = results()
     assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 3
     assert torch.equal(forward[1], first[1])
     assert torch.equal(forward[2], first[2])
 
-    apply_plan(linears, plain, clock)
+    PrecisionController(linears, plain, clock)
     unquantized, ran = results()
     assert ran == []
     assert torch.equal(unquantized[0], forward[0])
 
     mixed = plan_of(Bf16BlocksConfig(names=[name]))
-    apply_plan(linears, mixed, clock)
+    PrecisionController(linears, mixed, clock)
     assert results()[1] == []
-    apply_plan(linears, quantized, clock)
+    PrecisionController(linears, quantized, clock)
     again, _ = results()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_draws_follow_the_name_that_the_plan_gives():
     linears = {shape.name: LinearContext() for shape in shapes()}
-    apply_plan(linears, plan_of(), RunClock(seed=3))
+    PrecisionController(linears, plan_of(), RunClock(seed=3))
     x, w, dy = ref.tensors(32, 64, 160)
     one, other = (ref.run(x, w, dy, linears[f"blocks.{block}.mixer.in_proj"]) for block in (0, 2))
     assert torch.equal(one[0], other[0])
@@ -346,5 +347,5 @@ def test_draws_follow_the_name_that_the_plan_gives():
 def test_a_plan_of_another_model_is_not_applied():
     linears = {shape.name: LinearContext() for shape in shapes()[1:]}
     with pytest.raises(AssertionError, match="another model"):
-        apply_plan(linears, plan_of(), RunClock(seed=0))
+        PrecisionController(linears, plan_of(), RunClock(seed=0))
     assert quantized_linear(torch.randn(4, 4), torch.randn(4, 4), LinearContext()).shape == (4, 4)

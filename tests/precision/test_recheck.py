@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from megatron_fp4.precision.recipe import BF16, PLACES, Operand, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.precision import reference as ref
 from tests.recipes import changed
 from tests.training.harness import alone
 

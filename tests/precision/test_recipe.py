@@ -1,9 +1,7 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-import oracle
 import pytest
-import reference as ref
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
@@ -17,6 +15,8 @@ from megatron_fp4.precision.recipe import (
     recipe_from_config,
     switched_recipe,
 )
+from tests.precision import reference as ref
+from tests.quantization import oracle
 from tests.recipes import changed
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from megatron_fp4.precision.selftest import Case, SelfTestError, check
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from tests.precision import reference as ref
 from tests.recipes import changed
 from tests.training.harness import alone
 

@@ -8,8 +8,6 @@ import inspect
 from dataclasses import replace
 
 import pytest
-import reference as ref
-import te_stand_in as stand_in
 import torch
 from torch.distributed.fsdp import fully_shard
 
@@ -22,6 +20,8 @@ from megatron_fp4.precision.selftest import Case, check
 from megatron_fp4.precision.te_releases import needed_release
 from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.quantization.swizzle import unswizzle_scales
+from tests.precision import reference as ref
+from tests.precision import te_stand_in as stand_in
 from tests.recipes import changed
 from tests.training.harness import alone
 

@@ -6,10 +6,7 @@ No chip here multiplies such codes: the GEMM is one that decodes its arguments (
 from contextlib import nullcontext
 from dataclasses import replace
 
-import cublas
-import kernel_layout
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
@@ -24,6 +21,8 @@ from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.precision import reference as ref
+from tests.quantization import cublas, kernel_layout
 from tests.recipes import changed
 
 NVFP4, MXFP8 = ref.NVFP4, ref.MXFP8

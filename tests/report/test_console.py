@@ -7,7 +7,7 @@ from rich.console import Console
 
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.report.console import (
     ModelPart,
     PhaseRow,
@@ -110,7 +110,7 @@ def test_model_table_adds_up():
 
 
 X4 = Operand("nvfp4", (1, 16))
-NVFP4 = Recipe("nvfp4", X4, X4, X4, X4, X4, X4)
+NVFP4 = Recipe("nvfp4", *[Gemm(X4, X4)] * 3)
 
 
 def plan_of(pattern: str, first: int, last: int) -> Plan:

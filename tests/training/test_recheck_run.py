@@ -18,6 +18,8 @@ from tests.measure.test_diagnostics_run import ALL_THE_WAY, LINEARS, NVFP4, Run,
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch, toy_mesh
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 5
 
 
