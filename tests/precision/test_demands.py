@@ -20,7 +20,6 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
-from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
@@ -33,6 +32,7 @@ from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
 from models.hybrid import build_model
+from tests.planning.gpu_path import without_launches
 from tests.precision import reference as ref
 from tests.recipes import changed
 
@@ -97,7 +97,7 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
         slow = mock.Mock(side_effect=AssertionError("a quantizer without a kernel"))
         with (
             FakeTensorMode(),
-            shapes_only(),
+            without_launches(),
             mock.patch.object(emulated, "encode_nvfp4", slow),
             mock.patch.object(emulated, "encode_mxfp4", slow),
             mock.patch.object(emulated, "encode_mxfp8", slow),
@@ -185,7 +185,7 @@ def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
     slow = mock.Mock(side_effect=AssertionError("no kernel"))
     with (
         FakeTensorMode(),
-        shapes_only(),
+        without_launches(),
         mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
         mock.patch.object(torch_scaled_mm, "encode_with_scale", slow),
         mock.patch.object(torch_scaled_mm, "encode_mxfp8", slow),
@@ -338,7 +338,7 @@ def test_more_programs_than_cuda_starts_are_refused() -> None:
 
 def test_a_million_tokens_and_more() -> None:
     """Sixteen rows a program: along any axis but the first, CUDA's limit would be 2^20 tokens."""
-    with FakeTensorMode(), shapes_only():
+    with FakeTensorMode(), without_launches():
         x = torch.empty(2**22, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = nn.Parameter(torch.empty(64, 64))
         quantized_linear(x, weight, ref.context_of(NVFP4)).sum().backward()

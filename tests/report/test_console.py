@@ -161,7 +161,7 @@ def test_plan_rows_with_gaps_are_told_apart():
 
 
 def test_recipes_of_one_name_are_told_apart():
-    plan = with_recipes([NVFP4, replace(NVFP4, wgrad_rht=16), NVFP4, BF16])
+    plan = with_recipes([NVFP4, replace(NVFP4, wgrad=Gemm(X4, X4, rht=16)), NVFP4, BF16])
     text = shown(plan_table(plan, "nvfp4"))
     shares = "2 of 4 linears in nvfp4 (50.0% of their weights), 1 of 4 linears in nvfp4 (2) (25.0% of their weights)"
     assert shares in " ".join(text.split())
