@@ -12,16 +12,11 @@ from megatron_fp4.checks.effects import validate_effects
 from megatron_fp4.checks.torch_backend import validate_torch_backend
 from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.demands import TILES, block_demands
+from megatron_fp4.precision.demands import block_demands
 from megatron_fp4.precision.plan import first_exception, recipe_of
 from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
+from megatron_fp4.quantization.formats import FORMATS, UE8M0
 
-BLOCKS = {
-    "nvfp4": ("1x16", "16x16"),
-    "mxfp4": ("1x32", "32x32"),
-    "mxfp8": ("1x32", "32x32"),
-    "fp8": ("1x128", "128x128"),
-}
 BACKENDS = ("emulated", "transformer_engine", "torch")
 # The linears of each kind of block: the first reads the hidden state, the second the width that the block works in.
 _PROJECTIONS = {"M": ("in_proj", "out_proj"), "*": ("qkv_proj", "out_proj"), "-": ("up_proj", "down_proj")}
@@ -115,32 +110,31 @@ def _choices(precision: PrecisionConfig, key: str) -> None:
 
 
 def _operand(operand: OperandConfig, key: str) -> None:
-    formats = ("bf16", *BLOCKS)
-    if operand.format not in formats:
-        raise ConfigError(f"{key}.format={operand.format} is not known; choose one of {', '.join(formats)}")
+    form = FORMATS.get(operand.format)
+    if form is None and operand.format != "bf16":
+        formats = ", ".join(("bf16", *FORMATS))
+        raise ConfigError(f"{key}.format={operand.format} is not known; choose one of {formats}")
     if operand.rounding not in ("nearest", "stochastic"):
         raise ConfigError(f"{key}.rounding={operand.rounding} is not known; choose nearest or stochastic")
-    if operand.format == "mxfp8" and operand.rounding != "nearest":
+    if form is not None and not form.stochastic and operand.rounding != "nearest":
         raise ConfigError(
-            f"{key}.rounding={operand.rounding} does not go with format=mxfp8: its codes are rounded to nearest, as "
-            "every MXFP8 training recipe does; use nearest, or another format"
+            f"{key}.rounding={operand.rounding} does not go with format={operand.format}: its codes are rounded to "
+            f"nearest, as every {operand.format.upper()} training recipe does; use nearest, or another format"
         )
-    if operand.format != "bf16" and operand.block not in BLOCKS[operand.format]:
+    blocks = [] if form is None else [f"{rows}x{columns}" for rows, columns in form.blocks]
+    if form is not None and operand.block not in blocks:
         raise ConfigError(
-            f"{key}.block={operand.block} does not go with format={operand.format}; choose "
-            f"{' or '.join(BLOCKS[operand.format])}"
+            f"{key}.block={operand.block} does not go with format={operand.format}; choose {' or '.join(blocks)}"
         )
-    if operand.four_over_six and operand.format != "nvfp4":
-        raise ConfigError(
-            f"{key}.four_over_six=true does not go with format={operand.format}; it is for nvfp4: set it to false"
-        )
-    if operand.power_of_two_scales and operand.format != "fp8":
-        microscaled = operand.format in ("mxfp4", "mxfp8")
-        always = f" ({operand.format} scales always are powers of two)" if microscaled else ""
-        raise ConfigError(
-            f"{key}.power_of_two_scales=true does not go with format={operand.format}; it is for fp8: set "
-            f"it to false{always}"
-        )
+    for option in ("four_over_six", "power_of_two_scales"):
+        if getattr(operand, option) and (form is None or option not in form.options):
+            owners = " or ".join(name for name, other in FORMATS.items() if option in other.options)
+            powers = option == "power_of_two_scales" and form is not None and form.scales == UE8M0
+            always = f" ({operand.format} scales always are powers of two)" if powers else ""
+            raise ConfigError(
+                f"{key}.{option}=true does not go with format={operand.format}; it is for {owners}: set it to "
+                f"false{always}"
+            )
 
 
 def _reuse(precision: PrecisionConfig, gemms: list[_Gemm], key: str) -> None:
@@ -285,7 +279,7 @@ def _what_demands(precision: PrecisionConfig, multiple: int, key: str) -> str:
     """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
     for gemm in _gemms(precision):
         for name, operand in gemm.operands.items():
-            if TILES.get(operand.format) == multiple:
+            if operand.format in FORMATS and FORMATS[operand.format].tile == multiple:
                 return f"{key}.{gemm.name}.{name}.format={operand.format}"
     return f"{key}.fprop.rht={precision.fprop.rht}"
 

@@ -42,6 +42,7 @@ from megatron_fp4.measure.statistics import (
 )
 from megatron_fp4.precision.emulated import GemmOperand, gemm
 from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ class ProbedCall:
                 seen = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
             amax = seen.abs().amax().to(torch.float32) * factor
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
-        if group is not None and operand.format == "nvfp4":
+        if group is not None and format_of(operand.format).tensor_scale:
             amax = amax.clone()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         key = None

@@ -15,7 +15,7 @@ a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megatron_fp4.parallel import cross_entropy
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision import emulated, gemm_cuda
-from megatron_fp4.quantization import cuda, fp8_cuda, mxfp8_cuda
+from megatron_fp4.precision import gemm_cuda
+from megatron_fp4.quantization import cuda
 
 MULTIPROCESSORS = 132  # of an H100 or H200: some kernels' temporaries grow with it
 
@@ -48,12 +48,7 @@ def shapes_only() -> Iterator[None]:
             (torch.Tensor, "is_cuda", property(lambda _: True)),
             (torch.Tensor, "data_ptr", lambda _: 0),  # aligned
             (torch.cuda, "device", _no_device),
-            (emulated, "_kernels_available", lambda _: True),
-            (cuda, "_start", lambda *_: None),
-            (cuda, "_processors", lambda _: MULTIPROCESSORS),
-            (cuda, "_sign_bits", lambda _: 0),
-            (fp8_cuda, "_kernels", _NoKernels),
-            (mxfp8_cuda, "_kernels", _NoKernels),
+            (cuda, "gpu", _ShapesOnly()),
             (gemm_cuda, "scaled_matmul", _scaled_matmul),
             (cross_entropy, "_loss_and_gradient", loss_shapes),
             (cross_entropy, "_add_product", _add_product),
@@ -67,17 +62,17 @@ def _no_device(_: torch.device) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class _NoKernels:
-    """A module of Triton kernels: `_NoKernels().any_name[grid](...)` does nothing."""
+class _ShapesOnly(cuda.NvidiaGPU):
+    """Kernels are there, and starting one does nothing."""
 
-    def __getattr__(self, name: str) -> _NoKernels:
-        return self
+    def available(self, device: torch.device) -> bool:
+        return True
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            pass
+    def multiprocessors(self, device: torch.device) -> int:
+        return MULTIPROCESSORS
 
-        return launch
+    def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        pass
 
 
 def _scaled_matmul(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.recipe import Operand
-from megatron_fp4.quantization.fp8 import quantize_fp8
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
 # Elements that are compared at once, in whole blocks of every format: bounds the memory of the reference.
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
@@ -29,19 +26,10 @@ if TYPE_CHECKING:
     from megatron_fp4.precision.linear import _Call
     from megatron_fp4.precision.torch_scaled_mm import PackedOperand
 
-Quantized = NVFP4Tensor | MXFP4Tensor | MXFP8Tensor | FP8Tensor
 
-
-def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> Quantized:
+def reference(rows: Tensor, operand: Operand, amax: Tensor, key: RoundingKey | None = None) -> QuantizedTensor:
     """`rows` [n, k] by the reference quantizer. amax: of the whole tensor. key: of the draws; None: to nearest."""
-    rounding = "nearest" if key is None else "stochastic"
-    if operand.format == "nvfp4":
-        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
-    if operand.format == "mxfp4":
-        return quantize_mxfp4(rows, operand.block, rounding, key=key)
-    if operand.format == "mxfp8":
-        return quantize_mxfp8(rows, operand.block)
-    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
+    return encode_operand(rows.to(torch.float32), operand, key, amax=amax).packed(rows.shape[:-1])
 
 
 def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
@@ -59,7 +47,7 @@ def parts_by_rows(made: object) -> Callable[[slice], dict[str, Tensor]]:
     return lambda rows: {"values": values[rows].to(torch.float32) + 0.0} | whole
 
 
-def _code_parts(quantized: Quantized, rows: slice) -> dict[str, Tensor]:
+def _code_parts(quantized: QuantizedTensor, rows: slice) -> dict[str, Tensor]:
     parts = {"codes": quantized.codes[rows], "scales": quantized.scales[rows]}
     if isinstance(quantized, NVFP4Tensor):
         parts |= {"codes": unsigned_zeros(parts["codes"]), "amax": quantized.amax}
@@ -72,13 +60,12 @@ def unsigned_zeros(codes: Tensor) -> Tensor:
     return torch.where((low & 0xF0) == 0x80, low & 0x0F, low)
 
 
-def expected_parts(quantized: Quantized, made: object) -> dict[str, Tensor]:
+def expected_parts(quantized: QuantizedTensor, made: object) -> dict[str, Tensor]:
     """The reference in the parts that `actual_parts` has of `made`."""
     if isinstance(made, te.NativeOperand):
         return _code_parts(quantized, slice(None))
-    if isinstance(quantized, NVFP4Tensor):
-        return {"values": quantized.block_values() + 0.0, "tensor scale": quantized.decode_scale()}
-    return {"values": quantized.dequantize() + 0.0}
+    scale = {"tensor scale": quantized.decode_scale()} if isinstance(quantized, NVFP4Tensor) else {}
+    return {"values": quantized.block_values() + 0.0} | scale
 
 
 def bytes_fault(made: PackedOperand, rows: Tensor, call: _Call, name: str) -> str:
@@ -145,8 +132,7 @@ def _bits(t: Tensor) -> Tensor:
 def operand_values(made: object) -> Tensor:
     """[rows, k]: what an operand stands for, without the tensor scale."""
     if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        return decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
+        return made.decoded().block_values()
     return made.unpacked()  # type: ignore[attr-defined]
 
 

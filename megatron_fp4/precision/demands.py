@@ -18,9 +18,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_fp4.precision.recipe import Recipe
-
-# The longer side of a format's block.
-TILES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8": 128}
+from megatron_fp4.quantization.formats import format_of
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,7 @@ def block_demands(recipe: Recipe) -> Demands:
 
     Raises ValueError for a format that nobody knows.
     """
-    formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
-    if unknown := formats - TILES.keys():
-        raise ValueError(f"operand format {min(unknown)!r} is not one of bf16, {', '.join(TILES)}")
-    tile = max((TILES[name] for name in formats), default=1)
+    quantized = (operand for operand in recipe.operands.values() if operand.quantized)
+    tile = max((format_of(operand.format).tile for operand in quantized), default=1)
     outputs = max(tile, recipe.dgrad_rht)
     return Demands(max(tile, recipe.wgrad_rht), max(tile, recipe.fprop_rht), outputs, outputs)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import BLOCKS, Measured, PackedColumns, Side
-from megatron_fp4.quantization.formats import unpack_codes
+from megatron_fp4.quantization.elements import unpack_codes
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import random_hadamard_transform

@@ -31,6 +31,7 @@ from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linea
 from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.fp8_cuda import quantize_fp8_fused
 from models.hybrid import build_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -95,9 +96,7 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
         with (
             FakeTensorMode(),
             shapes_only(),
-            mock.patch.object(emulated, "encode_nvfp4", slow),
-            mock.patch.object(emulated, "encode_mxfp4", slow),
-            mock.patch.object(emulated, "encode_mxfp8", slow),
+            mock.patch.object(emulated, "encode_operand", slow),
         ):
             for recipe_name, recipe in recipes(model).items():
                 narrow = block_demands(recipe).inputs
@@ -183,8 +182,7 @@ def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
         FakeTensorMode(),
         shapes_only(),
         mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
-        mock.patch.object(torch_scaled_mm, "encode_with_scale", slow),
-        mock.patch.object(torch_scaled_mm, "encode_mxfp8", slow),
+        mock.patch.object(torch_scaled_mm, "encode_operand", slow),
     ):
         yield seen
 
@@ -322,13 +320,16 @@ def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe)
 
 
 def test_more_programs_than_cuda_starts_are_refused() -> None:
-    with mock.patch.object(cuda, "_start") as start:
-        cuda._launch("unpack_kernel", (2**31 - 1,), (), ())
-        assert start.called
+    with mock.patch.object(cuda, "gpu") as gpu:
+        cuda.launch("triton_fp4.unpack_kernel", (2**31 - 1,))
+        assert gpu.start.called
         with pytest.raises(ValueError, match="CUDA starts at most 2147483647"):
-            cuda._launch("unpack_kernel", (2**31,), (), ())
+            cuda.launch("triton_fp4.unpack_kernel", (2**31,))
         with pytest.raises(ValueError, match="at most 65535"):
-            cuda._launch("measure_kernel", (1, 65536), (), ())
+            cuda.launch("triton_fp4.measure_kernel", (1, 65536))
+    with FakeTensorMode(), shapes_only(), pytest.raises(ValueError, match="quantize_fp8_kernel: 65536 programs"):
+        rows = torch.empty(65535 * 128 + 1, 128, dtype=torch.bfloat16)
+        quantize_fp8_fused(rows, 1, along_rows=False, power_of_two_scales=False, keep=False)
 
 
 def test_a_million_tokens_and_more() -> None:

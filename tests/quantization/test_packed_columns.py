@@ -4,7 +4,7 @@ import kernel_layout
 import pytest
 import torch
 
-from megatron_fp4.quantization.formats import unpack_codes
+from megatron_fp4.quantization.elements import unpack_codes
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 

@@ -3,7 +3,7 @@ import oracle
 import pytest
 import torch
 
-from megatron_fp4.quantization.formats import (
+from megatron_fp4.quantization.elements import (
     e2m1_codes,
     e2m1_values,
     pack_codes,
