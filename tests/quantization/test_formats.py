@@ -1,0 +1,165 @@
+"""The table of formats, and every kernel launch of theirs against the kernels' signatures."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatron_fp4.config import schema
+from megatron_fp4.planning.stand_ins import shapes_only
+from megatron_fp4.precision.emulated import EMULATED, OperandRequest, encode_operand, gemm, quantize_operand, side_of
+from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.formats import FORMATS, format_of
+from megatron_fp4.quantization.fp4_cuda import scale_and_cast
+from megatron_fp4.quantization.rounding import rounding_key
+
+ROOM = Path(cuda.__file__).parent
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # Triton's own
+ALONG = ("columns", "rows")
+KEY = rounding_key("draws")
+
+
+def operands() -> Iterator[Operand]:
+    """Every operand that the table allows."""
+    for name, form in FORMATS.items():
+        for block in form.blocks:
+            for rounding in ("nearest", "stochastic") if form.stochastic else ("nearest",):
+                yield Operand(name, block, rounding)
+                for option in form.options:
+                    yield Operand(name, block, rounding, **{option: True})
+
+
+@pytest.mark.parametrize("operand", operands(), ids=str)
+def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
+    form, x = FORMATS[operand.format], torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    key = KEY if operand.rounding == "stochastic" else None
+    encoded = encode_operand(x, operand, key)
+    assert form.blocks == ((1, form.tile), (form.tile, form.tile)) and encoded.block == operand.block
+    assert encoded.scales.shape == (256, 256 // form.tile)
+    assert encoded.scales.dtype == (torch.uint8 if form.scales == torch.float8_e8m0fnu else form.scales)
+    assert (encoded.decode_scale() is not None) == form.tensor_scale
+    assert form.largest / 2 < encoded.elements.float().abs().max() <= form.largest
+    values = encoded.block_values()
+    assert torch.equal(values.to(encoded.exact).float(), values)
+    # What is packed stands for the same, and is the operand of a GEMM.
+    packed = encoded.packed((2, 128))
+    assert packed.shape == (2, 128, 256) and torch.equal(packed.block_values().flatten(0, 1), values)
+    made = quantize_operand(x, operand, key=KEY)
+    assert torch.equal(made.unpacked().float(), values) and made.unpacked().dtype == encoded.exact
+
+
+def test_what_does_not_round_stochastically_refuses_a_key() -> None:
+    for name in (name for name, form in FORMATS.items() if not form.stochastic):
+        with pytest.raises(AssertionError, match=f"{name} rounds to nearest"):
+            encode_operand(torch.ones(32, 32), Operand(name, (1, 32)), KEY)
+    with pytest.raises(ValueError, match=r"'int4' is not one of bf16, nvfp4, mxfp4, mxfp8, fp8"):
+        format_of("int4")
+
+
+def test_configuration_and_backends_know_no_other_formats() -> None:
+    assert OF_SCALED_MM.keys() <= FORMATS.keys()
+    named = schema.OperandConfig.__dataclass_fields__["format"].type
+    spelled = get_args(getattr(schema, named, str) if isinstance(named, str) else named)
+    assert spelled in ((), ("bf16", *FORMATS))
+
+
+def signatures() -> dict[str, tuple[list[str], list[str]]]:
+    """Kernel -> its run-time arguments and its constants, read off its source (Triton may not be there)."""
+    found = {}
+    for path in ROOM.glob("triton_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                constants = [arg.arg for arg in node.args.args if arg.annotation is not None]
+                arguments = [arg.arg for arg in node.args.args if arg.annotation is None]
+                assert [arg.arg for arg in node.args.args] == arguments + constants, "constants come last"
+                found[f"{path.stem}.{node.name}"] = arguments, constants
+    return found
+
+
+@contextmanager
+def launches() -> Iterator[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+    """The way of a GPU on fake tensors; kernels that would have started, with their arguments and constants."""
+    started: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    with FakeTensorMode(), shapes_only(), mock.patch.object(type(cuda.gpu), "start") as start:
+        start.side_effect = lambda kernel, _, arguments, constants: started.append((kernel, arguments, constants))
+        yield started
+
+
+def test_every_launch_is_what_its_kernel_takes() -> None:
+    known, seen = signatures(), set()
+    with launches() as started:
+        x = torch.empty(128, 128, dtype=torch.bfloat16)
+        for operand in operands():
+            fused = FORMATS[operand.format].fused
+            for rht in (0, operand.block[1]):
+                key = KEY if operand.rounding == "stochastic" else None
+                request = OperandRequest(operand, rht, key=key)
+                sides = [request if fused and fused.makes(side_of(request), along) else None for along in ALONG]
+                for keep in (False, True):
+                    makers = EMULATED.operands(x, *sides, dtype=x.dtype, keep_rows=keep)
+                    made = [maker() for maker in makers if maker is not None]
+                    assert all(one.unpacked().shape == (128, 128) for one in made)
+                    gemm(*made, x.dtype) if len(made) == 2 else None
+                if operand.format in OF_SCALED_MM:
+                    for maker in TorchBackend().operands(x, *sides, dtype=x.dtype):
+                        maker() if maker is not None else None
+        scale_and_cast(x.float(), torch.empty(()), x.dtype)
+        for kernel, arguments, constants in started:
+            names, wanted = known[kernel]
+            assert len(arguments) == len(names), kernel
+            assert constants.keys() - OPTIONS == set(wanted), kernel
+            if kernel in cuda._UNSPECIALIZED:
+                assert list(constants) == wanted and len(arguments) == len(cuda._UNSPECIALIZED[kernel]), kernel
+            seen.add(kernel)
+    assert seen == known.keys()
+
+
+def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
+    compiled = mock.MagicMock()
+
+    class Jitted:
+        @staticmethod
+        def fn(codes_ptr, scales_ptr, values_ptr, num_rows, num_groups, BLOCK, GROUPS):
+            raise AssertionError("compiled, not called")
+
+        warmup = mock.Mock(return_value=compiled)
+
+    cuda._compiled.cache_clear()
+    x, kernel = torch.empty(1), "triton_fp4.unpack_kernel"
+    with (
+        mock.patch.object(cuda, "_kernel", lambda _: Jitted),
+        mock.patch.object(torch.cuda, "current_device", lambda: None),
+    ):
+        for constants in ({"BLOCK": 16, "GROUPS": 32}, {"GROUPS": 32, "BLOCK": 16}):
+            cuda.launch(kernel, (3,), x, x, x, 16, 1, **constants)
+            compiled.__getitem__.assert_called_with((3, 1, 1))
+            compiled.__getitem__().assert_called_with(x, x, x, 16, 1, 16, 32)
+        assert Jitted.warmup.call_args.args == (torch.int32, torch.int16, torch.int32, 1, 1, 16, 32)
+        with pytest.raises(AssertionError, match="has the constants"):
+            cuda.launch(kernel, (3,), x, x, x, 16, 1, BLOCK=16)
+    cuda._compiled.cache_clear()
+
+
+def test_sides_of_one_format_are_measured_once() -> None:
+    row, square = FORMATS["nvfp4"].blocks
+    x_wanted, w_wanted = OperandRequest(Operand("nvfp4", row)), OperandRequest(Operand("nvfp4", square))
+    other = OperandRequest(Operand("mxfp8", (1, 32)))
+    with launches() as started:
+        x = torch.empty(64, 64, dtype=torch.bfloat16)
+        for columns, rows, measures in ((x_wanted, x_wanted, 1), (w_wanted, w_wanted, 2), (x_wanted, other, 1)):
+            started.clear()
+            EMULATED.operands(x, columns, rows, dtype=x.dtype)
+            assert [kernel for kernel, *_ in started] == ["triton_fp4.measure_kernel"] * measures
+    assert not FORMATS["nvfp4"].fused.makes(Side("nvfp4", row, four_over_six=True), "columns")  # type: ignore[union-attr]
