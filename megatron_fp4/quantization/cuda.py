@@ -81,18 +81,21 @@ class Fused(ABC):
     columns_scale: Tensor | None = None
     rows_scale: Tensor | None = None
 
-    @abstractmethod
     def __init__(
         self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
     ) -> None:
         """x: BF16, or FP32 that counts as rounded to BF16. columns, rows: what will be made along its columns and along
         its rows, of one format. amax_group: ranks that hold the other shards, for formats with a tensor scale.
         """
+        self.x, self.columns, self.rows = x, columns, rows
 
     @staticmethod
-    @abstractmethod
     def makes(side: Side, along: str) -> bool:
-        """Whether the kernels can make this operand along `columns` or along `rows`."""
+        """Whether the kernels can make this operand along `columns` or along `rows`.
+
+        By default untransformed ones, rounded to nearest and without four-over-six.
+        """
+        return not side.hadamard and side.key is None and not side.four_over_six
 
     @abstractmethod
     def along_columns(self) -> Tensor | Packed:

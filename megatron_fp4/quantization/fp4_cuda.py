@@ -86,8 +86,8 @@ class FusedFP4(Fused):
             shape = tuple(x.shape)
             raise ValueError(f"{side.format}: shape {shape} is not a multiple of {self.block} in both dimensions")
         x = x.contiguous()
-        self.x = x.clone() if x.data_ptr() % 16 else x  # the kernels load 16 bytes at a time
-        self.columns, self.rows = columns, rows
+        x = x.clone() if x.data_ptr() % 16 else x  # the kernels load 16 bytes at a time
+        super().__init__(x, columns, rows)
         self.size = (x.shape[0], x.shape[1] // self.block)
         hadamard = rows is not None and rows.hadamard > 0
         signs = _SIGN_BITS[self.block] if rows is not None and hadamard and rows.signs == "fixed" else 0

@@ -8,16 +8,12 @@ values themselves are exact in BF16, and an operand is a plain BF16 tensor. Othe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import Fused, Side, launch
+from megatron_fp4.quantization.cuda import Fused, launch
 from megatron_fp4.quantization.tensor import scale_blocks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -48,16 +44,6 @@ class BlockScaled:
 
 class FusedFP8(Fused):
     """Nothing is measured beforehand: each operand is made by itself, by `quantize_fp8_fused`."""
-
-    def __init__(
-        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
-    ) -> None:
-        self.x, self.columns, self.rows = x, columns, rows
-
-    @staticmethod
-    def makes(side: Side, along: str) -> bool:
-        """Without transforms, rounded to nearest."""
-        return not side.hadamard and side.key is None
 
     def along_columns(self) -> Tensor | BlockScaled:
         """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales."""

@@ -7,15 +7,11 @@ are in `triton_mxfp8.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import Fused, Side, launch
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from megatron_fp4.quantization.cuda import Fused, launch
 
 
 @dataclass(frozen=True)
@@ -44,16 +40,6 @@ class PackedMXFP8:
 
 class FusedMXFP8(Fused):
     """Nothing is measured beforehand: each operand is made by itself, by `quantize_mxfp8_fused`."""
-
-    def __init__(
-        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
-    ) -> None:
-        self.x, self.columns, self.rows = x, columns, rows
-
-    @staticmethod
-    def makes(side: Side, along: str) -> bool:
-        """Without transforms, rounded to nearest."""
-        return not side.hadamard and side.key is None
 
     def along_columns(self) -> Tensor | PackedMXFP8:
         """BF16 values [n, k = m]."""
