@@ -219,7 +219,7 @@ def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | 
 
 
 def side_of(request: OperandRequest) -> Side:
-    """A quantized operand's request without what only PyTorch makes."""
+    """A quantized operand's request as kernels take it."""
     operand = request.operand
     return Side(
         operand.format,
