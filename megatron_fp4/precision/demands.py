@@ -56,7 +56,6 @@ def block_demands(recipe: Recipe) -> Demands:
 
     Raises ValueError for a format that nobody knows.
     """
-    quantized = (operand for operand in recipe.operands.values() if operand.quantized)
-    tile = max((format_of(operand.format).tile for operand in quantized), default=1)
-    outputs = max(tile, recipe.dgrad_rht)
-    return Demands(max(tile, recipe.wgrad_rht), max(tile, recipe.fprop_rht), outputs, outputs)
+    tile = max((format_of(name).tile for name in recipe.formats), default=1)
+    outputs = max(tile, recipe.dgrad.rht)
+    return Demands(max(tile, recipe.wgrad.rht), max(tile, recipe.fprop.rht), outputs, outputs)

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization import cuda
@@ -39,7 +40,7 @@ from megatron_fp4.quantization.tensor import Encoded
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Maker = Callable[[], "GemmOperand"]
+MakeOperand = Callable[[], "GemmOperand"]
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class GemmOperand:
         return self.values.codes, self.values.scales, self.scale
 
     @property
-    def kind(self) -> tuple[type | None, bool]:
+    def layout(self) -> tuple[type | None, bool]:
         """Non-tensor metadata: how codes are packed (None: plain values), and `quantized`."""
         return None if isinstance(self.values, Tensor) else type(self.values), self.quantized
 
     @staticmethod
-    def from_tensors(tensors: Sequence[Tensor | None], kind: tuple[type | None, bool]) -> GemmOperand:
-        """The operand again from its `tensors()` and its `kind`."""
-        (values, scales, scale), (packing, quantized) = tensors, kind
+    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
+        """The operand again from its `tensors()` and its `layout`."""
+        (values, scales, scale), (packing, quantized) = tensors, layout
         assert values is not None
         return GemmOperand(values if packing is None else packing(values, scales), scale, quantized)
 
@@ -84,28 +85,10 @@ class GemmOperand:
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
-@dataclass(frozen=True)
-class OperandRequest:
-    """What to make of a tensor for one GEMM.
-
-    rht, signs: size of the Hadamard transform applied first (input and result in BF16), 0 for none, and what its signs
-    are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of stochastic rounding; None rounds
-    to nearest. name: of the operand in its recipe, for whoever watches; requests that ask for the same are equal.
-    """
-
-    operand: Operand
-    rht: int = 0
-    signs: str = "fixed"
-    key: RoundingKey | None = None
-    signs_key: RoundingKey | None = None
-    name: str = field(default="", compare=False)
-
-
 class EmulatedBackend:
-    """The backend of this file (`precision/backend.py` says what a backend is)."""
+    """Exact arithmetic in PyTorch, or by the fused kernels where these make the same codes."""
 
     name = "emulated"
-    borrows_codes = True
     accumulates = False
 
     def demands(self, recipe: Recipe) -> Demands:
@@ -121,9 +104,9 @@ class EmulatedBackend:
         dtype: torch.dtype,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
-    ) -> tuple[Maker | None, Maker | None]:
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By the fused kernels as far as they go, by PyTorch what is left."""
-        fused: tuple[Maker | None, Maker | None] = (None, None)
+        fused: tuple[MakeOperand | None, MakeOperand | None] = (None, None)
         if dtype == torch.bfloat16:
             fused = fused_operands(x, columns, rows, pack_rows=keep_rows, amax_group=amax_group)
 
@@ -138,7 +121,7 @@ class EmulatedBackend:
                 amax_group=amax_group,
             )
 
-        makers: list[Maker | None] = list(fused)
+        makers: list[MakeOperand | None] = list(fused)
         for i, request in enumerate((columns, rows)):
             if request is not None and fused[i] is None:
                 makers[i] = functools.partial(plain, request, i == 1)
@@ -149,9 +132,13 @@ class EmulatedBackend:
         product = gemm(a, b, out_dtype)
         return product if total is None else total.add_(product)
 
-    def restored(self, tensors: Sequence[Tensor | None], kind: tuple[type | None, bool]) -> GemmOperand:
-        """An operand again from its `tensors()` and its `kind`."""
-        return GemmOperand.from_tensors(tensors, kind)
+    def transposed(self, operand: GemmOperand) -> GemmOperand:
+        """The same codes with rows and columns exchanged."""
+        return operand.transposed()
+
+    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
+        """An operand again from its `tensors()` and its `layout`."""
+        return GemmOperand.from_tensors(tensors, layout)
 
 
 EMULATED = EmulatedBackend()
@@ -174,7 +161,7 @@ def fused_operands(
     *,
     pack_rows: bool = False,
     amax_group: ProcessGroup | None = None,
-) -> tuple[Maker | None, Maker | None]:
+) -> tuple[MakeOperand | None, MakeOperand | None]:
     """What makes `x` [n, m] an operand [n, k = m] (`columns`), and transposed an operand [m, k = n] (`rows`).
 
     Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
@@ -212,7 +199,7 @@ def codes_transpose(request: OperandRequest) -> bool:
 
 def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
     """The request as the fused kernels take it, or None if PyTorch has to do it."""
-    if request is None or not x.is_cuda or not request.operand.quantized:
+    if request is None or not request.operand.quantized:
         return None
     side, fused = side_of(request), format_of(request.operand.format).fused
     return side if fused is not None and fused.makes(side, along) and cuda.gpu.available(x.device) else None

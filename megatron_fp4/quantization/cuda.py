@@ -1,8 +1,8 @@
 """What the fused quantizers share: what they take, what they give, and how their kernels start.
 
 `Fused` is the interface of a format's kernels (`fp4_cuda.py`, `fp8_cuda.py`, `mxfp8_cuda.py`; the table is
-`formats.py`). All kernels of this room start by `launch`, which checks the grid and asks `gpu`: whoever wants the
-program without the device, as a dry run on fake tensors does, replaces that one object.
+`formats.py`). All kernels of this room start by `launch`, which checks the grid and asks the GPU of `on`: whoever wants
+the program without the device, as a dry run on fake tensors does, puts another one there.
 
 Triton is imported when a kernel first starts: a machine without an NVIDIA GPU never needs it.
 """
@@ -15,7 +15,8 @@ import importlib.util
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -116,8 +117,12 @@ class NvidiaGPU:
     """What the quantizers ask of a device: whether kernels run there, how large it is, and to start them."""
 
     def available(self, device: torch.device) -> bool:
-        """Whether the fused kernels run on `device`; a warning says once why they do not."""
-        return _available(device)
+        """Whether the fused kernels run on `device`; of a GPU, a warning says once why they do not."""
+        return device.type != "cpu" and _available(device)
+
+    def aligned(self, x: Tensor) -> bool:
+        """Whether `x` starts where 16 bytes can be loaded at a time."""
+        return x.data_ptr() % 16 == 0
 
     def multiprocessors(self, device: torch.device) -> int:
         """How many `device` has."""
@@ -136,6 +141,17 @@ class NvidiaGPU:
 
 
 gpu = NvidiaGPU()
+
+
+@contextmanager
+def on(other: NvidiaGPU) -> Iterator[None]:
+    """Inside, `other` is the GPU, whatever the device of tensors."""
+    global gpu
+    before, gpu = gpu, other
+    try:
+        yield
+    finally:
+        gpu = before
 
 
 def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:

@@ -86,7 +86,7 @@ class FusedFP4(Fused):
             shape = tuple(x.shape)
             raise ValueError(f"{side.format}: shape {shape} is not a multiple of {self.block} in both dimensions")
         x = x.contiguous()
-        x = x.clone() if x.data_ptr() % 16 else x  # the kernels load 16 bytes at a time
+        x = x if cuda.gpu.aligned(x) else x.clone()  # the kernels load 16 bytes at a time
         super().__init__(x, columns, rows)
         self.size = (x.shape[0], x.shape[1] // self.block)
         hadamard = rows is not None and rows.hadamard > 0

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import pytest
@@ -14,8 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.config import schema
-from megatron_fp4.planning.stand_ins import shapes_only
-from megatron_fp4.precision.emulated import EMULATED, OperandRequest, encode_operand, gemm, quantize_operand, side_of
+from megatron_fp4.planning.backend import AllocatingGPU
+from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.emulated import EMULATED, encode_operand, gemm, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
@@ -24,6 +25,7 @@ from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp4_cuda import scale_and_cast
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.planning.gpu_path import without_launches
 
 ROOM = Path(cuda.__file__).parent
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # Triton's own
@@ -70,9 +72,7 @@ def test_what_does_not_round_stochastically_refuses_a_key() -> None:
 
 def test_configuration_and_backends_know_no_other_formats() -> None:
     assert OF_SCALED_MM.keys() <= FORMATS.keys()
-    named = schema.OperandConfig.__dataclass_fields__["format"].type
-    spelled = get_args(getattr(schema, named, str) if isinstance(named, str) else named)
-    assert spelled in ((), ("bf16", *FORMATS))
+    assert get_args(get_type_hints(schema.OperandConfig)["format"]) in ((), ("bf16", *FORMATS))
 
 
 def signatures() -> dict[str, tuple[list[str], list[str]]]:
@@ -92,7 +92,7 @@ def signatures() -> dict[str, tuple[list[str], list[str]]]:
 def launches() -> Iterator[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
     """The way of a GPU on fake tensors; kernels that would have started, with their arguments and constants."""
     started: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-    with FakeTensorMode(), shapes_only(), mock.patch.object(type(cuda.gpu), "start") as start:
+    with FakeTensorMode(), without_launches(), mock.patch.object(AllocatingGPU, "start") as start:
         start.side_effect = lambda kernel, _, arguments, constants: started.append((kernel, arguments, constants))
         yield started
 

@@ -1,0 +1,89 @@
+"""The emulated backend as an NVIDIA GPU runs it, for runs on fake tensors: it allocates and computes nothing.
+
+Operands go through the fused quantizers' own code, on a GPU whose kernels do nothing. What those do not make
+(four-over-six, unusual transforms, FP32 activations) goes through PyTorch, as it does on a GPU.
+tests/planning/test_backend.py compares it with the emulated backend on tensors that say they are on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand
+from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
+
+_BF16 = torch.bfloat16
+
+
+class AllocatingGPU(cuda.NvidiaGPU):
+    """An H100 or H200 whose quantization kernels do nothing."""
+
+    def available(self, device: torch.device) -> bool:
+        """They all are."""
+        return True
+
+    def aligned(self, x: Tensor) -> bool:
+        """As new tensors are."""
+        return True
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """132: some kernels' grids depend on it."""
+        return 132
+
+    def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+_GPU = AllocatingGPU()
+
+
+class PlanningBackend(EmulatedBackend):
+    """Operands and products that are allocated as on a GPU."""
+
+    def operands(
+        self,
+        x: Tensor,
+        columns: OperandRequest | None,
+        rows: OperandRequest | None,
+        *,
+        dtype: torch.dtype,
+        keep_rows: bool = False,
+        amax_group: dist.ProcessGroup | None = None,
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        """Those that the fused kernels make are allocated, the others are made by PyTorch."""
+        with cuda.on(_GPU):
+            makers = super().operands(x, columns, rows, dtype=dtype, keep_rows=keep_rows, amax_group=amax_group)
+        first, second = (None if make is None else _on_gpu(make) for make in makers)
+        return first, second
+
+    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+        """Codes become values, as for cuBLAS; then the product is allocated."""
+        assert total is None, "this backend does not add to gradients"
+        with cuda.on(_GPU):
+            if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
+                return matmul_fp8(a.values, b.values, out_dtype)
+            left, right = a.unpacked(), b.unpacked().t()
+        if not a.quantized and not b.quantized and out_dtype == left.dtype:
+            return left @ right
+        alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
+        if not left.dtype == right.dtype == _BF16:
+            return (left.to(torch.float32) @ right.to(torch.float32)).to(out_dtype)
+        if alpha is None and not (a.quantized and b.quantized):
+            return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
+        # cuBLAS, with alpha on the device; it reads rows or columns that are in one piece.
+        left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
+        return left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
+
+
+def _on_gpu(make: MakeOperand) -> MakeOperand:
+    def made() -> GemmOperand:
+        with cuda.on(_GPU):
+            return make()
+
+    return made

@@ -1,0 +1,32 @@
+"""The fused kernels' own Python code on a machine without a GPU: everything but the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.planning.backend import AllocatingGPU
+from megatron_fp4.precision import gemm_cuda
+from megatron_fp4.quantization import cuda
+
+
+@contextmanager
+def without_launches() -> Iterator[None]:
+    """Inside, every tensor says that it is on CUDA, and what would launch a kernel does nothing."""
+    with (
+        cuda.on(AllocatingGPU()),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
+        mock.patch.object(gemm_cuda, "scaled_matmul", _scaled_matmul),
+    ):
+        yield
+
+
+def _scaled_matmul(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Any:
+    """As `gemm_cuda.scaled_matmul` by cuBLAS."""
+    (a, *_), (b, *_) = gemm_cuda._layout(a), gemm_cuda._layout(b)
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
