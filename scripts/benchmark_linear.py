@@ -24,7 +24,9 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
-from megatron_fp4.quantization.cuda import BLOCKS, Measured, Side
+from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.fp4_cuda import FusedFP4
 from megatron_fp4.quantization.rounding import rounding_key
 
 _X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
@@ -122,19 +124,21 @@ def time_kernels(shapes: list[tuple[int, int]], tokens: int) -> list[str]:
     lines = [f"device copy, read and written: {copy:.2f} TB/s"]
     key, other = rounding_key("benchmark", 0), rounding_key("benchmark", 1)
     for inputs, outputs in shapes:
-        for form, block in BLOCKS.items():
+        for form in ("nvfp4", "mxfp4"):
+            row, square = FORMATS[form].blocks
+            block = row[1]
             packed = 0.5 + 1 / block  # bytes an element of codes and scales
-            dy = (Side(form, 1, 0, "fixed", key), Side(form, 1, block, "fixed", other))
+            dy = (Side(form, row, key=key), Side(form, row, block, key=other))
             for name, rows, columns, sides in (
-                ("x", tokens, inputs, (Side(form), Side(form, 1, block))),
-                ("W", outputs, inputs, (Side(form, block), None)),
+                ("x", tokens, inputs, (Side(form, row), Side(form, row, block))),
+                ("W", outputs, inputs, (Side(form, square), None)),
                 ("dy", tokens, outputs, dy),
             ):
                 tensor = random(rows, columns)
-                measured = Measured(tensor, *sides)
+                measured = FusedFP4(tensor, *sides)
                 runs: dict[str, tuple[Callable[[], object], float]] = {"along columns": (measured.along_columns, 4)}
                 if form == "nvfp4":
-                    runs["measured"] = (functools.partial(Measured, tensor, *sides), 2)
+                    runs["measured"] = (functools.partial(FusedFP4, tensor, *sides), 2)
                 if name == "x":
                     runs["along rows, packed"] = (measured.packed_rows, 2 + packed)
                     runs["unpacked"] = (measured.packed_rows().values, 2 + packed)

@@ -26,7 +26,9 @@ BELOW = {
     **{room: set(FLOORS[:i]) for i, room in enumerate(FLOORS)},
     "megatron_fp4/quantization": set(),
     # Checking a configuration asks the rooms that know what fits.
-    "megatron_fp4/checks": {f"megatron_fp4/{room}" for room in ("config", "precision", "parallel", "training")},
+    "megatron_fp4/checks": {
+        f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel", "training")
+    },
     # A plan shows its tables by the console's means, and stands in for kernels of models.
     "megatron_fp4/planning": {*FLOORS, "models"},
     "data": set(),

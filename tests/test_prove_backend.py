@@ -14,7 +14,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.backend_choice import BACKENDS
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.quantization import mxfp8, nvfp4
-from megatron_fp4.quantization.formats import round_e2m1_stochastic, to_e4m3, to_ue8m0_up
+from megatron_fp4.quantization.elements import round_e2m1_stochastic, to_e4m3, to_ue8m0_up
 from scripts import prove_backend
 from scripts.prove import environment
 from scripts.prove.specification import properties

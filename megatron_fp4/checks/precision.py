@@ -12,13 +12,7 @@ from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, Preci
 from megatron_fp4.precision.plan import recipe_of
 from megatron_fp4.precision.recipe import PLACES, Place
 from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
-
-BLOCKS = {
-    "nvfp4": ("1x16", "16x16"),
-    "mxfp4": ("1x32", "32x32"),
-    "mxfp8": ("1x32", "32x32"),
-    "fp8": ("1x128", "128x128"),
-}
+from megatron_fp4.quantization.formats import FORMATS, UE8M0
 
 
 def validate_precision(precision: PrecisionConfig, config: Config, device_type: str, key: str = "precision") -> None:
@@ -62,27 +56,26 @@ def _operands(config: PrecisionConfig) -> list[tuple[Place, OperandConfig]]:
 
 
 def _operand(operand: OperandConfig, key: str) -> None:
-    if operand.format == "mxfp8" and operand.rounding != "nearest":
+    form = FORMATS.get(operand.format)
+    if form is not None and not form.stochastic and operand.rounding != "nearest":
         raise ConfigError(
-            f"{key}.rounding={operand.rounding} does not go with format=mxfp8: its codes are rounded to nearest, as "
-            "every MXFP8 training recipe does; use nearest, or another format"
+            f"{key}.rounding={operand.rounding} does not go with format={operand.format}: its codes are rounded to "
+            f"nearest, as every {operand.format.upper()} training recipe does; use nearest, or another format"
         )
-    if operand.format != "bf16" and operand.block not in BLOCKS[operand.format]:
+    blocks = [] if form is None else [f"{rows}x{columns}" for rows, columns in form.blocks]
+    if form is not None and operand.block not in blocks:
         raise ConfigError(
-            f"{key}.block={operand.block} does not go with format={operand.format}; choose "
-            f"{' or '.join(BLOCKS[operand.format])}"
+            f"{key}.block={operand.block} does not go with format={operand.format}; choose {' or '.join(blocks)}"
         )
-    if operand.four_over_six and operand.format != "nvfp4":
-        raise ConfigError(
-            f"{key}.four_over_six=true does not go with format={operand.format}; it is for nvfp4: set it to false"
-        )
-    if operand.power_of_two_scales and operand.format != "fp8":
-        microscaled = operand.format in ("mxfp4", "mxfp8")
-        always = f" ({operand.format} scales always are powers of two)" if microscaled else ""
-        raise ConfigError(
-            f"{key}.power_of_two_scales=true does not go with format={operand.format}; it is for fp8: set "
-            f"it to false{always}"
-        )
+    for option in ("four_over_six", "power_of_two_scales"):
+        if getattr(operand, option) and (form is None or option not in form.options):
+            owners = " or ".join(name for name, other in FORMATS.items() if option in other.options)
+            powers = option == "power_of_two_scales" and form is not None and form.scales == UE8M0
+            always = f" ({operand.format} scales always are powers of two)" if powers else ""
+            raise ConfigError(
+                f"{key}.{option}=true does not go with format={operand.format}; it is for {owners}: set it to "
+                f"false{always}"
+            )
 
 
 def _reuse(config: PrecisionConfig, key: str) -> None:

@@ -52,6 +52,7 @@ from megatron_fp4.precision.recipe import (
     WGRAD_GRADIENT,
     Place,
 )
+from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class ProbedCall:
             amax = seen.abs().amax().to(torch.float32) * factor
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
         group = call.context.amax_group(place.tensor)
-        if group is not None and operand.format == "nvfp4":
+        if group is not None and format_of(operand.format).tensor_scale:
             amax = amax.clone()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         key = call.draws(place)

@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.measure.statistics import operand_sums
+from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.recipe import Operand
-from megatron_fp4.quantization.formats import E2M1_MAX, E4M3_MAX, ue8m0_values
-from megatron_fp4.quantization.fp8 import encode_fp8
+from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
-from megatron_fp4.quantization.mxfp4 import encode_mxfp4
-from megatron_fp4.quantization.mxfp8 import encode_mxfp8
-from megatron_fp4.quantization.nvfp4 import encode_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.tensor import scale_values
 
 LARGE = 2**21  # elements; larger operands are measured by a sample
 SAMPLE = 2**19  # elements of a sample: whole blocks of every format
@@ -85,22 +83,11 @@ def quantized_values(rows: Tensor, operand: Operand, key: RoundingKey | None, am
     key: of stochastic rounding, None rounds to nearest. amax: FP32, of the whole tensor, 0-dim, or [rows, 1] where rows
     are of several tensors (nvfp4 without four-over-six).
     """
-    if operand.format == "nvfp4":
-        nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
-        scale = amax / (E2M1_MAX * nvfp4.scale_max)
-        return nvfp4.block_values().mul_(scale), nvfp4.scales.to(torch.float32) * scale * E2M1_MAX
-    if operand.format == "mxfp4":
-        values, _, codes = encode_mxfp4(rows, operand.block, key)
-        scales = ue8m0_values(codes)
-        return (values.unflatten(-1, (-1, 32)) * scales[..., None]).flatten(-2), scales * E2M1_MAX
-    if operand.format == "mxfp8":
-        mxfp8, codes = encode_mxfp8(rows, operand.block)
-        scales = ue8m0_values(codes)
-        values = mxfp8.to(torch.float32).unflatten(-1, (-1, 32)) * scales[..., None]
-        return values.flatten(-2), scales * E4M3_MAX
-    assert operand.format == "fp8"
-    fp8, scales = encode_fp8(rows, operand.block, key, operand.power_of_two_scales)
-    return (fp8.to(torch.float32).unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2), scales * E4M3_MAX
+    encoded = encode_operand(rows, operand, key, amax=amax)
+    values, limits, scale = encoded.block_values(), scale_values(encoded.scales), encoded.decode_scale()
+    if scale is not None:
+        values, limits = values.mul_(scale), limits * scale
+    return values, limits * format_of(operand.format).largest
 
 
 def sample_rows(x: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.reference import Quantized, quantized
+from megatron_fp4.precision.reference import quantized
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import NVFP4Tensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
 # Elements that are compared at once, in whole blocks of every format: bounds the memory of the reference.
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
@@ -43,7 +43,7 @@ def parts_by_rows(made: object) -> Callable[[slice], dict[str, Tensor]]:
     return lambda rows: {"values": values[rows].to(torch.float32) + 0.0} | whole
 
 
-def _code_parts(right: Quantized, rows: slice) -> dict[str, Tensor]:
+def _code_parts(right: QuantizedTensor, rows: slice) -> dict[str, Tensor]:
     parts = {"codes": right.codes[rows], "scales": right.scales[rows]}
     if isinstance(right, NVFP4Tensor):
         parts |= {"codes": unsigned_zeros(parts["codes"]), "amax": right.amax}
@@ -56,13 +56,12 @@ def unsigned_zeros(codes: Tensor) -> Tensor:
     return torch.where((low & 0xF0) == 0x80, low & 0x0F, low)
 
 
-def expected_parts(right: Quantized, made: object) -> dict[str, Tensor]:
+def expected_parts(right: QuantizedTensor, made: object) -> dict[str, Tensor]:
     """The reference in the parts that `actual_parts` has of `made`."""
     if isinstance(made, te.NativeOperand):
         return _code_parts(right, slice(None))
-    if isinstance(right, NVFP4Tensor):
-        return {"values": right.block_values() + 0.0, "tensor scale": right.decode_scale()}
-    return {"values": right.dequantize() + 0.0}
+    scale = {"tensor scale": right.decode_scale()} if isinstance(right, NVFP4Tensor) else {}
+    return {"values": right.block_values() + 0.0} | scale
 
 
 def bytes_fault(made: PackedOperand, rows: Tensor, request: OperandRequest) -> str:
@@ -131,8 +130,7 @@ def _bits(t: Tensor) -> Tensor:
 def operand_values(made: object) -> Tensor:
     """[rows, k]: what an operand stands for, without the tensor scale."""
     if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        return decoded.block_values() if isinstance(decoded, NVFP4Tensor) else decoded.dequantize()
+        return made.decoded().block_values()
     return made.unpacked()  # type: ignore[attr-defined]
 
 

@@ -18,9 +18,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_fp4.precision.recipe import Recipe
-
-# The longer side of a format's block.
-TILES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8": 128}
+from megatron_fp4.quantization.formats import format_of
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,6 @@ def block_demands(recipe: Recipe) -> Demands:
 
     Raises ValueError for a format that nobody knows.
     """
-    formats = recipe.formats
-    if unknown := formats - TILES.keys():
-        raise ValueError(f"operand format {min(unknown)!r} is not one of bf16, {', '.join(TILES)}")
-    tile = max((TILES[name] for name in formats), default=1)
+    tile = max((format_of(name).tile for name in recipe.formats), default=1)
     outputs = max(tile, recipe.dgrad.rht)
     return Demands(max(tile, recipe.wgrad.rht), max(tile, recipe.fprop.rht), outputs, outputs)

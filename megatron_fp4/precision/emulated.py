@@ -8,7 +8,7 @@ cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
-`quantization/` (`cuda.py`, `fp8_cuda.py`, `mxfp8_cuda.py`) and cuBLAS; for operands that those do not make
+`quantization/` (`fp4_cuda.py`, `fp8_cuda.py`, `mxfp8_cuda.py`) and cuBLAS; for operands that those do not make
 (four-over-six, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower
 by tens of times. The codes are the same bits everywhere; a warning says once why a device does without the kernels.
 
@@ -18,7 +18,6 @@ What it chooses not to do: imitate a tensor core's accumulation order.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,23 +29,16 @@ from torch import Tensor
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization.cuda import Measured, PackedColumns, Side, kernels_unavailable
-from megatron_fp4.quantization.formats import E2M1_MAX, ue8m0_values
-from megatron_fp4.quantization.fp8 import encode_fp8
-from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
+from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.cuda import Fused, Packed, Side
+from megatron_fp4.quantization.formats import FORMATS, format_of
+from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
-from megatron_fp4.quantization.mxfp4 import encode_mxfp4
-from megatron_fp4.quantization.mxfp8 import encode_mxfp8
-from megatron_fp4.quantization.mxfp8_cuda import PackedMXFP8, quantize_mxfp8_fused
-from megatron_fp4.quantization.nvfp4 import EncodedNVFP4, encode_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.tensor import Encoded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-log = logging.getLogger(__name__)
-
-_EIGHT_BITS = ("fp8", "mxfp8")
 
 MakeOperand = Callable[[], "GemmOperand"]
 
@@ -56,19 +48,18 @@ class GemmOperand:
     """One side of a GEMM, the dot product along the last dimension.
 
     values: [rows, k]. For a quantized operand `code * block scale` without the tensor scale (FP32 for FP8 under FP32
-    scales, else BF16), otherwise the tensor itself. `PackedColumns` and `PackedMXFP8` [k, rows]: codes of such values,
-    and `BlockScaled` [rows, k]: FP8 codes with their scales; `unpacked` decodes all three.
+    scales, else BF16), or codes of such values with their scales; otherwise the tensor itself.
     scale: FP32 0-dim factor from `values` to real values, or None for 1.
     quantized: whether `values` came out of a quantizer; two unquantized sides are an ordinary GEMM.
     """
 
-    values: Tensor | PackedColumns | PackedMXFP8 | BlockScaled
+    values: Tensor | Packed
     scale: Tensor | None = None
     quantized: bool = False
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
-        assert not isinstance(self.values, PackedColumns | PackedMXFP8)
+        assert isinstance(self.values, Tensor | BlockScaled)
         return GemmOperand(self.values.t(), self.scale, self.quantized)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -78,32 +69,20 @@ class GemmOperand:
         return self.values.codes, self.values.scales, self.scale
 
     @property
-    def layout(self) -> tuple[str | int | None, bool]:
-        """Non-tensor metadata: the format of packed codes, the block rows of FP8 codes, or None for plain values; and
-        `quantized`.
-        """
-        values = self.values
-        packing = values.format if isinstance(values, PackedColumns | PackedMXFP8) else None
-        return values.block_rows if isinstance(values, BlockScaled) else packing, self.quantized
+    def layout(self) -> tuple[type | None, bool]:
+        """Non-tensor metadata: how codes are packed (None: plain values), and `quantized`."""
+        return None if isinstance(self.values, Tensor) else type(self.values), self.quantized
 
     @staticmethod
-    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[str | int | None, bool]) -> GemmOperand:
+    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
         """The operand again from its `tensors()` and its `layout`."""
         (values, scales, scale), (packing, quantized) = tensors, layout
         assert values is not None
-        if packing is None or scales is None:
-            return GemmOperand(values, scale, quantized)
-        if isinstance(packing, int):
-            return GemmOperand(BlockScaled(values, scales, packing), scale, quantized)
-        if packing == "mxfp8":
-            return GemmOperand(PackedMXFP8(values, scales), scale, quantized)
-        return GemmOperand(PackedColumns(values, scales, packing), scale, quantized)
+        return GemmOperand(values if packing is None else packing(values, scales), scale, quantized)
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
-        if isinstance(self.values, PackedColumns | PackedMXFP8):
-            return self.values.values().t()
-        return self.values.values() if isinstance(self.values, BlockScaled) else self.values
+        return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
 class EmulatedBackend:
@@ -157,9 +136,7 @@ class EmulatedBackend:
         """The same codes with rows and columns exchanged."""
         return operand.transposed()
 
-    def operand_from_saved(
-        self, tensors: Sequence[Tensor | None], layout: tuple[str | int | None, bool]
-    ) -> GemmOperand:
+    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
         """An operand again from its `tensors()` and its `layout`."""
         return GemmOperand.from_tensors(tensors, layout)
 
@@ -192,34 +169,25 @@ def fused_operands(
 
     x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as codes until its GEMM.
     """
-    eight = (_eight_bit_maker(x, columns, False, False), _eight_bit_maker(x, rows, True, pack_rows))
-    if eight != (None, None):
-        columns, rows = (None if eight[0] else columns), (None if eight[1] else rows)
-        others = fused_operands(x, columns, rows, pack_rows=pack_rows, amax_group=amax_group)
-        return eight[0] or others[0], eight[1] or others[1]
-    if rows is not None and codes_transpose(rows):
-        # The kernels make square blocks along the columns.
-        square = fused_operands(x, rows, None, amax_group=amax_group)[0]
-        along_columns_alone = fused_operands(x, columns, None, amax_group=amax_group)[0]
-        return along_columns_alone, None if square is None else lambda: square().transposed()
-    sides = (fused_side(x, columns, "columns"), fused_side(x, rows, "rows"))
-    if sides[0] is not None and sides[1] is not None and sides[0].format != sides[1].format:
-        return (
-            fused_operands(x, columns, None, amax_group=amax_group)[0],
-            fused_operands(x, None, rows, pack_rows=pack_rows, amax_group=amax_group)[1],
-        )
-    if sides == (None, None):
-        return None, None
-    measured = Measured(x, *sides, amax_group=amax_group)
+    first, second = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
+    of_columns, of_rows = fused_sides(x, first, second, amax_group)
+    exchanged = False
+    if rows is not None and second is None and codes_transpose(rows):
+        # The 4-bit kernels make square blocks along the columns alone.
+        of_rows, _ = fused_sides(x, fused_side(x, rows, "columns"), None, amax_group)
+        exchanged = True
 
     def along_columns() -> GemmOperand:
-        return GemmOperand(measured.along_columns(), measured.columns_scale, True)
+        assert of_columns is not None
+        return GemmOperand(of_columns.along_columns(), of_columns.columns_scale, True)
 
     def along_rows() -> GemmOperand:
-        values = measured.packed_rows() if pack_rows else measured.along_rows().t()
-        return GemmOperand(values, measured.rows_scale, True)
+        assert of_rows is not None
+        if exchanged:
+            return GemmOperand(of_rows.along_columns(), of_rows.columns_scale, True).transposed()
+        return GemmOperand(of_rows.along_rows(keep=pack_rows), of_rows.rows_scale, True)
 
-    return along_columns if sides[0] is not None else None, along_rows if sides[1] is not None else None
+    return None if of_columns is None else along_columns, None if of_rows is None else along_rows
 
 
 def codes_transpose(request: OperandRequest) -> bool:
@@ -229,46 +197,42 @@ def codes_transpose(request: OperandRequest) -> bool:
     return square and not request.rht and request.key is None
 
 
-def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> MakeOperand | None:
-    """What makes an FP8 or MXFP8 operand by the kernels, or None if PyTorch has to do it or it is neither."""
-    if request is None or not fused_eight_bits(x, request):
-        return None
-    operand = request.operand
-
-    def make() -> GemmOperand:
-        if operand.format == "mxfp8":
-            made = quantize_mxfp8_fused(x, operand.block[0], along_rows=along_rows, keep=keep)
-            return GemmOperand(made, None, True)
-        power_of_two = operand.power_of_two_scales
-        values = quantize_fp8_fused(
-            x, operand.block[0], along_rows=along_rows, power_of_two_scales=power_of_two, keep=keep
-        )
-        return GemmOperand(values, None, True)
-
-    return make
-
-
-def fused_eight_bits(x: Tensor, request: OperandRequest) -> bool:
-    """Whether the request is for FP8 or MXFP8 and the kernels make it."""
-    if request.rht or request.key is not None or request.operand.format not in _EIGHT_BITS:
-        return False
-    return x.is_cuda and _kernels_available(x.device)
-
-
 def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
     """The request as the fused kernels take it, or None if PyTorch has to do it."""
-    if request is None or not x.is_cuda or not request.operand.quantized or request.operand.four_over_six:
+    if request is None or not request.operand.quantized:
         return None
-    side = Side(request.operand.format, request.operand.block[0], request.rht, request.signs, request.key)
-    return side if side.fused(along) and _kernels_available(x.device) else None
+    side, fused = side_of(request), format_of(request.operand.format).fused
+    return side if fused is not None and fused.makes(side, along) and cuda.gpu.available(x.device) else None
 
 
-@functools.cache
-def _kernels_available(device: torch.device) -> bool:
-    reason = kernels_unavailable(device)
-    if reason is not None:
-        log.warning("%s: quantization runs in plain PyTorch, with the same numbers but slowly: %s", device, reason)
-    return reason is None
+def side_of(request: OperandRequest) -> Side:
+    """A quantized operand's request as kernels take it."""
+    operand = request.operand
+    return Side(
+        operand.format,
+        operand.block,
+        request.rht,
+        request.signs,
+        request.key,
+        four_over_six=operand.four_over_six,
+        power_of_two_scales=operand.power_of_two_scales,
+    )
+
+
+def fused_sides(
+    x: Tensor, columns: Side | None, rows: Side | None, amax_group: ProcessGroup | None
+) -> tuple[Fused | None, Fused | None]:
+    """What makes x's operands along its columns and along its rows: of one format the same, which measures x once."""
+
+    def fused(columns: Side | None, rows: Side | None) -> Fused | None:
+        side = columns or rows
+        kernels = None if side is None else FORMATS[side.format].fused
+        return None if kernels is None else kernels(x, columns, rows, amax_group=amax_group)
+
+    if columns is not None and rows is not None and columns.format == rows.format:
+        both = fused(columns, rows)
+        return both, both
+    return fused(columns, None), fused(None, rows)
 
 
 def quantize_operand(
@@ -290,35 +254,28 @@ def quantize_operand(
         x = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
     if not operand.quantized:
         return GemmOperand(x)
-    rows = x.to(torch.float32)
     key = key if operand.rounding == "stochastic" else None
-    if operand.format == "nvfp4":
-        nvfp4, scale = encode_with_scale(rows, operand, key, amax_group)
-        return GemmOperand(nvfp4.block_values().to(torch.bfloat16), scale, True)
-    if operand.format == "mxfp4":
-        values, _, scales = encode_mxfp4(rows, operand.block, key)
-        values = (values.unflatten(-1, (-1, 32)) * ue8m0_values(scales)[..., None]).flatten(-2)
-        return GemmOperand(values.to(torch.bfloat16), None, True)
-    if operand.format == "mxfp8":
-        codes, scales = encode_mxfp8(rows, operand.block)
-        values = (codes.to(torch.float32).unflatten(-1, (-1, 32)) * ue8m0_values(scales)[..., None]).flatten(-2)
-        return GemmOperand(values.to(torch.bfloat16), None, True)
-    if operand.format == "fp8":
-        codes, scales = encode_fp8(rows, operand.block, key, operand.power_of_two_scales)
-        values = (codes.to(torch.float32).unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
-        # E4M3 times a power of two has four significant bits: exact in BF16.
-        return GemmOperand(values.to(torch.bfloat16) if operand.power_of_two_scales else values, None, True)
-    raise ValueError(f"operand format {operand.format!r} is not one of bf16, nvfp4, mxfp4, mxfp8, fp8")
+    encoded = encode_operand(x.to(torch.float32), operand, key, amax_group=amax_group)
+    return GemmOperand(encoded.block_values().to(encoded.exact), encoded.decode_scale(), True)
 
 
-def encode_with_scale(
-    rows: Tensor, operand: Operand, key: RoundingKey | None, amax_group: ProcessGroup | None
-) -> tuple[EncodedNVFP4, Tensor]:
-    """FP32 `rows` [rows, k] in NVFP4, and the FP32 0-dim factor from `code * block scale` to real values."""
-    amax = shared_amax(rows.abs().amax(), amax_group)
-    nvfp4 = encode_nvfp4(rows, operand.block, key, amax, operand.four_over_six)
-    # Division by a Python number would be a multiplication by its reciprocal on CUDA.
-    return nvfp4, torch.div(amax, torch.full_like(amax, E2M1_MAX * nvfp4.scale_max))
+def encode_operand(
+    rows: Tensor,
+    operand: Operand,
+    key: RoundingKey | None,
+    *,
+    amax: Tensor | None = None,
+    amax_group: ProcessGroup | None = None,
+) -> Encoded:
+    """FP32 `rows` [rows, k] in a quantized operand's format.
+
+    key: of the draws, None rounds to nearest. amax: FP32 0-dim, of the tensor that `rows` are part of (None: of `rows`,
+    and of the other shards that the ranks of `amax_group` hold); of formats with a tensor scale.
+    Raises ValueError for an unknown format.
+    """
+    if amax is None and format_of(operand.format).tensor_scale:
+        amax = shared_amax(rows.abs().amax(), amax_group)
+    return operand.encode(rows, key, amax)
 
 
 def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts
 from megatron_fp4.precision.recipe import Operand, Place, Recipe
 from megatron_fp4.precision.transformer_engine import NativeOperand
-from megatron_fp4.quantization.formats import E2M1_MAX, FP32_MAX, round_e2m1_stochastic
+from megatron_fp4.quantization.elements import E2M1_MAX, FP32_MAX, round_e2m1_stochastic
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale, quantize_nvfp4
 from megatron_fp4.quantization.tensor import NVFP4Tensor
 

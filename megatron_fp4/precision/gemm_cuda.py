@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import scale_and_cast
+from megatron_fp4.quantization.fp4_cuda import scale_and_cast
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from megatron_fp4.precision.comparison import (
 from megatron_fp4.precision.emulated import shared_amax, transform_signs
 from megatron_fp4.precision.reference import quantized
 from megatron_fp4.precision.transformer_engine import NativeOperand
-from megatron_fp4.quantization.formats import E2M1_MAX, E2M1_VALUES, FP32_MAX, e2m1_values, unpack_codes
+from megatron_fp4.quantization.elements import E2M1_MAX, E2M1_VALUES, FP32_MAX, e2m1_values, unpack_codes
+from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.tensor import NVFP4Tensor
@@ -58,7 +59,7 @@ def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: Pr
         return part if signs is None else random_hadamard_transform(part.to(torch.bfloat16), request.rht, signs)
 
     amax = functools.reduce(torch.maximum, (source(chunk).abs().amax() for chunk in row_chunks(rows))).to(torch.float32)
-    amax = shared_amax(amax, group) if operand.format == "nvfp4" else amax
+    amax = shared_amax(amax, group) if format_of(operand.format).tensor_scale else amax
     if not amax.isfinite():
         return "" if _poisoned(made) else "is finite although it was made of NaN or inf"
     if isinstance(made, NativeOperand) and (request.key is not None or request.rht):

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from megatron_fp4.config.schema import (
     DgradConfig,
     FpropConfig,
@@ -24,6 +26,9 @@ from megatron_fp4.config.schema import (
     RecipeConfig,
     WgradConfig,
 )
+from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.tensor import Encoded
 
 # The tensors that each GEMM multiplies: left, right.
 GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
@@ -82,6 +87,18 @@ class Operand:
     def quantized(self) -> bool:
         """Whether anything happens to the tensor at all."""
         return self.format != "bf16"
+
+    def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> Encoded:
+        """FP32 `rows` [rows, k] in the operand's format.
+
+        key: of the draws; None rounds to nearest. amax: FP32, of the tensor that `rows` are part of (None: of `rows`);
+        only formats with a tensor scale use it. Raises ValueError for an unknown format.
+        """
+        form = format_of(self.format)
+        options = {name: getattr(self, name) for name in form.options}
+        if form.tensor_scale:
+            options["amax"] = rows.abs().amax() if amax is None else amax
+        return form.encode(rows, self.block, key, **options)
 
     def __str__(self) -> str:
         if not self.quantized:

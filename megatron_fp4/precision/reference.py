@@ -27,15 +27,10 @@ from torch.nn.functional import pad
 
 from megatron_fp4.precision.demands import block_demands
 from megatron_fp4.precision.recipe import PLACES, USES, Operand, Place, Recipe
-from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
-from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import QuantizedTensor
 
-Quantized = NVFP4Tensor | MXFP4Tensor | MXFP8Tensor | FP8Tensor
 Keys = Callable[[str], RoundingKey]
 
 
@@ -80,20 +75,14 @@ def _operand(rows: Tensor, place: Place, recipe: Recipe, keys: Keys) -> tuple[Te
     one = torch.ones((), device=rows.device)
     if not operand.quantized:
         return rows.to(torch.float32), one
-    made = quantized(rows, operand, keys(place.name) if operand.rounding == "stochastic" else None)
-    return (made.block_values(), made.decode_scale()) if isinstance(made, NVFP4Tensor) else (made.dequantize(), one)
+    encoded = operand.encode(rows.to(torch.float32), keys(place.name) if operand.rounding == "stochastic" else None)
+    scale = encoded.decode_scale()
+    return encoded.block_values(), one if scale is None else scale
 
 
-def quantized(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None = None) -> Quantized:
+def quantized(rows: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor | None = None) -> QuantizedTensor:
     """`rows` [n, k] in the operand's format, with its block scales along k. key: of the draws; None: to nearest.
 
     amax: FP32 0-dim, of the whole tensor where `rows` are a part of it (NVFP4).
     """
-    rounding = "nearest" if key is None else "stochastic"
-    if operand.format == "nvfp4":
-        return quantize_nvfp4(rows, operand.block, rounding, key=key, amax=amax, four_over_six=operand.four_over_six)
-    if operand.format == "mxfp4":
-        return quantize_mxfp4(rows, operand.block, rounding, key=key)
-    if operand.format == "mxfp8":
-        return quantize_mxfp8(rows, operand.block)
-    return quantize_fp8(rows, operand.block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales)
+    return operand.encode(rows.to(torch.float32), key, amax).packed(rows.shape[:-1])

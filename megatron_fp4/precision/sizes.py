@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.demands import TILES, Demands, block_demands
+from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.plan import Plan, PlannedLinear
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.refusals import Refusal
+from megatron_fp4.quantization.formats import format_of
 
 
 def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
@@ -62,6 +63,6 @@ def _inputs(row: PlannedLinear, tensor: int) -> str:
 def _what_demands(row: PlannedLinear, multiple: int) -> str:
     """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
     for place, operand in row.recipe.operands.items():
-        if TILES.get(operand.format) == multiple:
+        if operand.quantized and format_of(operand.format).tile == multiple:
             return f"{row.key}.{place.key}.format={operand.format}"
     return f"{row.key}.fprop.rht={row.recipe.fprop.rht}"

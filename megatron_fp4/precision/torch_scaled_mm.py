@@ -25,7 +25,7 @@ Not run: no Blackwell chip was at hand. The self-test compares codes, products a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,20 +38,20 @@ from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import (
     GemmOperand,
     codes_transpose,
-    encode_with_scale,
-    fused_eight_bits,
+    encode_operand,
     fused_side,
+    fused_sides,
     gemm,
     quantize_operand,
     transform_signs,
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization.cuda import Measured, Side
-from megatron_fp4.quantization.formats import e2m1_codes, e2m1_values, pack_codes, ue8m0_values, unpack_codes
+from megatron_fp4.quantization.cuda import Fused, Side
+from megatron_fp4.quantization.elements import pack_codes, unpack_codes
+from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.mxfp8 import encode_mxfp8
-from megatron_fp4.quantization.mxfp8_cuda import mxfp8_bytes
 from megatron_fp4.quantization.swizzle import swizzle_scales, unswizzle_scales
+from megatron_fp4.quantization.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,32 +63,25 @@ _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
 class _Format:
     """How `scaled_mm` takes operands of a format.
 
-    block: elements along the dot product under one scale. per_byte: codes a byte. recipe, swizzle: what its scales are
-    and how they lie, block scales first.
+    per_byte: codes a byte. recipe, swizzle: what its scales are and how they lie, block scales first.
     """
 
-    block: int
     per_byte: int
     codes: torch.dtype
-    scales: torch.dtype
     recipe: tuple[ScalingType, ...]
     swizzle: tuple[SwizzleType, ...]
 
 
 FORMATS = {
     "nvfp4": _Format(
-        block=16,
         per_byte=2,
         codes=torch.float4_e2m1fn_x2,
-        scales=torch.float8_e4m3fn,
         recipe=(ScalingType.BlockWise1x16, ScalingType.TensorWise),
         swizzle=(SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE),
     ),
     "mxfp8": _Format(
-        block=32,
         per_byte=1,
         codes=torch.float8_e4m3fn,
-        scales=torch.float8_e8m0fnu,
         recipe=(ScalingType.BlockWise1x32,),
         swizzle=(SwizzleType.SWIZZLE_32_4_4,),
     ),
@@ -116,7 +109,7 @@ class PackedOperand:
         form = FORMATS[operand.format]
         size = codes.shape[1] * form.per_byte
         codes = torch.nn.functional.pad(codes, (0, -size % _DOT_MULTIPLE // form.per_byte))
-        scales = swizzle_scales(scales).view(form.scales)
+        scales = swizzle_scales(scales).view(format_of(operand.format).scales)
         return PackedOperand(codes.contiguous(), scales, scale, (operand, size))
 
     @property
@@ -129,22 +122,17 @@ class PackedOperand:
         rows, size, form = self.codes.shape[0], self.layout[1], self.form
         codes = self.codes[:, : size // form.per_byte]
         codes = codes if form.per_byte == 2 else codes.view(form.codes)
-        return codes, unswizzle_scales(self.scales, rows, size // form.block)
+        return codes, unswizzle_scales(self.scales, rows, size // format_of(self.layout[0].format).tile)
 
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
-        codes, scales = self.plain()
-        if self.layout[0].format == "mxfp8":
-            values, factors = codes.to(torch.float32), ue8m0_values(scales.view(torch.uint8))
-        else:
-            values, factors = e2m1_values(unpack_codes(codes)), scales.to(torch.float32)
-        return (values.unflatten(-1, (-1, self.form.block)) * factors[..., None]).flatten(-2)
+        return QuantizedTensor(*self.plain(), self.layout[0].block).block_values()
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
         operand = self.layout[0]
         assert operand.block[0] == operand.block[1], "the scales of other blocks lie along the dot product"
-        (codes, scales), block = self.plain(), self.form.block
+        (codes, scales), block = self.plain(), operand.block[0]
         # Of a block's rows under one scale the first, for the columns that they become.
         scales = scales.view(torch.uint8)[::block].t().repeat_interleave(block, dim=0)
         codes = codes.view(torch.uint8)
@@ -229,32 +217,25 @@ def _makers(
     sides: tuple[Side | None, Side | None] = (None, None)
     if dtype == torch.bfloat16:
         sides = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
-    measured = None if sides == (None, None) else Measured(x, *sides, amax_group=amax_group)
+    of_columns, of_rows = fused_sides(x, *sides, amax_group)
 
-    def packed(request: OperandRequest, along_rows: bool) -> PackedOperand:
-        assert measured is not None
-        codes, scales = measured.packed_rows().transposed() if along_rows else measured.packed_columns()
-        scale = measured.rows_scale if along_rows else measured.columns_scale
-        assert scale is not None
+    def packed(request: OperandRequest, fused: Fused, along: str) -> PackedOperand:
+        codes, scales = fused.code_bytes(along)
+        scale = fused.columns_scale if along == "columns" else fused.rows_scale
         return PackedOperand.of(codes, scales, scale, request.operand)
 
-    def eight_bits(request: OperandRequest, along_rows: bool) -> PackedOperand:
-        codes, scales = mxfp8_bytes(x, request.operand.block[0], along_rows=along_rows)
-        return PackedOperand.of(codes, scales, None, request.operand)
-
-    def plain(request: OperandRequest, along_rows: bool) -> PackedOperand | GemmOperand:
+    def plain(request: OperandRequest, along: str) -> PackedOperand | GemmOperand:
         rounded = x.to(dtype)
-        return _plain(rounded.t() if along_rows else rounded, request, amax_group)
+        return _plain(rounded if along == "columns" else rounded.t(), request, amax_group)
 
-    def maker(request: OperandRequest | None, side: Side | None, along_rows: bool) -> MakeOperand | None:
+    def maker(request: OperandRequest | None, fused: Fused | None, along: str) -> MakeOperand | None:
         if request is None:
             return None
-        make: Callable[..., Any] = plain if side is None else packed
-        if dtype == torch.bfloat16 and fused_eight_bits(x, request):
-            make = eight_bits
-        return functools.partial(make, request, along_rows)
+        if fused is None:
+            return functools.partial(plain, request, along)
+        return functools.partial(packed, request, fused, along)
 
-    return maker(columns, sides[0], False), maker(rows, sides[1], True)
+    return maker(columns, of_columns, "columns"), maker(rows, of_rows, "rows")
 
 
 def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
@@ -275,9 +256,6 @@ def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) 
         return quantize_operand(x, request.operand, rht=request.rht, signs=signs)
     if request.rht:
         x = random_hadamard_transform(x.to(torch.bfloat16), request.rht, signs)
-    if request.operand.format == "mxfp8":
-        codes, scales = encode_mxfp8(x.to(torch.float32), request.operand.block)
-        return PackedOperand.of(codes.view(torch.uint8), scales, None, request.operand)
-    encoded, scale = encode_with_scale(x.to(torch.float32), request.operand, request.key, amax_group)
-    codes = pack_codes(e2m1_codes(encoded.values, encoded.negative))
-    return PackedOperand.of(codes, encoded.scales, scale, request.operand)
+    encoded = encode_operand(x.to(torch.float32), request.operand, request.key, amax_group=amax_group)
+    codes = encoded.codes().view(torch.uint8)
+    return PackedOperand.of(codes, encoded.scales, encoded.decode_scale(), request.operand)

@@ -50,11 +50,11 @@ from megatron_fp4.precision.backend import MakeOperand, OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
-from megatron_fp4.quantization.formats import E4M3_MAX
+from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 from megatron_fp4.quantization.swizzle import unswizzle_scales
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP8Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,27 +166,27 @@ class NativeOperand:
             parts |= {f"amax_{name}": self.amax, f"amax_{other}": None}
         return self.layout.storage(**parts, **dict(self.layout.settings))
 
-    def decoded(self) -> NVFP4Tensor | MXFP8Tensor | FP8Tensor:
+    def decoded(self) -> QuantizedTensor:
         """Codes and scales in our layout."""
         operand, rows = self.layout.operand, self.data.shape[0]
         if operand.format == "mxfp8":
             codes, scales = self.data.view(torch.float8_e4m3fn), self.scales.view(torch.uint8)
             if self.layout.along == "rows":
                 codes, scales = codes.t(), scales.t()
-            return MXFP8Tensor(codes, scales[: codes.shape[0], : codes.shape[1] // 32], operand.block)
+            return QuantizedTensor(codes, scales[: codes.shape[0], : codes.shape[1] // 32], operand.block)
         if operand.format == "nvfp4":
             assert self.amax is not None
             swizzled = dict(self.layout.settings).get("with_gemm_swizzled_scales", False)
             scales = unswizzle_scales(self.scales.flatten(), *self.scales.shape) if swizzled else self.scales
             scales = scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
             scale_max = FOUR_OVER_SIX_SCALE_MAX if operand.four_over_six else E4M3_MAX
-            return NVFP4Tensor(self.data.view(torch.uint8), scales, self.amax[0], operand.block, scale_max)
+            return NVFP4Tensor(self.data.view(torch.uint8), scales, operand.block, self.amax[0], scale_max)
         num_blocks = self.data.shape[1] // 128
         if operand.block[0] == 1:
             scales = self.scales[:num_blocks, :rows].t()
         else:
             scales = self.scales[:, :num_blocks].repeat_interleave(128, dim=0)[:rows]
-        return FP8Tensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
+        return QuantizedTensor(self.data.view(torch.float8_e4m3fn), scales, operand.block)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
-from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor, NVFP4Tensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
 __all__ = [
-    "FP8Tensor",
-    "MXFP4Tensor",
-    "MXFP8Tensor",
     "NVFP4Tensor",
+    "QuantizedTensor",
     "RoundingKey",
     "quantize_fp8",
     "quantize_mxfp4",

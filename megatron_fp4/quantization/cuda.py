@@ -1,11 +1,10 @@
-"""The 4-bit quantizers on an NVIDIA GPU: what the fused kernels take, and their launches.
+"""What the fused quantizers share: what they take, what they give, and how their kernels start.
 
-`Measured` makes the two GEMM operands of a tensor [rows, columns]: one with its dot product along the columns, one
-along the rows. The numbers are those of `quantize_nvfp4` and `quantize_mxfp4` on a CPU, bit for bit, stochastic
-rounding included. `kernels_unavailable` and `Side.fused` say where the kernels do not apply; PyTorch on the GPU then
-computes the same numbers, slowly.
+`Fused` is the interface of a format's kernels (`fp4_cuda.py`, `fp8_cuda.py`, `mxfp8_cuda.py`; the table is
+`formats.py`). All kernels of this room start by `launch`, which checks the grid and asks the GPU of `on`: whoever wants
+the program without the device, as a dry run on fake tensors does, puts another one there.
 
-Triton is imported when first needed: a machine without an NVIDIA GPU never needs it.
+Triton is imported when a kernel first starts: a machine without an NVIDIA GPU never needs it.
 """
 
 from __future__ import annotations
@@ -13,31 +12,159 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
-from contextlib import nullcontext
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.quantization.hadamard import fixed_signs
 from megatron_fp4.quantization.rounding import RoundingKey
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-BLOCKS = {"nvfp4": 16, "mxfp4": 32}
-_GOLDEN = 0x9E3779B9
-_KERNELS = "megatron_fp4.quantization.triton_kernels"
+log = logging.getLogger(__name__)
 
-# Sizes of programs, found on an H200: blocks side by side, programs per multiprocessor, tiles of rows per program.
-_MEASURE_GROUPS = {"nvfp4": 32, "mxfp4": 16}
-_COLUMNS_GROUPS = {"nvfp4": 32, "mxfp4": 16}
-_ROWS_GROUPS = {"nvfp4": 16, "mxfp4": 8}
-_MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+_ROOM = "megatron_fp4.quantization"
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand that kernels are to make.
+
+    format: of `formats.FORMATS`. block: elements that share a scale, (rows, columns), columns along the dot product.
+    hadamard: size of the transform along the dot product, 0 for none. signs: `fixed`, `none` or `fresh`.
+    key: of the draws of stochastic rounding; None rounds to nearest. Its row and column are those of the operand, whose
+        columns are the dot product.
+    four_over_six, power_of_two_scales: the formats' own options.
+    """
+
+    format: str
+    block: tuple[int, int]
+    hadamard: int = 0
+    signs: str = "fixed"
+    key: RoundingKey | None = None
+    four_over_six: bool = False
+    power_of_two_scales: bool = False
+
+
+class Packed(Protocol):
+    """An operand [rows, k] as codes and scales, in whatever order its kernels write and read them.
+
+    A class of such operands makes one of its two tensors alone: `type(packed)(codes, scales)`.
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """As the kernels write them."""
+
+    @property
+    def scales(self) -> Tensor:
+        """As the kernels write them."""
+
+    def values(self) -> Tensor:
+        """[rows, k]: `code * block scale`, BF16 where that is exact, else FP32."""
+
+
+class Fused(ABC):
+    """A tensor x [n, m], of which kernels make two operands, each when it is asked for.
+
+    columns_scale, rows_scale: FP32 0-dim factors from values to real values, None for 1; written when the operand is
+    made.
+    """
+
+    columns_scale: Tensor | None = None
+    rows_scale: Tensor | None = None
+
+    def __init__(
+        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
+    ) -> None:
+        """x: BF16, or FP32 that counts as rounded to BF16. columns, rows: what will be made along its columns and along
+        its rows, of one format. amax_group: ranks that hold the other shards, for formats with a tensor scale.
+        """
+        self.x, self.columns, self.rows = x, columns, rows
+
+    @staticmethod
+    def makes(side: Side, along: str) -> bool:
+        """Whether the kernels can make this operand along `columns` or along `rows`.
+
+        By default untransformed ones, rounded to nearest and without four-over-six.
+        """
+        return not side.hadamard and side.key is None and not side.four_over_six
+
+    @abstractmethod
+    def along_columns(self) -> Tensor | Packed:
+        """The operand [n, k = m]: `code * block scale` in BF16, or codes and scales where that is not exact."""
+
+    @abstractmethod
+    def along_rows(self, *, keep: bool = False) -> Tensor | Packed:
+        """The operand [m, k = n]. keep: as small as it can be, to wait for the backward pass."""
+
+    def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
+        """The operand along `columns` or `rows` for a GEMM of codes: these in their plain order, uint8 [rows, k / codes
+        a byte], and the bytes of its block scales [rows, k / block columns].
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no GEMM of codes")
+
+
+class NvidiaGPU:
+    """What the quantizers ask of a device: whether kernels run there, how large it is, and to start them."""
+
+    def available(self, device: torch.device) -> bool:
+        """Whether the fused kernels run on `device`; of a GPU, a warning says once why they do not."""
+        return device.type != "cpu" and _available(device)
+
+    def aligned(self, x: Tensor) -> bool:
+        """Whether `x` starts where 16 bytes can be loaded at a time."""
+        return x.data_ptr() % 16 == 0
+
+    def multiprocessors(self, device: torch.device) -> int:
+        """How many `device` has."""
+        return _multiprocessors(device)
+
+    def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """Start a kernel as `launch` describes it."""
+        device = arguments[0].device
+        with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+            if kernel in _UNSPECIALIZED:
+                fp32 = arguments[0].dtype == torch.float32
+                compiled, values = _compiled(kernel, device.index, fp32, tuple(constants.items()))
+                compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+            else:
+                _kernel(kernel)[grid](*arguments, **constants)
+
+
+gpu = NvidiaGPU()
+
+
+@contextmanager
+def on(other: NvidiaGPU) -> Iterator[None]:
+    """Inside, `other` is the GPU, whatever the device of tensors."""
+    global gpu
+    before, gpu = gpu, other
+    try:
+        yield
+    finally:
+        gpu = before
+
+
+def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel of this room on the device of its first argument.
+
+    kernel: `module.name`. arguments: tensors and numbers in the order of its signature. constants: by their names
+    there, and Triton's options.
+    Raises ValueError for more programs than CUDA starts.
+    """
+    for programs, most in zip(grid, _MOST_PROGRAMS, strict=False):
+        if programs > most:
+            raise ValueError(f"{kernel}: {programs} programs along one axis, and CUDA starts at most {most}")
+    gpu.start(kernel, grid, arguments, constants)
 
 
 @functools.cache
@@ -55,252 +182,44 @@ def kernels_unavailable(device: torch.device) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Side:
-    """One operand that `Measured` is to make.
-
-    format: `nvfp4` or `mxfp4`. block_rows: 1, or the block's size for square blocks.
-    hadamard: size of the transform along the dot product, 0 for none. signs: `fixed` or `none`.
-    key: of the draws of stochastic rounding; None rounds to nearest. Its row and column are those of the operand, whose
-        columns are the dot product.
-    """
-
-    format: str
-    block_rows: int = 1
-    hadamard: int = 0
-    signs: str = "fixed"
-    key: RoundingKey | None = None
-
-    def fused(self, along: str) -> bool:
-        """Whether the kernels can make this operand along `columns` or along `rows`."""
-        if self.format not in BLOCKS:
-            return False
-        if along == "columns":
-            return self.hadamard == 0
-        return self.block_rows == 1 and self.hadamard in (0, BLOCKS[self.format]) and self.signs in ("fixed", "none")
-
-
-@dataclass(frozen=True)
-class PackedColumns:
-    """An operand along the rows as 4-bit codes, in the kernels' own order (see `triton_kernels.py`).
-
-    codes: int32 [rows / block, block / 4, columns / 2]; scales: int16 [rows / block, columns / 2].
-    """
-
-    codes: Tensor
-    scales: Tensor
-    format: str
-
-    def transposed(self) -> tuple[Tensor, Tensor]:
-        """The transpose in bytes: codes uint8 [columns, rows / 2], the even row in the low nibble, and scale bytes
-        [columns, rows / block].
-
-        A half of a word is four rows' codes of one column, and the even column is the low half: as int16 in memory,
-        [rows / 4, columns] to be transposed.
-        """
-        codes = self.codes.view(torch.int16).flatten(0, 1).t().contiguous().view(torch.uint8)
-        return codes, self.scales.view(torch.uint8).t()
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the tensor that the codes stand for."""
-        tiles, quarters, width = self.codes.shape
-        return tiles * quarters * 4, width * 2
-
-    def values(self) -> Tensor:
-        """BF16 [rows, columns]: `code * block scale`."""
-        block = BLOCKS[self.format]
-        rows, columns = self.shape
-        groups = _ROWS_GROUPS[self.format]
-        values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
-        grid = (-(-columns // block // groups) * (rows // block),)
-        arguments = (self.codes, self.scales, values, rows, columns // block)
-        _launch("unpack_kernel", grid, arguments, (block, groups))
-        return values
-
-
-class Measured:
-    """A tensor [rows, columns] whose maxima are known: makes its operands, each when it is asked for.
-
-    columns_scale, rows_scale: FP32 0-dim factors from values to real values (None for mxfp4, which has none); they are
-    written when the operand is made.
-    """
-
-    def __init__(
-        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
-    ) -> None:
-        """x: BF16, or FP32 that counts as rounded to BF16; both sizes multiples of the block. columns, rows: what will
-        be made along its columns and along its rows, of one format. amax_group: ranks that hold the other shards.
-
-        Raises ValueError for sizes that do not divide.
-        """
-        self.form = (columns or rows).format  # type: ignore[union-attr]
-        self.block = BLOCKS[self.form]
-        if x.shape[0] % self.block or x.shape[1] % self.block:
-            shape = tuple(x.shape)
-            raise ValueError(f"{self.form}: shape {shape} is not a multiple of {self.block} in both dimensions")
-        x = x.contiguous()
-        self.x = x.clone() if x.data_ptr() % 16 else x  # the kernels load 16 bytes at a time
-        self.columns, self.rows = columns, rows
-        self.size = (x.shape[0], x.shape[1] // self.block)
-        hadamard = rows is not None and rows.hadamard > 0
-        signs = _sign_bits(self.block) if rows is not None and hadamard and rows.signs == "fixed" else 0
-        self._transform = (hadamard, signs, 1.0 / math.sqrt(self.block))
-        self._fp32 = x.dtype == torch.float32
-        self._amax = self._hashes = self.x  # stand-ins that no kernel reads
-        scaled = self.form == "nvfp4"
-        self.columns_scale = torch.empty((), device=x.device) if scaled and columns is not None else None
-        self.rows_scale = torch.empty((), device=x.device) if scaled and rows is not None else None
-        self._measure(*(None if side is None else side.key for side in (columns, rows)))
-        if self.form == "nvfp4" and amax_group is not None:
-            # As integers NaN is the largest of all; as floats a reduction may lose it.
-            dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=amax_group)
-
-    def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
-        stochastic = columns_key is not None or rows_key is not None
-        if self.form == "nvfp4":
-            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
-        elif not stochastic:
-            return
-        if stochastic:
-            # Operand 0: rows, pairs of columns; operand 1: pairs of rows, columns.
-            rows, columns = self.x.shape
-            self._hashes = torch.empty(3 * (rows + columns) // 2, dtype=torch.int32, device=self.x.device)
-        groups = _MEASURE_GROUPS[self.form]
-        column_programs = -(-self.size[1] // groups)
-        row_programs = max(1, _MEASURE_PROGRAMS * _processors(self.x.device) // column_programs)
-        # The operand along the rows has the tensor's columns as its rows.
-        starts = (*_hash_starts(columns_key), *reversed(_hash_starts(rows_key)))
-        hashed = (columns_key is not None, rows_key is not None)
-        _launch(
-            "measure_kernel",
-            (column_programs, min(row_programs, self.size[0] // self.block)),
-            (self.x, self._amax, self._hashes, *self.size, *starts),
-            (self.block, self.form == "nvfp4", *self._transform, *hashed, self._fp32, groups),
-        )
-
-    def along_columns(self) -> Tensor:
-        """BF16 values [rows, columns] with the dot product along the columns."""
-        values = torch.empty_like(self.x, dtype=torch.bfloat16)
-        self._quantize_columns(values, values, values, packed=False)
-        return values
-
-    def packed_columns(self) -> tuple[Tensor, Tensor]:
-        """The same as 4-bit codes: code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes
-        [rows, columns / block], both uint8.
-        """
-        rows, columns = self.x.shape
-        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.x.device)
-        scales = torch.empty(rows, columns // self.block, dtype=torch.uint8, device=self.x.device)
-        self._quantize_columns(self.x, codes, scales, packed=True)
-        return codes, scales
-
-    def _quantize_columns(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
-        assert self.columns is not None
-        decode = self._or_x(self.columns_scale)
-        grid, tiles = self._grid(groups := _COLUMNS_GROUPS[self.form])
-        _launch(
-            "quantize_columns_kernel",
-            grid,
-            (self.x, values, codes, scales, self._amax, decode, self._hashes, *self.size, tiles),
-            (self.block, self.columns.block_rows, self.columns.key is not None, packed, self._fp32, groups),
-        )
-
-    def along_rows(self) -> Tensor:
-        """BF16 values [rows, columns] with the dot product along the rows."""
-        values = torch.empty_like(self.x, dtype=torch.bfloat16)
-        self._quantize_rows(values, values, packed=False)
-        return values
-
-    def packed_rows(self) -> PackedColumns:
-        """The same as 4-bit codes."""
-        tiles, width, device = self.x.shape[0] // self.block, self.x.shape[1] // 2, self.x.device
-        codes = torch.empty(tiles, self.block // 4, width, dtype=torch.int32, device=device)
-        scales = torch.empty(tiles, width, dtype=torch.int16, device=device)
-        self._quantize_rows(codes, scales, packed=True)
-        return PackedColumns(codes, scales, self.form)
-
-    def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
-        assert self.rows is not None
-        grid, tiles = self._grid(groups := _ROWS_GROUPS[self.form])
-        _launch(
-            "quantize_rows_kernel",
-            grid,
-            (self.x, out, scales, self._amax, self._or_x(self.rows_scale), self._hashes, *self.size, tiles),
-            (self.block, self.rows.key is not None, packed, *self._transform, self._fp32, groups),
-        )
-
-    def _or_x(self, scale: Tensor | None) -> Tensor:
-        return self.x if scale is None else scale
-
-    def _grid(self, groups: int) -> tuple[tuple[int], int]:
-        """The grid of a quantizing kernel, and how many tiles of rows each program does."""
-        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // self.block
-        programs = _QUANTIZE_PROGRAMS * _processors(self.x.device)
-        tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // programs))
-        return (column_programs * -(-row_tiles // tiles),), tiles
-
-
-def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(x * alpha).to(dtype)` of contiguous FP32 `x` in one pass, `alpha` FP32 0-dim on the device."""
-    out = torch.empty_like(x, dtype=dtype)
-    with torch.cuda.device(x.device):
-        kernel = importlib.import_module(_KERNELS).scale_cast_kernel
-        kernel[(-(-x.numel() // 4096),)](x, alpha, out, x.numel(), SIZE=4096, num_warps=8)
-    return out
-
-
-def _launch(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
-    """Launch the kernel `name` with its run-time arguments and its constants, both in the order of its signature.
-
-    Raises ValueError for more programs than CUDA starts.
-    """
-    for programs, most in zip(grid, _MOST_PROGRAMS, strict=False):
-        if programs > most:
-            raise ValueError(f"{name}: {programs} programs along one axis, and CUDA starts at most {most}")
-    _start(name, grid, arguments, constants)
-
-
-def _start(name: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> None:
-    """What `_launch` does once it has looked at the grid.
-
-    Triton's own launch looks at every argument to choose among compiled variants, which takes longer than the smaller
-    kernels run. Here the constants alone choose: the kernels specialize on no integer, and every pointer is aligned.
-    """
-    device = arguments[0].device
-    with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-        compiled = _compiled(name, device.index, arguments[0].dtype == torch.float32, constants)
-        compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
+# Kernels that specialize on no integer and get aligned pointers, by the types of their arguments (1: an integer; None:
+# pairs of BF16 in 32 bits, or of FP32 in 64). Their constants alone choose among compiled variants, and Triton's own
+# launch, which looks at every argument to choose, takes longer than the smaller ones run.
+_U8, _I16, _I32, _F32 = torch.uint8, torch.int16, torch.int32, torch.float32
+_UNSPECIALIZED: dict[str, tuple[torch.dtype | int | None, ...]] = {
+    "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6)),
+    "triton_fp4.quantize_columns_kernel": (None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3)),
+    "triton_fp4.quantize_rows_kernel": (None, _I32, _I16, _F32, _F32, _I32, *([1] * 3)),
+    "triton_fp4.unpack_kernel": (_I32, _I16, _I32, *([1] * 2)),
+}
 
 
 @functools.cache
-def _compiled(name: str, device_index: int, fp32: bool, constants: tuple[Any, ...]) -> Any:
-    """The kernel `name` compiled for the current device, whose index is a key like the constants."""
-    pairs = torch.int64 if fp32 else torch.int32
-    u8, i16, i32, f32 = torch.uint8, torch.int16, torch.int32, torch.float32
-    signatures = {
-        "measure_kernel": (pairs, i32, i32, *([1] * 6)),
-        "quantize_columns_kernel": (pairs, i32, u8, u8, f32, f32, i32, *([1] * 3)),
-        "quantize_rows_kernel": (pairs, i32, i16, f32, f32, i32, *([1] * 3)),
-        "unpack_kernel": (i32, i16, i32, *([1] * 2)),
-    }
-    kernel = getattr(importlib.import_module(_KERNELS), name)
-    return kernel.warmup(*signatures[name], *constants, grid=(1,), num_warps=4, enable_fp_fusion=False)
+def _available(device: torch.device) -> bool:
+    reason = kernels_unavailable(device)
+    if reason is not None:
+        log.warning("%s: quantization runs in plain PyTorch, with the same numbers but slowly: %s", device, reason)
+    return reason is None
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def _sign_bits(size: int) -> int:
-    return sum(1 << i for i, sign in enumerate(fixed_signs(size).tolist()) if sign < 0)
+def _compiled(
+    kernel: str, device_index: int, fp32: bool, constants: tuple[tuple[str, Any], ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A kernel compiled for the current device, whose index is a key like the constants, and these in its order."""
+    jitted, named = _kernel(kernel), dict(constants)
+    types = [(torch.int64 if fp32 else _I32) if of is None else of for of in _UNSPECIALIZED[kernel]]
+    names = list(inspect.signature(jitted.fn).parameters)[len(types) :]
+    assert named.keys() == set(names), f"{kernel} has the constants {names}, not {list(named)}"
+    values = tuple(named[name] for name in names)
+    return jitted.warmup(*types, *values, grid=(1,), num_warps=4, enable_fp_fusion=False), values
 
 
-def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`)."""
-    if key is None:
-        return 0, 0
-    starts = (key.row_offset * _GOLDEN + key.key, key.column_offset // 2 * _GOLDEN + (key.key >> 32))
-    return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]
+def _kernel(kernel: str) -> Any:
+    module, name = kernel.split(".")
+    return getattr(importlib.import_module(f"{_ROOM}.{module}"), name)

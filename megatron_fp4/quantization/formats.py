@@ -1,100 +1,70 @@
-"""The element formats: E2M1 codes, and the E4M3 and UE8M0 scales.
+"""The formats of GEMM operands: one row says everything about one that the rooms above need to know.
 
-E2M1 has one sign, two exponent and one mantissa bit: the codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, and bit 3 is the
-sign. Two codes share a byte; the low nibble is the even element. Everything here is elementwise, plain PyTorch, and
-the same on CPU and CUDA.
+A new format is a file like `mxfp8.py` (its arithmetic in PyTorch, the reference), a row here, and a test; kernels are
+optional.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1_MAX = 6.0
-E4M3_MAX = 448.0
-FP32_MAX = torch.finfo(torch.float32).max
+from megatron_fp4.quantization.cuda import Fused
+from megatron_fp4.quantization.elements import E2M1_MAX, E4M3_MAX
+from megatron_fp4.quantization.fp4_cuda import FusedFP4
+from megatron_fp4.quantization.fp8 import FP8_BLOCKS, encode_fp8
+from megatron_fp4.quantization.fp8_cuda import FusedFP8
+from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS, encode_mxfp4
+from megatron_fp4.quantization.mxfp8 import MXFP8_BLOCKS, encode_mxfp8
+from megatron_fp4.quantization.mxfp8_cuda import FusedMXFP8
+from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS, encode_nvfp4
+from megatron_fp4.quantization.tensor import Encoded
 
 
-def e2m1_codes(values: Tensor, negative: Tensor) -> Tensor:
-    """Codes (uint8, 0..15) of FP32 `values` that are on the E2M1 grid; NaN takes the code of 6.
+@dataclass(frozen=True)
+class Format:
+    """How operands of a format are made.
 
-    negative: where the sign bit is set. It is not read off `values`, because the rounding below loses the sign of
-    zero, and a negative number that rounds to zero keeps its sign in the code (8).
+    encode: FP32 rows [rows, cols], block and key (None: round to nearest) to what they become, with `options` as
+        keywords, and `amax` where there is a tensor scale.
+    blocks: elements that may share a scale, (rows, columns), the columns along the dot product.
+    largest: magnitude of the largest code.
+    scales: dtype of a block scale (UE8M0 is stored in uint8).
+    fused: the kernels on an NVIDIA GPU, where they exist. They load Triton when one first starts.
+    tensor_scale: whether one FP32 scale lies over the whole tensor. stochastic: whether codes may be rounded so.
+    options: an operand's flags that are this format's.
     """
-    magnitude = values.abs()
-    # Each binade of the grid holds two codes: below 2 they are 2v, in [2, 4) v + 2, at 4 and 6 v/2 + 4.
-    code = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude * 0.5 + 4))
-    code = torch.nan_to_num(code, nan=7.0).to(torch.uint8)
-    return code | (negative.to(torch.uint8) << 3)
+
+    encode: Callable[..., Encoded]
+    blocks: tuple[tuple[int, int], ...]
+    largest: float
+    scales: torch.dtype
+    fused: type[Fused] | None = None
+    tensor_scale: bool = False
+    stochastic: bool = True
+    options: tuple[str, ...] = ()
+
+    @property
+    def tile(self) -> int:
+        """The longer side of a block."""
+        return self.blocks[0][1]
 
 
-def e2m1_values(codes: Tensor) -> Tensor:
-    """FP32 values of uint8 E2M1 codes 0..15."""
-    table = torch.tensor((*E2M1_VALUES, *(-v for v in E2M1_VALUES)), dtype=torch.float32, device=codes.device)
-    return table[codes.long()]
+E4M3, UE8M0, FP32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
+FORMATS = {
+    "nvfp4": Format(
+        encode_nvfp4, NVFP4_BLOCKS, E2M1_MAX, E4M3, FusedFP4, tensor_scale=True, options=("four_over_six",)
+    ),
+    "mxfp4": Format(encode_mxfp4, MXFP4_BLOCKS, E2M1_MAX, UE8M0, FusedFP4),
+    "mxfp8": Format(encode_mxfp8, MXFP8_BLOCKS, E4M3_MAX, UE8M0, FusedMXFP8, stochastic=False),
+    "fp8": Format(encode_fp8, FP8_BLOCKS, E4M3_MAX, FP32, FusedFP8, options=("power_of_two_scales",)),
+}
 
 
-def pack_codes(codes: Tensor) -> Tensor:
-    """Two codes a byte along the last dimension: [..., cols] -> [..., cols / 2], low nibble = even column."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def unpack_codes(packed: Tensor) -> Tensor:
-    """The inverse of `pack_codes`: [..., cols / 2] -> [..., cols]."""
-    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-
-
-def round_e2m1_nearest(scaled: Tensor) -> Tensor:
-    """Nearest E2M1 value, ties to the even code, of FP32 |scaled| <= 6 (.25 -> 0, .75 -> 1, 1.25 -> 1, 1.75 -> 2,
-    2.5 -> 2, 3.5 -> 4, 5 -> 4). Zeros come out positive.
-
-    Adding 1.5 * 2^23 spacings pushes everything below the spacing out of an FP32 mantissa, and the addition rounds to
-    nearest, ties to even multiples of the spacing, which are exactly the even codes.
-    """
-    anchor = _binade(scaled).mul_(0.5 * 1.5 * 2**23)
-    return (scaled + anchor).sub_(anchor)
-
-
-def round_e2m1_stochastic(scaled: Tensor, uniform: Tensor) -> Tensor:
-    """E2M1 value next below or above FP32 |scaled| <= 6 in magnitude, above with probability proportional to the
-    distance from below.
-
-    `uniform` has the shape of `scaled`, in [0, 1) with at most 20 bits: a value on the grid then stays where it is, and
-    all arithmetic but one addition is exact (the spacing is a power of two), so that CPU and GPU decide alike.
-    """
-    half_binade = _binade(scaled).mul_(0.5)
-    magnitude = torch.floor((scaled.abs() / half_binade).add_(uniform)).mul_(half_binade)
-    return torch.copysign(magnitude, scaled)
-
-
-def _binade(scaled: Tensor) -> Tensor:
-    """The power of two at or below |scaled|, at least 1: twice the spacing of the E2M1 grid there."""
-    exponent = scaled.view(torch.int32) & 0x7F800000
-    return exponent.view(torch.float32).clamp_(min=1.0)
-
-
-def to_e4m3(values: Tensor) -> Tensor:
-    """FP32 to `float8_e4m3fn`, round to nearest even, saturating at 448; NaN stays NaN."""
-    return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def to_ue8m0_up(values: Tensor) -> Tensor:
-    """Biased exponents (uint8) of non-negative FP32 `values` rounded **up** to a power of two.
-
-    Code c is 2^(c - 127). Zero and anything up to 2^-127 take code 0, inf and NaN take 255 (NaN in UE8M0).
-    """
-    bits = values.view(torch.int32)
-    exponent = (bits >> 23) & 0xFF
-    mantissa = bits & 0x7FFFFF
-    # A subnormal 0.m * 2^-126 is at most 2^-127 when its mantissa's top bit is the only one at or above it.
-    up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-    code = torch.where(exponent == 255, exponent, exponent + up)
-    return torch.where(torch.isfinite(values), code.clamp(max=254), torch.full_like(code, 255)).to(torch.uint8)
-
-
-def ue8m0_values(codes: Tensor) -> Tensor:
-    """FP32 powers of two of UE8M0 codes; 255 is NaN. Code 0 is 2^-127, which FP32 holds as a subnormal."""
-    exponent = codes.to(torch.int32)
-    bits = torch.where(exponent == 0, torch.full_like(exponent, 0x400000), exponent << 23)
-    return torch.where(exponent == 255, float("nan"), bits.view(torch.float32))
+def format_of(name: str) -> Format:
+    """The row of `name`; ValueError for a format that nobody knows."""
+    if name not in FORMATS:
+        raise ValueError(f"operand format {name!r} is not one of bf16, {', '.join(FORMATS)}")
+    return FORMATS[name]

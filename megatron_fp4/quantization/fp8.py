@@ -15,10 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.formats import E4M3_MAX, FP32_MAX, to_e4m3
-from megatron_fp4.quantization.nvfp4 import check_rounding
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, random_bits
-from megatron_fp4.quantization.tensor import FP8Tensor, as_rows, block_amax
+from megatron_fp4.quantization.elements import E4M3_MAX, FP32_MAX, to_e4m3
+from megatron_fp4.quantization.rounding import RoundingKey, random_bits
+from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor, block_amax, checked, scale_blocks
 
 FP8_BLOCKS = ((1, 128), (128, 128))
 
@@ -30,38 +29,33 @@ def quantize_fp8(
     *,
     key: RoundingKey | None = None,
     power_of_two_scales: bool = False,
-) -> FP8Tensor:
+) -> QuantizedTensor:
     """Quantize `x` ([..., cols], floating point) along its last dimension; arguments as in `quantize_nvfp4`.
 
     power_of_two_scales: round the encode scale down to a power of two.
     Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
     tile `x`.
     """
-    if tuple(block) not in FP8_BLOCKS:
-        raise ValueError(f"quantize_fp8: block {tuple(block)} is not one of {FP8_BLOCKS}")
-    check_rounding(rounding, "quantize_fp8")
-    rows = as_rows(x, block, "quantize_fp8")
-    if rounding == "stochastic" and key is None:
-        key = fresh_rounding_key()
-    codes, scales = encode_fp8(rows, block, key if rounding == "stochastic" else None, power_of_two_scales)
-    lead = x.shape[:-1]
-    return FP8Tensor(codes.reshape(*lead, -1), scales.reshape(*lead, -1), (block[0], block[1]))
+    rows, key = checked(x, block, FP8_BLOCKS, rounding, key, "quantize_fp8")
+    return encode_fp8(rows, block, key, power_of_two_scales=power_of_two_scales).packed(x.shape[:-1])
 
 
 def encode_fp8(
-    rows: Tensor, block: tuple[int, int], key: RoundingKey | None, power_of_two_scales: bool = False
-) -> tuple[Tensor, Tensor]:
-    """E4M3 values [rows, cols] and FP32 decode scales [rows, cols / 128] of checked FP32 rows."""
+    rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, power_of_two_scales: bool = False
+) -> Encoded:
+    """The numbers of `quantize_fp8` for checked FP32 [rows, cols]. `key` None rounds to nearest."""
     amax = block_amax(rows, block)
     encode = torch.div(torch.full_like(amax, E4M3_MAX), amax).clamp(max=FP32_MAX)
     if power_of_two_scales:
         encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
     encode = torch.where(amax == 0, torch.ones_like(encode), encode)
     decode = torch.where(torch.isfinite(amax), encode.reciprocal(), float("nan"))
-    scaled = (rows.unflatten(-1, (-1, 128)) * encode[..., None]).flatten(-2)
+    scaled = scale_blocks(rows, encode)
     if key is not None:
         scaled = _stochastic_e4m3(scaled, random_bits(key, rows.shape[0], rows.shape[1], rows.device))
-    return to_e4m3(scaled), decode
+    # E4M3 times a power of two has four significant bits.
+    exact = torch.bfloat16 if power_of_two_scales else torch.float32
+    return Encoded(to_e4m3(scaled), decode, block, exact=exact)
 
 
 def _stochastic_e4m3(scaled: Tensor, bits: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ values themselves are exact in BF16, and an operand is a plain BF16 tensor. Othe
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_KERNELS = "megatron_fp4.quantization.triton_fp8"
+from megatron_fp4.quantization.cuda import Fused, launch
+from megatron_fp4.quantization.tensor import scale_blocks
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,41 @@ class BlockScaled:
 
     codes: Tensor
     scales: Tensor
-    block_rows: int
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a scale: 1 or 128."""
+        return self.codes.shape[0] // self.scales.shape[0]
 
     def t(self) -> BlockScaled:
         """The same codes with rows and columns exchanged (square blocks only)."""
         assert self.block_rows == 128
-        return BlockScaled(self.codes.t(), self.scales.t(), self.block_rows)
+        return BlockScaled(self.codes.t(), self.scales.t())
 
     def values(self) -> Tensor:
         """FP32 [rows, k]: `code * scale`."""
         scales = self.scales.repeat_interleave(self.block_rows, 0) if self.block_rows > 1 else self.scales
-        return (self.codes.to(torch.float32).unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
+        return scale_blocks(self.codes.to(torch.float32), scales)
+
+
+class FusedFP8(Fused):
+    """Nothing is measured beforehand: each operand is made by itself, by `quantize_fp8_fused`."""
+
+    def along_columns(self) -> Tensor | BlockScaled:
+        """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales."""
+        assert self.columns is not None
+        power_of_two = self.columns.power_of_two_scales
+        return quantize_fp8_fused(
+            self.x, self.columns.block[0], along_rows=False, power_of_two_scales=power_of_two, keep=False
+        )
+
+    def along_rows(self, *, keep: bool = False) -> Tensor | BlockScaled:
+        """The operand [m, k = n], likewise; keep: codes of one byte."""
+        assert self.rows is not None
+        power_of_two = self.rows.power_of_two_scales
+        return quantize_fp8_fused(
+            self.x, self.rows.block[0], along_rows=True, power_of_two_scales=power_of_two, keep=keep
+        )
 
 
 def quantize_fp8_fused(
@@ -56,16 +79,21 @@ def quantize_fp8_fused(
     x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.uint8 if kind == "bytes" else torch.bfloat16)
     scales = torch.empty(num_rows // rows, num_columns // columns, dtype=torch.float32, device=x.device)
-    with torch.cuda.device(x.device):
-        _kernels().quantize_fp8_kernel[(-(-num_columns // 128), -(-num_rows // 128))](
-            x, out, scales, num_rows, num_columns,
-            BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, POWER_OF_TWO=power_of_two_scales, OUT=kind,
-            num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        "triton_fp8.quantize_fp8_kernel",
+        (-(-num_columns // 128), -(-num_rows // 128)),
+        *(x, out, scales, num_rows, num_columns),
+        BLOCK_ROWS=rows,
+        BLOCK_COLUMNS=columns,
+        POWER_OF_TWO=power_of_two_scales,
+        OUT=kind,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
     if kind == "values":
         return out.t() if along_rows else out
     codes = out.view(torch.float8_e4m3fn) if kind == "bytes" else out
-    return BlockScaled(codes.t(), scales.t(), block_rows) if along_rows else BlockScaled(codes, scales, block_rows)
+    return BlockScaled(codes.t(), scales.t()) if along_rows else BlockScaled(codes, scales)
 
 
 def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor:
@@ -80,15 +108,16 @@ def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor
     out = torch.empty(m, n, dtype=out_dtype, device=codes_a.device)
     # Found on an H200, by whether both codes have their dot products in one piece.
     block_m, block_n = (64, 128) if codes_a.stride(1) == codes_b.stride(1) == 1 else (128, 64)
-    with torch.cuda.device(out.device):
-        _kernels().matmul_fp8_kernel[(-(-m // block_m) * -(-n // block_n),)](
-            codes_a, codes_b, a.scales, b.scales, out, m, n, k,
-            *codes_a.stride(), *codes_b.stride(), *a.scales.stride(), *b.scales.stride(),
-            A_ROWS=a.block_rows, B_ROWS=b.block_rows, BLOCK_M=block_m, BLOCK_N=block_n,
-            num_warps=4, num_stages=4,
-        )  # fmt: skip
+    launch(
+        "triton_fp8.matmul_fp8_kernel",
+        (-(-m // block_m) * -(-n // block_n),),
+        *(codes_a, codes_b, a.scales, b.scales, out, m, n, k),
+        *(*codes_a.stride(), *codes_b.stride(), *a.scales.stride(), *b.scales.stride()),
+        A_ROWS=a.block_rows,
+        B_ROWS=b.block_rows,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=4,
+        num_stages=4,
+    )
     return out
-
-
-def _kernels() -> Any:
-    return importlib.import_module(_KERNELS)

@@ -12,18 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.formats import (
+from megatron_fp4.quantization.elements import (
     E2M1_MAX,
-    e2m1_codes,
-    pack_codes,
     round_e2m1_nearest,
     round_e2m1_stochastic,
     to_ue8m0_up,
     ue8m0_values,
 )
-from megatron_fp4.quantization.nvfp4 import check_rounding
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, rounding_draws
-from megatron_fp4.quantization.tensor import MXFP4Tensor, as_rows, block_amax
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws
+from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor, block_amax, checked, scale_blocks
 
 MXFP4_BLOCKS = ((1, 32), (32, 32))
 
@@ -34,31 +31,23 @@ def quantize_mxfp4(
     rounding: str = "nearest",
     *,
     key: RoundingKey | None = None,
-) -> MXFP4Tensor:
+) -> QuantizedTensor:
     """Quantize `x` ([..., cols], floating point) along its last dimension; arguments as in `quantize_nvfp4`.
 
     Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
     tile `x`.
     """
-    if tuple(block) not in MXFP4_BLOCKS:
-        raise ValueError(f"quantize_mxfp4: block {tuple(block)} is not one of {MXFP4_BLOCKS}")
-    check_rounding(rounding, "quantize_mxfp4")
-    rows = as_rows(x, block, "quantize_mxfp4")
-    if rounding == "stochastic" and key is None:
-        key = fresh_rounding_key()
-    values, negative, scales = encode_mxfp4(rows, block, key if rounding == "stochastic" else None)
-    lead = x.shape[:-1]
-    codes = pack_codes(e2m1_codes(values, negative)).reshape(*lead, -1)
-    return MXFP4Tensor(codes, scales.reshape(*lead, -1), (block[0], block[1]))
+    rows, key = checked(x, block, MXFP4_BLOCKS, rounding, key, "quantize_mxfp4")
+    return encode_mxfp4(rows, block, key).packed(x.shape[:-1])
 
 
-def encode_mxfp4(rows: Tensor, block: tuple[int, int], key: RoundingKey | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of checked FP32 rows: grid values [rows, cols], where the sign bit is set, UE8M0 codes [rows, cols / 32]."""
+def encode_mxfp4(rows: Tensor, block: tuple[int, int], key: RoundingKey | None) -> Encoded:
+    """The numbers of `quantize_mxfp4` for checked FP32 [rows, cols], unpacked. `key` None rounds to nearest."""
     amax = block_amax(rows, block)
     scales = to_ue8m0_up(amax / torch.full_like(amax, E2M1_MAX))
-    inverse = ue8m0_values(scales).reciprocal()
-    scaled = (rows.unflatten(-1, (-1, 32)) * inverse[..., None]).flatten(-2).clamp_(-E2M1_MAX, E2M1_MAX)
+    scaled = scale_blocks(rows, ue8m0_values(scales).reciprocal()).clamp_(-E2M1_MAX, E2M1_MAX)
     if key is None:
-        return round_e2m1_nearest(scaled), rows < 0, scales
-    uniform = rounding_draws(key, rows.shape[0], rows.shape[1], rows.device)
-    return round_e2m1_stochastic(scaled, uniform), rows < 0, scales
+        values = round_e2m1_nearest(scaled)
+    else:
+        values = round_e2m1_stochastic(scaled, rounding_draws(key, rows.shape[0], rows.shape[1], rows.device))
+    return Encoded(values, scales, block, rows < 0)

@@ -18,28 +18,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.formats import E4M3_MAX, to_e4m3, to_ue8m0_up, ue8m0_values
-from megatron_fp4.quantization.tensor import MXFP8Tensor, as_rows, block_amax
+from megatron_fp4.quantization.elements import E4M3_MAX, to_e4m3, to_ue8m0_up, ue8m0_values
+from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor, block_amax, checked, scale_blocks
 
 MXFP8_BLOCKS = ((1, 32), (32, 32))
 
 
-def quantize_mxfp8(x: Tensor, block: tuple[int, int] = (1, 32)) -> MXFP8Tensor:
+def quantize_mxfp8(x: Tensor, block: tuple[int, int] = (1, 32)) -> QuantizedTensor:
     """Quantize `x` ([..., cols], floating point) along its last dimension, rounding to nearest.
 
     block: elements that share a scale, (1, 32) or (32, 32); rows are all leading dimensions flattened.
     Raises TypeError unless `x` is floating point, ValueError for another block or if the block does not tile `x`.
     """
-    if tuple(block) not in MXFP8_BLOCKS:
-        raise ValueError(f"quantize_mxfp8: block {tuple(block)} is not one of {MXFP8_BLOCKS}")
-    codes, scales = encode_mxfp8(as_rows(x, block, "quantize_mxfp8"), block)
-    lead = x.shape[:-1]
-    return MXFP8Tensor(codes.reshape(*lead, -1), scales.reshape(*lead, -1), (block[0], block[1]))
+    rows, _ = checked(x, block, MXFP8_BLOCKS, "nearest", None, "quantize_mxfp8")
+    return encode_mxfp8(rows, block).packed(x.shape[:-1])
 
 
-def encode_mxfp8(rows: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """E4M3 values [rows, cols] and UE8M0 codes [rows, cols / 32] of checked FP32 rows."""
+def encode_mxfp8(rows: Tensor, block: tuple[int, int], key: RoundingKey | None = None) -> Encoded:
+    """The numbers of `quantize_mxfp8` for checked FP32 [rows, cols]. key: None, there is no stochastic rounding."""
+    assert key is None, "mxfp8 rounds to nearest"
     amax = block_amax(rows, block)
     scales = to_ue8m0_up(amax * torch.full_like(amax, 1 / E4M3_MAX))
-    inverse = ue8m0_values(scales).reciprocal()
-    return to_e4m3((rows.unflatten(-1, (-1, 32)) * inverse[..., None]).flatten(-2)), scales
+    codes = to_e4m3(scale_blocks(rows, ue8m0_values(scales).reciprocal()))
+    return Encoded(codes, scales, block)

@@ -6,33 +6,56 @@ are in `triton_mxfp8.py`.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-_KERNELS = "megatron_fp4.quantization.triton_mxfp8"
+from megatron_fp4.quantization.cuda import Fused, launch
 
 
 @dataclass(frozen=True)
 class PackedMXFP8:
-    """An operand along the rows: E4M3 codes uint8 [rows, columns], UE8M0 scales uint8 [rows / 32, columns]."""
+    """The operand along the rows of a tensor [rows, columns].
+
+    codes: E4M3, uint8 [rows, columns]. scales: UE8M0, uint8 [rows / 32, columns].
+    """
 
     codes: Tensor
     scales: Tensor
-    format: str = "mxfp8"
 
     def values(self) -> Tensor:
-        """BF16 [rows, columns]: `code * scale`."""
+        """BF16 [columns, k = rows]: `code * scale`."""
         rows, columns = self.codes.shape
         values = torch.empty_like(self.codes, dtype=torch.bfloat16)
-        with torch.cuda.device(values.device):
-            _kernels().decode_mxfp8_kernel[_grid(rows, columns)](
-                self.codes, self.scales, values, rows, columns, num_warps=4, enable_fp_fusion=False
-            )
-        return values
+        launch(
+            "triton_mxfp8.decode_mxfp8_kernel",
+            _grid(rows, columns),
+            *(self.codes, self.scales, values, rows, columns),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+        return values.t()
+
+
+class FusedMXFP8(Fused):
+    """Nothing is measured beforehand: each operand is made by itself, by `quantize_mxfp8_fused`."""
+
+    def along_columns(self) -> Tensor | PackedMXFP8:
+        """BF16 values [n, k = m]."""
+        assert self.columns is not None
+        return quantize_mxfp8_fused(self.x, self.columns.block[0], along_rows=False, keep=False)
+
+    def along_rows(self, *, keep: bool = False) -> Tensor | PackedMXFP8:
+        """BF16 values [m, k = n], or with `keep` their codes."""
+        assert self.rows is not None
+        return quantize_mxfp8_fused(self.x, self.rows.block[0], along_rows=True, keep=keep)
+
+    def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
+        """E4M3 codes [rows, k] and UE8M0 scales [rows, k / 32], both uint8."""
+        side = self.columns if along == "columns" else self.rows
+        assert side is not None
+        return mxfp8_bytes(self.x, side.block[0], along_rows=along == "rows")
 
 
 def quantize_mxfp8_fused(x: Tensor, block_rows: int, *, along_rows: bool, keep: bool) -> Tensor | PackedMXFP8:
@@ -70,17 +93,18 @@ def _quantized(x: Tensor, block_rows: int, *, along_rows: bool, codes: bool) -> 
     if codes:
         size = (num_rows, num_columns // 32) if rows == 1 else (num_rows // 32, num_columns)
         scales = torch.empty(size, dtype=torch.uint8, device=x.device)
-    with torch.cuda.device(x.device):
-        _kernels().quantize_mxfp8_kernel[_grid(num_rows, num_columns)](
-            x, out, scales, num_rows, num_columns,
-            BLOCK_ROWS=rows, BLOCK_COLUMNS=columns, CODES=codes, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        "triton_mxfp8.quantize_mxfp8_kernel",
+        _grid(num_rows, num_columns),
+        *(x, out, scales, num_rows, num_columns),
+        BLOCK_ROWS=rows,
+        BLOCK_COLUMNS=columns,
+        CODES=codes,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out, scales
 
 
 def _grid(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // 32), -(-columns // 128)
-
-
-def _kernels() -> Any:
-    return importlib.import_module(_KERNELS)

@@ -17,23 +17,21 @@ rounds to zero takes code 8. NaN or inf anywhere makes amax NaN or inf, and then
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.formats import (
+from megatron_fp4.quantization.elements import (
     E2M1_MAX,
     E4M3_MAX,
     FP32_MAX,
-    e2m1_codes,
-    pack_codes,
     round_e2m1_nearest,
     round_e2m1_stochastic,
     to_e4m3,
 )
-from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key, rounding_draws
-from megatron_fp4.quantization.tensor import NVFP4Tensor, as_rows, block_amax, headroom
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws
+from megatron_fp4.quantization.tensor import Encoded, NVFP4Tensor, block_amax, checked, headroom, scale_blocks
 
 NVFP4_BLOCKS = ((1, 16), (16, 16))
 FOUR_OVER_SIX_SCALE_MAX = 256.0
@@ -60,53 +58,24 @@ def quantize_nvfp4(
     Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
     tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons, see the top of this file.
     """
-    if tuple(block) not in NVFP4_BLOCKS:
-        raise ValueError(f"quantize_nvfp4: block {tuple(block)} is not one of {NVFP4_BLOCKS}")
-    check_rounding(rounding, "quantize_nvfp4")
-    rows = as_rows(x, block, "quantize_nvfp4")
-    if rounding == "stochastic" and key is None:
-        key = fresh_rounding_key()
-    encoded = encode_nvfp4(rows, block, key if rounding == "stochastic" else None, amax, four_over_six)
-    lead = x.shape[:-1]
-    return NVFP4Tensor(
-        codes=pack_codes(e2m1_codes(encoded.values, encoded.negative)).reshape(*lead, -1),
-        scales=encoded.scales.reshape(*lead, -1),
-        amax=encoded.amax,
-        block=(block[0], block[1]),
-        scale_max=encoded.scale_max,
-    )
-
-
-def check_rounding(rounding: str, name: str) -> None:
-    """ValueError unless `rounding` is one of the two modes."""
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"{name}: rounding {rounding!r} is not 'nearest' or 'stochastic'")
-
-
-@dataclass(frozen=True)
-class EncodedNVFP4:
-    """`quantize_nvfp4` before packing: FP32 grid values [rows, cols] and where the code's sign bit is set, E4M3 scales
-    [rows, cols / 16], FP32 0-dim amax."""
-
-    values: Tensor
-    negative: Tensor
-    scales: Tensor
-    amax: Tensor
-    scale_max: float
-
-    def block_values(self) -> Tensor:
-        """FP32 `code * block scale` [rows, cols]."""
-        return (self.values.unflatten(-1, (-1, 16)) * self.scales.to(torch.float32)[..., None]).flatten(-2)
+    rows, key = checked(x, block, NVFP4_BLOCKS, rounding, key, "quantize_nvfp4")
+    encoded = encode_nvfp4(rows, block, key, amax=amax, four_over_six=four_over_six)
+    return cast(NVFP4Tensor, encoded.packed(x.shape[:-1]))
 
 
 def encode_nvfp4(
     rows: Tensor,
     block: tuple[int, int],
     key: RoundingKey | None,
+    *,
     amax: Tensor | None = None,
     four_over_six: bool = False,
-) -> EncodedNVFP4:
-    """The numbers of `quantize_nvfp4` for checked FP32 [rows, cols], unpacked. `key` None rounds to nearest."""
+) -> Encoded:
+    """The numbers of `quantize_nvfp4` for checked FP32 [rows, cols], unpacked.
+
+    key: of the draws, None rounds to nearest. amax: 0-dim, or [rows, 1] where rows are of several tensors (not with
+    four_over_six).
+    """
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
@@ -116,7 +85,7 @@ def encode_nvfp4(
         sixth = tensor_scale * torch.full_like(tensor_scale, E2M1_MAX).reciprocal()
         scales = to_e4m3((vector_amax * sixth).clamp(max=FP32_MAX))
         scaled = _encode(rows, scales, tensor_scale)
-        return EncodedNVFP4(_round(scaled, uniform), rows < 0, scales, amax, scale_max)
+        return Encoded(_round(scaled, uniform), scales, block, rows < 0, amax, scale_max)
 
     base = vector_amax / torch.full_like(vector_amax, E2M1_MAX) * tensor_scale
     scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
@@ -126,7 +95,7 @@ def encode_nvfp4(
     take_4 = error_4 < error_6
     scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
     scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
-    return EncodedNVFP4(_round(scaled, uniform), rows < 0, scales, amax, scale_max)
+    return Encoded(_round(scaled, uniform), scales, block, rows < 0, amax, scale_max)
 
 
 def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
@@ -139,8 +108,7 @@ def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
 def _encode(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
     inverse = tensor_scale.reciprocal()
     encode = (scales.to(torch.float32) * inverse).reciprocal().clamp(max=FP32_MAX)
-    scaled = rows.unflatten(-1, (-1, 16)) * encode[..., None]
-    return scaled.flatten(-2).clamp_(-E2M1_MAX, E2M1_MAX)
+    return scale_blocks(rows, encode).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
 def _round(scaled: Tensor, uniform: Tensor | None) -> Tensor:

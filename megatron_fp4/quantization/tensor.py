@@ -7,43 +7,69 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.formats import E2M1_MAX, E4M3_MAX, e2m1_values, ue8m0_values, unpack_codes
+from megatron_fp4.quantization.elements import (
+    E2M1_MAX,
+    E4M3_MAX,
+    e2m1_codes,
+    e2m1_values,
+    pack_codes,
+    ue8m0_values,
+    unpack_codes,
+)
+from megatron_fp4.quantization.rounding import RoundingKey, fresh_rounding_key
 
 
 @dataclass(frozen=True)
-class NVFP4Tensor:
-    """E2M1 codes under E4M3 block scales under one FP32 tensor scale.
+class QuantizedTensor:
+    """Codes under block scales, without a tensor scale: MXFP4, MXFP8, FP8.
 
-    codes: uint8 [..., cols / 2], low nibble = even column.
-    scales: float8_e4m3fn [..., cols / 16], one per 16 columns; replicated over the 16 rows of a 16x16 block.
-    amax: FP32, 0-dim, the largest magnitude of the whole tensor. NaN or inf poisons everything that is decoded.
+    codes: E2M1 codes as uint8 [..., cols / 2], low nibble = even column, or E4M3 as float8_e4m3fn [..., cols].
+    scales: [..., cols / columns of a block], replicated over the rows of a block: FP32, E4M3 as float8_e4m3fn, or UE8M0
+        as uint8, biased exponents of which 255 is NaN.
     block: elements that share a scale, (rows, columns).
-    scale_max: what the largest block scale was mapped to: 448, or 256 for four-over-six.
     """
 
     codes: Tensor
     scales: Tensor
-    amax: Tensor
-    block: tuple[int, int] = (1, 16)
-    scale_max: float = E4M3_MAX
+    block: tuple[int, int]
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the tensor that the codes stand for."""
-        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
+        per_byte = 2 if self.codes.dtype == torch.uint8 else 1
+        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * per_byte))
 
     def block_values(self) -> Tensor:
-        """FP32 `code * block scale`, exact in BF16 too, without the tensor scale (the operand of an emulated GEMM)."""
-        values = e2m1_values(unpack_codes(self.codes))
-        return (values.unflatten(-1, (-1, 16)) * self.scales.to(torch.float32)[..., None]).flatten(-2)
+        """FP32 `code * block scale`, without a tensor scale."""
+        packed = self.codes.dtype == torch.uint8
+        elements = e2m1_values(unpack_codes(self.codes)) if packed else self.codes.to(torch.float32)
+        return scale_blocks(elements, scale_values(self.scales))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Real values in `dtype`, of shape `shape`."""
+        return self.block_values().to(dtype)
+
+
+@dataclass(frozen=True)
+class NVFP4Tensor(QuantizedTensor):
+    """E2M1 codes under E4M3 block scales under one FP32 tensor scale.
+
+    codes: uint8 [..., cols / 2], low nibble = even column.
+    scales: float8_e4m3fn [..., cols / 16], one per 16 columns; replicated over the 16 rows of a 16x16 block.
+    block: elements that share a scale, (rows, columns).
+    amax: FP32, 0-dim, the largest magnitude of the whole tensor. NaN or inf poisons everything that is decoded.
+    scale_max: what the largest block scale was mapped to: 448, or 256 for four-over-six.
+    """
+
+    amax: Tensor
+    scale_max: float = E4M3_MAX
 
     def decode_scale(self) -> Tensor:
         """FP32 0-dim factor from `block_values` to real values: amax / (6 * scale_max).
 
         Below an amax of some 3e-35 it is subnormal and has fewer digits, below 2e-42 it is 0.
         """
-        # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal.
-        return self.amax / torch.full_like(self.amax, E2M1_MAX * self.scale_max)
+        return tensor_decode_scale(self.amax, self.scale_max)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Real values `e2m1 * scale * amax / 2688` (computed in FP32, left to right) in `dtype`, of shape `shape`."""
@@ -53,72 +79,62 @@ class NVFP4Tensor:
 
 
 @dataclass(frozen=True)
-class MXFP4Tensor:
-    """E2M1 codes under UE8M0 block scales; there is no tensor scale.
+class Encoded:
+    """FP32 rows [rows, cols] quantized, before their codes are packed.
 
-    codes: uint8 [..., cols / 2], low nibble = even column.
-    scales: uint8 [..., cols / 32], biased exponents; replicated over the 32 rows of a 32x32 block. 255 is NaN.
+    elements: FP32 values on the E2M1 grid, or E4M3 codes, [rows, cols].
+    scales, block: as in `QuantizedTensor`.
+    negative: of E2M1, where a code's sign bit is set (a value that is zero does not show it).
+    amax, scale_max: as in `NVFP4Tensor`; amax is None for formats without a tensor scale, and may be [rows, 1] where
+        rows are of several tensors.
+    exact: a dtype that holds every `code * block scale` exactly.
     """
 
-    codes: Tensor
+    elements: Tensor
     scales: Tensor
-    block: tuple[int, int] = (1, 32)
+    block: tuple[int, int]
+    negative: Tensor | None = None
+    amax: Tensor | None = None
+    scale_max: float = E4M3_MAX
+    exact: torch.dtype = torch.bfloat16
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the tensor that the codes stand for."""
-        return torch.Size((*self.codes.shape[:-1], self.codes.shape[-1] * 2))
+    def block_values(self) -> Tensor:
+        """FP32 `code * block scale` [rows, cols]."""
+        return scale_blocks(self.elements.to(torch.float32), scale_values(self.scales))
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Real values `e2m1 * 2^(scale - 127)` in `dtype`."""
-        values = e2m1_values(unpack_codes(self.codes))
-        return (values.unflatten(-1, (-1, 32)) * ue8m0_values(self.scales)[..., None]).flatten(-2).to(dtype)
+    def decode_scale(self) -> Tensor | None:
+        """FP32 factor from `block_values` to real values, of the shape of `amax`; None for 1."""
+        return None if self.amax is None else tensor_decode_scale(self.amax, self.scale_max)
 
+    def codes(self) -> Tensor:
+        """E2M1 codes uint8 [rows, cols / 2], or E4M3 codes float8_e4m3fn [rows, cols]."""
+        return self.elements if self.negative is None else pack_codes(e2m1_codes(self.elements, self.negative))
 
-@dataclass(frozen=True)
-class MXFP8Tensor:
-    """E4M3 values under UE8M0 block scales; there is no tensor scale.
-
-    codes: float8_e4m3fn [..., cols].
-    scales: uint8 [..., cols / 32], biased exponents; replicated over the 32 rows of a 32x32 block. 255 is NaN.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    block: tuple[int, int] = (1, 32)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the tensor that the codes stand for."""
-        return self.codes.shape
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Real values `e4m3 * 2^(scale - 127)` in `dtype`."""
-        values = self.codes.to(torch.float32).unflatten(-1, (-1, 32))
-        return (values * ue8m0_values(self.scales)[..., None]).flatten(-2).to(dtype)
+    def packed(self, lead: tuple[int, ...]) -> QuantizedTensor:
+        """Codes and scales; lead: the dimensions that were flattened into rows."""
+        codes, scales = (part.reshape(*lead, -1) for part in (self.codes(), self.scales))
+        block = (self.block[0], self.block[1])
+        if self.amax is None:
+            return QuantizedTensor(codes, scales, block)
+        return NVFP4Tensor(codes, scales, block, self.amax, self.scale_max)
 
 
-@dataclass(frozen=True)
-class FP8Tensor:
-    """E4M3 values under FP32 block scales.
+def scale_values(scales: Tensor) -> Tensor:
+    """FP32 values of block scales as they are stored: FP32, E4M3, or UE8M0 (as uint8 too)."""
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return ue8m0_values(scales.view(torch.uint8))
+    return scales.to(torch.float32)
 
-    codes: float8_e4m3fn [..., cols].
-    scales: FP32 decode scales [..., cols / 128]; replicated over the 128 rows of a 128x128 block.
-    """
 
-    codes: Tensor
-    scales: Tensor
-    block: tuple[int, int] = (1, 128)
+def scale_blocks(values: Tensor, factors: Tensor) -> Tensor:
+    """FP32 `values` [..., cols] times the factor of their block, FP32 [..., cols / block columns]."""
+    return (values.unflatten(-1, (factors.shape[-1], -1)) * factors[..., None]).flatten(-2)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the tensor that the codes stand for."""
-        return self.codes.shape
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Real values `e4m3 * scale` in `dtype`."""
-        values = self.codes.to(torch.float32).unflatten(-1, (-1, 128))
-        return (values * self.scales[..., None]).flatten(-2).to(dtype)
+def tensor_decode_scale(amax: Tensor, scale_max: float) -> Tensor:
+    """FP32 factor from NVFP4's `code * block scale` to real values: amax / (6 * scale_max)."""
+    # Divided by a tensor: on CUDA a division by a Python number is a product with its reciprocal.
+    return amax / torch.full_like(amax, E2M1_MAX * scale_max)
 
 
 def headroom(amax: Tensor) -> Tensor:
@@ -127,6 +143,30 @@ def headroom(amax: Tensor) -> Tensor:
     On both sides of the division by 2688 < 2^12 it moves no bit of what does not overflow: no factor becomes subnormal.
     """
     return torch.where(amax > 2.0**100, torch.full_like(amax, 2.0**-12), torch.ones_like(amax))
+
+
+def checked(
+    x: Tensor,
+    block: tuple[int, int],
+    blocks: tuple[tuple[int, int], ...],
+    rounding: str,
+    key: RoundingKey | None,
+    name: str,
+) -> tuple[Tensor, RoundingKey | None]:
+    """What a quantizer `name` that is called with these arguments works on: FP32 rows [rows, cols], and the key of its
+    draws (None for rounding to nearest).
+
+    Raises TypeError unless `x` is floating point, ValueError for a block that is not one of `blocks` or does not tile
+    `x`, and for an unknown rounding.
+    """
+    if tuple(block) not in blocks:
+        raise ValueError(f"{name}: block {tuple(block)} is not one of {blocks}")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"{name}: rounding {rounding!r} is not 'nearest' or 'stochastic'")
+    rows = as_rows(x, block, name)
+    if rounding == "nearest":
+        return rows, None
+    return rows, fresh_rounding_key() if key is None else key
 
 
 def as_rows(x: Tensor, block: tuple[int, int], name: str) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.formats import E2M1_VALUES, E4M3_MAX, e2m1_values, ue8m0_values, unpack_codes
+from megatron_fp4.quantization.elements import E2M1_VALUES, E4M3_MAX, e2m1_values, ue8m0_values, unpack_codes
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.measure.statistics import operand_statistics, operand_sums
-from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
+from megatron_fp4.precision.emulated import GemmOperand, encode_operand, quantize_operand
 from megatron_fp4.precision.recipe import Operand
-from megatron_fp4.quantization import quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, rounding_key
+from megatron_fp4.quantization import rounding_key
 
 FORMATS = {
     "NVFP4 1x16": Operand("nvfp4", (1, 16)),
@@ -34,14 +34,8 @@ def quantized(x: Tensor, operand: Operand, rht: int = 0, draw: int = 0) -> GemmO
 
 def decoded(x: Tensor, operand: Operand, draw: int = 0) -> Tensor:
     """FP32 real values of `x` after quantization."""
-    x, block, rounding, key = x.contiguous(), operand.block, operand.rounding, rounding_key("study", draw)
-    if operand.format == "nvfp4":
-        return quantize_nvfp4(x, block, rounding, key=key, four_over_six=operand.four_over_six).dequantize()
-    if operand.format == "mxfp4":
-        return quantize_mxfp4(x, block, rounding, key=key).dequantize()
-    if operand.format == "mxfp8":
-        return quantize_mxfp8(x, block).dequantize()
-    return quantize_fp8(x, block, rounding, key=key, power_of_two_scales=operand.power_of_two_scales).dequantize()
+    key = rounding_key("study", draw) if operand.rounding == "stochastic" else None
+    return encode_operand(x.to(torch.float32), operand, key).packed(x.shape[:-1]).dequantize()
 
 
 def stochastic(operand: Operand) -> Operand:

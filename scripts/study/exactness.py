@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.emulated import gemm
 from megatron_fp4.quantization import quantize_nvfp4
-from megatron_fp4.quantization.formats import E2M1_MAX, FP32_MAX, round_e2m1_nearest, to_e4m3
+from megatron_fp4.quantization.elements import E2M1_MAX, FP32_MAX, round_e2m1_nearest, to_e4m3
 from megatron_fp4.quantization.tensor import block_amax
 from scripts.study.errors import NEAREST, quantized, relative
 from scripts.study.tables import table

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.recipe import Operand
-from megatron_fp4.quantization.formats import E2M1_MAX, to_e4m3
+from megatron_fp4.quantization.elements import E2M1_MAX, to_e4m3
 from megatron_fp4.quantization.tensor import block_amax
 from scripts.study.errors import NEAREST, STOCHASTIC, decoded, gain, relative, statistics
 from scripts.study.pictures import draw_means

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import BLOCKS, Measured, PackedColumns, Side
-from megatron_fp4.quantization.formats import unpack_codes
+from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.elements import unpack_codes
+from megatron_fp4.quantization.formats import FORMATS
+from megatron_fp4.quantization.fp4_cuda import FusedFP4, PackedColumns
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -57,15 +59,15 @@ CASES = {
 
 def reference(x: Tensor, side: Side) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Values in BF16, codes, scale bytes and the decode scale of x along its last dimension, from the CPU."""
-    block = BLOCKS[side.format]
+    block = side.block[1]
     if side.hadamard:
         x = random_hadamard_transform(x, block, None if side.signs == "fixed" else torch.ones(block))
     rounding = "nearest" if side.key is None else "stochastic"
     if side.format == "nvfp4":
-        nvfp4 = quantize_nvfp4(x, (side.block_rows, block), rounding, key=side.key)
+        nvfp4 = quantize_nvfp4(x, side.block, rounding, key=side.key)
         scale = nvfp4.amax / torch.tensor(2688.0)
         return nvfp4.block_values().bfloat16(), unpack_codes(nvfp4.codes), nvfp4.scales.view(torch.uint8), scale
-    mxfp4 = quantize_mxfp4(x, (side.block_rows, block), rounding, key=side.key)
+    mxfp4 = quantize_mxfp4(x, side.block, rounding, key=side.key)
     return mxfp4.dequantize(torch.bfloat16), unpack_codes(mxfp4.codes), mxfp4.scales, None
 
 
@@ -88,18 +90,19 @@ def same(actual: Tensor | None, expected: Tensor | None) -> bool:
 
 def sides(form: str) -> list[tuple[Side, Side]]:
     """What a tensor may get along its columns and along its rows: x, W and dy of the recipes."""
-    block = BLOCKS[form]
+    row, square = FORMATS[form].blocks
+    block = row[1]
     first = rounding_key(1, "a", row_offset=48, column_offset=160)
     second = rounding_key(1, "b", row_offset=2**33, column_offset=16)
     return [
-        (Side(form), Side(form, 1, block)),
-        (Side(form, block), Side(form)),
-        (Side(form, 1, 0, "fixed", first), Side(form, 1, block, "fixed", second)),
+        (Side(form, row), Side(form, row, block)),
+        (Side(form, square), Side(form, row)),
+        (Side(form, row, key=first), Side(form, row, block, key=second)),
     ]
 
 
 def check(x: Tensor, on_device: Tensor, columns: Side, rows: Side) -> None:
-    measured = Measured(on_device, columns, rows)
+    measured = FusedFP4(on_device, columns, rows)
     finite = x.isfinite().all()  # which codes stand under a scale of NaN does not matter
     values, codes, scales, scale = reference(x, columns)
     assert same(measured.along_columns(), values)
@@ -108,10 +111,10 @@ def check(x: Tensor, on_device: Tensor, columns: Side, rows: Side) -> None:
     assert torch.equal(packed_scales.cpu(), scales)
     assert torch.equal(unpack_codes(packed_codes.cpu()), codes) or not finite
     values, codes, scales, scale = reference(x.t(), rows)
-    assert same(measured.along_rows(), values.t())
+    assert same(measured.along_rows(), values)
     assert same(measured.rows_scale, scale)
     packed = measured.packed_rows()
-    assert same(packed.values(), values.t())
+    assert same(packed.values(), values)
     packed_codes, packed_scales = codes_and_scales(packed)
     assert torch.equal(packed_scales, scales.t())
     assert torch.equal(packed_codes, codes.t()) or not finite
@@ -131,31 +134,31 @@ def test_values_codes_and_scales_are_those_of_the_reference(case, form):
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_other_combinations(form):
-    block, key = BLOCKS[form], rounding_key(2)
+    (row, square), key = FORMATS[form].blocks, rounding_key(2)
     x = normal(64, 160).bfloat16()
-    check(x, x.cuda(), Side(form, block, 0, "fixed", key), Side(form, 1, block, "none"))
-    check(x, x.cuda(), Side(form), Side(form, 1, 0, "fixed", key))
+    check(x, x.cuda(), Side(form, square, key=key), Side(form, row, row[1], "none"))
+    check(x, x.cuda(), Side(form, row), Side(form, row, key=key))
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_one_operand_alone_is_the_same(form):
     x = normal(64, 160).bfloat16().cuda()
     for columns, rows in sides(form):
-        both = Measured(x, columns, rows)
-        assert torch.equal(Measured(x, columns, None).along_columns(), both.along_columns())
-        assert torch.equal(Measured(x, None, rows).along_rows(), both.along_rows())
+        both = FusedFP4(x, columns, rows)
+        assert torch.equal(FusedFP4(x, columns, None).along_columns(), both.along_columns())
+        assert torch.equal(FusedFP4(x, None, rows).along_rows(), both.along_rows())
 
 
 def test_a_transposed_or_sliced_input_is_read_as_it_is():
     x = normal(64, 161).bfloat16().cuda()
     for view in (x[:, 1:], x[:, :160], normal(160, 64).bfloat16().cuda().t()):
-        expected = Measured(view.clone(memory_format=torch.contiguous_format), Side("nvfp4"), None)
-        assert torch.equal(Measured(view, Side("nvfp4"), None).along_columns(), expected.along_columns())
+        expected = FusedFP4(view.clone(memory_format=torch.contiguous_format), Side("nvfp4", (1, 16)), None)
+        assert torch.equal(FusedFP4(view, Side("nvfp4", (1, 16)), None).along_columns(), expected.along_columns())
 
 
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="multiple of 16"):
-        Measured(torch.zeros(16, 24, device="cuda", dtype=torch.bfloat16), Side("nvfp4"), None)
+        FusedFP4(torch.zeros(16, 24, device="cuda", dtype=torch.bfloat16), Side("nvfp4", (1, 16)), None)
 
 
 def test_the_branchless_reciprocal_is_correctly_rounded():
@@ -166,8 +169,8 @@ def test_the_branchless_reciprocal_is_correctly_rounded():
         for largest in amax[:: 8 if exponent else 1].tolist():
             x = (scales / 448 * largest).bfloat16()[:, None] * torch.linspace(0.05, 1, 16)
             x = torch.cat((x, torch.full((2, 16), largest))).bfloat16()
-            values, _, _, _ = reference(x, Side("nvfp4"))
-            assert same(Measured(x.cuda(), Side("nvfp4"), None).along_columns(), values), largest
+            values, _, _, _ = reference(x, Side("nvfp4", (1, 16)))
+            assert same(FusedFP4(x.cuda(), Side("nvfp4", (1, 16)), None).along_columns(), values), largest
 
 
 FP8_CASES = {
@@ -244,7 +247,7 @@ def test_mxfp8_values_codes_and_scales_are_those_of_the_reference(case, along_ro
     if along_rows:
         kept = quantize_mxfp8_fused(on_device, block_rows, along_rows=True, keep=True)
         assert isinstance(kept, PackedMXFP8)
-        assert same(kept.values().t(), expected.dequantize(torch.bfloat16))
+        assert same(kept.values(), expected.dequantize(torch.bfloat16))
         assert torch.equal(kept.scales.cpu().t(), expected.scales)
         assert torch.equal(kept.codes, codes.t())
 

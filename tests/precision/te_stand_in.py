@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.quantization import nvfp4
-from megatron_fp4.quantization.formats import (
+from megatron_fp4.quantization.elements import (
     e2m1_codes,
     e2m1_values,
     pack_codes,

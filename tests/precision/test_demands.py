@@ -31,6 +31,7 @@ from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.fp8_cuda import quantize_fp8_fused
 from models.hybrid import build_model
 from tests.planning.gpu_path import without_launches
 from tests.precision import reference as ref
@@ -98,9 +99,7 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
         with (
             FakeTensorMode(),
             without_launches(),
-            mock.patch.object(emulated, "encode_nvfp4", slow),
-            mock.patch.object(emulated, "encode_mxfp4", slow),
-            mock.patch.object(emulated, "encode_mxfp8", slow),
+            mock.patch.object(emulated, "encode_operand", slow),
         ):
             for recipe_name, recipe in recipes(model).items():
                 narrow = block_demands(recipe).inputs
@@ -187,8 +186,7 @@ def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
         FakeTensorMode(),
         without_launches(),
         mock.patch.object(torch_scaled_mm, "scaled_mm", checked),
-        mock.patch.object(torch_scaled_mm, "encode_with_scale", slow),
-        mock.patch.object(torch_scaled_mm, "encode_mxfp8", slow),
+        mock.patch.object(torch_scaled_mm, "encode_operand", slow),
     ):
         yield seen
 
@@ -252,7 +250,7 @@ def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
             for row in plan.rows:
                 seen.clear()
                 computed((row.linear.out_features, row.linear.in_features), linears[row.linear.name])
-                mamba_out = row.linear.kind == "M" and row.linear.name.endswith(".out_proj")
+                mamba_out = row.linear.letter == "M" and row.linear.name.endswith(".out_proj")
                 codes = E4M3 if mamba_out else FP4
                 expected = {(codes, torch.bfloat16), (codes, torch.float32)} if row.recipe.quantized else set()
                 assert seen == expected, row
@@ -327,13 +325,16 @@ def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe)
 
 
 def test_more_programs_than_cuda_starts_are_refused() -> None:
-    with mock.patch.object(cuda, "_start") as start:
-        cuda._launch("unpack_kernel", (2**31 - 1,), (), ())
-        assert start.called
+    with mock.patch.object(cuda, "gpu") as gpu:
+        cuda.launch("triton_fp4.unpack_kernel", (2**31 - 1,))
+        assert gpu.start.called
         with pytest.raises(ValueError, match="CUDA starts at most 2147483647"):
-            cuda._launch("unpack_kernel", (2**31,), (), ())
+            cuda.launch("triton_fp4.unpack_kernel", (2**31,))
         with pytest.raises(ValueError, match="at most 65535"):
-            cuda._launch("measure_kernel", (1, 65536), (), ())
+            cuda.launch("triton_fp4.measure_kernel", (1, 65536))
+    with FakeTensorMode(), without_launches(), pytest.raises(ValueError, match="quantize_fp8_kernel: 65536 programs"):
+        rows = torch.empty(65535 * 128 + 1, 128, dtype=torch.bfloat16)
+        quantize_fp8_fused(rows, 1, along_rows=False, power_of_two_scales=False, keep=False)
 
 
 def test_a_million_tokens_and_more() -> None:

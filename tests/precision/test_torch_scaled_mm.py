@@ -3,7 +3,6 @@
 No chip here multiplies such codes: the GEMM is one that decodes its arguments (tests/quantization/cublas.py).
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,13 +11,15 @@ from torch import Tensor
 
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision import torch_scaled_mm as backend
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest
+from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, side_of
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.refusals import torch_unsupported
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
-from megatron_fp4.quantization import mxfp8_cuda
+from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
@@ -66,7 +67,7 @@ def kernels(monkeypatch):
     """The fused kernels' outputs, from a model of them on the CPU; counts what they were asked for."""
     asked = []
 
-    class Counted(kernel_layout.Measured):
+    class Counted(kernel_layout.PackedFP4):
         def packed_columns(self):
             asked.append("columns")
             return super().packed_columns()
@@ -76,20 +77,14 @@ def kernels(monkeypatch):
             return super().packed_rows()
 
     def side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
-        if request is None or not request.operand.quantized or request.operand.four_over_six:
+        if request is None or not request.operand.quantized:
             return None
-        made = Side(request.operand.format, request.operand.block[0], request.rht, request.signs, request.key)
-        return made if made.fused(along) else None
+        made = side_of(request)
+        return made if FORMATS[made.format].fused.makes(made, along) else None
 
-    def eight_bits(x: Tensor, request: OperandRequest) -> bool:
-        return request.operand.format == "mxfp8" and not request.rht
-
-    mxfp8 = kernel_layout.MXFP8Kernels(asked)
-    monkeypatch.setattr(backend, "Measured", Counted)
+    monkeypatch.setitem(FORMATS, "nvfp4", replace(FORMATS["nvfp4"], fused=Counted))
     monkeypatch.setattr(backend, "fused_side", side)
-    monkeypatch.setattr(backend, "fused_eight_bits", eight_bits)
-    monkeypatch.setattr(mxfp8_cuda, "_kernels", lambda: mxfp8)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(cuda, "gpu", kernel_layout.MXFP8Kernels(asked))
     return asked
 
 

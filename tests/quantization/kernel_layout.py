@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import PackedColumns, Side
-from megatron_fp4.quantization.formats import unpack_codes
+from megatron_fp4.quantization.cuda import NvidiaGPU, Side
+from megatron_fp4.quantization.elements import unpack_codes
+from megatron_fp4.quantization.fp4_cuda import FusedFP4, PackedColumns
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
@@ -24,11 +24,11 @@ def words(codes: Tensor, scales: Tensor) -> PackedColumns:
     word = (first >> 6) | (second >> 2) | (third << 2) | (fourth << 6)  # word_of_codes
     both = scales[:, 0::2].to(torch.int64) | (scales[:, 1::2].to(torch.int64) << 8)
     codes = ((word ^ 2**31) - 2**31).to(torch.int32).contiguous().unflatten(0, (-1, 4))
-    return PackedColumns(codes, ((both ^ 2**15) - 2**15).to(torch.int16).contiguous(), "nvfp4")
+    return PackedColumns(codes, ((both ^ 2**15) - 2**15).to(torch.int16).contiguous())
 
 
-class Measured:
-    """`megatron_fp4.quantization.cuda.Measured` of NVFP4 with its packed outputs alone, on a CPU."""
+class PackedFP4(FusedFP4):
+    """`FusedFP4` of NVFP4 with its packed outputs alone, on a CPU."""
 
     def __init__(self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: None = None) -> None:
         assert amax_group is None
@@ -36,30 +36,29 @@ class Measured:
         self.columns_scale, self.rows_scale = (None if side is None else torch.empty(()) for side in (columns, rows))
 
     def packed_columns(self) -> tuple[Tensor, Tensor]:
-        assert self.columns is not None and self.columns.fused("columns")
+        assert self.columns is not None and self.makes(self.columns, "columns")
         quantized = _quantized(self.x, self.columns)
         self.columns_scale.copy_(quantized.decode_scale())
         return quantized.codes, quantized.scales.view(torch.uint8)
 
     def packed_rows(self) -> PackedColumns:
-        assert self.rows is not None and self.rows.fused("rows")
+        assert self.rows is not None and self.makes(self.rows, "rows")
         quantized = _quantized(self.x.t(), self.rows)
         self.rows_scale.copy_(quantized.decode_scale())
         return words(unpack_codes(quantized.codes).t(), quantized.scales.view(torch.uint8).t())
 
 
-class MXFP8Kernels:
-    """`megatron_fp4.quantization.triton_mxfp8` with its codes alone, on a CPU; `launched` are the blocks it was for."""
+class MXFP8Kernels(NvidiaGPU):
+    """A GPU whose kernels are those of MXFP8 with codes alone, on a CPU; `launched` are the blocks they were for."""
 
     def __init__(self, launched: list[Any]) -> None:
-        self.launched, self.quantize_mxfp8_kernel = launched, self
+        self.launched = launched
 
-    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
-        return self._quantize
-
-    def _quantize(self, x: Tensor, out: Tensor, scales: Tensor, *size: int, **constants: Any) -> None:
+    def start(self, kernel: str, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
+        assert kernel == "triton_mxfp8.quantize_mxfp8_kernel"
+        x, out, scales, *size = arguments
         block = constants["BLOCK_ROWS"], constants["BLOCK_COLUMNS"]
-        assert constants["CODES"] and size == tuple(x.shape) and x.is_contiguous() and out.shape == x.shape
+        assert constants["CODES"] and tuple(size) == tuple(x.shape) and x.is_contiguous() and out.shape == x.shape
         self.launched.append(block)
         x = x.to(torch.bfloat16)
         if block[0] == 1:
@@ -76,4 +75,4 @@ class MXFP8Kernels:
 def _quantized(x: Tensor, side: Side) -> NVFP4Tensor:
     if side.hadamard:
         x = random_hadamard_transform(x, 16, None if side.signs == "fixed" else torch.ones(16))
-    return quantize_nvfp4(x, (side.block_rows, 16), "stochastic" if side.key else "nearest", key=side.key)
+    return quantize_nvfp4(x, side.block, "stochastic" if side.key else "nearest", key=side.key)

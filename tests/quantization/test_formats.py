@@ -1,147 +1,165 @@
-import numpy as np
+"""The table of formats, and every kernel launch of theirs against the kernels' signatures."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+from unittest import mock
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_fp4.quantization.formats import (
-    e2m1_codes,
-    e2m1_values,
-    pack_codes,
-    round_e2m1_nearest,
-    round_e2m1_stochastic,
-    to_e4m3,
-    to_ue8m0_up,
-    ue8m0_values,
-    unpack_codes,
-)
-from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws
-from tests.quantization import oracle
+from megatron_fp4.config import schema
+from megatron_fp4.planning.backend import AllocatingGPU
+from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.emulated import EMULATED, encode_operand, gemm, quantize_operand, side_of
+from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.formats import FORMATS, format_of
+from megatron_fp4.quantization.fp4_cuda import scale_and_cast
+from megatron_fp4.quantization.rounding import rounding_key
+from tests.planning.gpu_path import without_launches
 
-GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def around(points: np.ndarray) -> torch.Tensor:
-    """Each point, its single-precision neighbours on both sides, and all negatives."""
-    points = np.asarray(points, dtype=np.float32)
-    near = np.concatenate([points, np.nextafter(points, np.float32(1e30)), np.nextafter(points, np.float32(-1e30))])
-    return torch.from_numpy(np.concatenate([near, -near]))
+ROOM = Path(cuda.__file__).parent
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # Triton's own
+ALONG = ("columns", "rows")
+KEY = rounding_key("draws")
 
 
-def test_values_of_all_sixteen_codes():
-    values = e2m1_values(torch.arange(16, dtype=torch.uint8))
-    assert values.tolist() == [*GRID, *(-v for v in GRID)]
-    assert torch.equal(e2m1_codes(values, torch.arange(16) >= 8), torch.arange(16, dtype=torch.uint8))
+def operands() -> Iterator[Operand]:
+    """Every operand that the table allows."""
+    for name, form in FORMATS.items():
+        for block in form.blocks:
+            for rounding in ("nearest", "stochastic") if form.stochastic else ("nearest",):
+                yield Operand(name, block, rounding)
+                for option in form.options:
+                    yield Operand(name, block, rounding, **{option: True})
 
 
-def test_nearest_ties_go_to_the_even_code():
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    assert round_e2m1_nearest(ties).tolist() == [0, 1, 1, 2, 2, 4, 4]
-    assert round_e2m1_nearest(-ties).tolist() == [0, -1, -1, -2, -2, -4, -4]
+@pytest.mark.parametrize("operand", operands(), ids=str)
+def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
+    form, x = FORMATS[operand.format], torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    key = KEY if operand.rounding == "stochastic" else None
+    encoded = encode_operand(x, operand, key)
+    assert form.blocks == ((1, form.tile), (form.tile, form.tile)) and encoded.block == operand.block
+    assert encoded.scales.shape == (256, 256 // form.tile)
+    assert encoded.scales.dtype == (torch.uint8 if form.scales == torch.float8_e8m0fnu else form.scales)
+    assert (encoded.decode_scale() is not None) == form.tensor_scale
+    assert form.largest / 2 < encoded.elements.float().abs().max() <= form.largest
+    values = encoded.block_values()
+    assert torch.equal(values.to(encoded.exact).float(), values)
+    # What is packed stands for the same, and is the operand of a GEMM.
+    packed = encoded.packed((2, 128))
+    assert packed.shape == (2, 128, 256) and torch.equal(packed.block_values().flatten(0, 1), values)
+    made = quantize_operand(x, operand, key=KEY)
+    assert torch.equal(made.unpacked().float(), values) and made.unpacked().dtype == encoded.exact
 
 
-def test_nearest_is_the_nearest_entry_of_the_table():
-    rng = np.random.default_rng(0)
-    critical = around(np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *GRID[1:7]]))
-    tiny = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38, 5.9999995, -5.9999995, 6.0, -6.0])
-    spread = torch.from_numpy(rng.uniform(-6, 6, 20000).astype(np.float32))
-    x = torch.cat([critical, tiny, spread])
-    codes = e2m1_codes(round_e2m1_nearest(x), x < 0)
-    assert np.array_equal(codes.numpy(), oracle.e2m1(x.numpy()))
+def test_what_does_not_round_stochastically_refuses_a_key() -> None:
+    for name in (name for name, form in FORMATS.items() if not form.stochastic):
+        with pytest.raises(AssertionError, match=f"{name} rounds to nearest"):
+            encode_operand(torch.ones(32, 32), Operand(name, (1, 32)), KEY)
+    with pytest.raises(ValueError, match=r"'int4' is not one of bf16, nvfp4, mxfp4, mxfp8, fp8"):
+        format_of("int4")
 
 
-def test_zeros_round_to_positive_zero_and_the_sign_comes_from_outside():
-    assert not torch.signbit(round_e2m1_nearest(torch.tensor([-0.1, -0.0, 0.0, 0.1]))).any()
-    negative = torch.tensor([False, True])
-    assert e2m1_codes(torch.zeros(2), negative).tolist() == [0, 8]
+def test_configuration_and_backends_know_no_other_formats() -> None:
+    assert OF_SCALED_MM.keys() <= FORMATS.keys()
+    assert get_args(get_type_hints(schema.OperandConfig)["format"]) in ((), ("bf16", *FORMATS))
 
 
-def test_nan_takes_the_code_of_six():
-    assert e2m1_codes(torch.tensor([float("nan")]), torch.tensor([False])).tolist() == [7]
+def signatures() -> dict[str, tuple[list[str], list[str]]]:
+    """Kernel -> its run-time arguments and its constants, read off its source (Triton may not be there)."""
+    found = {}
+    for path in ROOM.glob("triton_*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                constants = [arg.arg for arg in node.args.args if arg.annotation is not None]
+                arguments = [arg.arg for arg in node.args.args if arg.annotation is None]
+                assert [arg.arg for arg in node.args.args] == arguments + constants, "constants come last"
+                found[f"{path.stem}.{node.name}"] = arguments, constants
+    return found
 
 
-@pytest.mark.parametrize("shape", [(2,), (3, 8), (2, 3, 4, 32), (5, 0)])
-def test_pack_and_unpack(shape):
-    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
-    packed = pack_codes(codes)
-    assert packed.shape == (*shape[:-1], shape[-1] // 2)
-    assert torch.equal(unpack_codes(packed), codes)
+@contextmanager
+def launches() -> Iterator[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+    """The way of a GPU on fake tensors; kernels that would have started, with their arguments and constants."""
+    started: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    with FakeTensorMode(), without_launches(), mock.patch.object(AllocatingGPU, "start") as start:
+        start.side_effect = lambda kernel, _, arguments, constants: started.append((kernel, arguments, constants))
+        yield started
 
 
-def test_the_even_column_is_the_low_nibble():
-    assert pack_codes(torch.tensor([1, 15, 0, 8], dtype=torch.uint8)).tolist() == [0xF1, 0x80]
+def test_every_launch_is_what_its_kernel_takes() -> None:
+    known, seen = signatures(), set()
+    with launches() as started:
+        x = torch.empty(128, 128, dtype=torch.bfloat16)
+        for operand in operands():
+            fused = FORMATS[operand.format].fused
+            for rht in (0, operand.block[1]):
+                key = KEY if operand.rounding == "stochastic" else None
+                request = OperandRequest(operand, rht, key=key)
+                sides = [request if fused and fused.makes(side_of(request), along) else None for along in ALONG]
+                for keep in (False, True):
+                    makers = EMULATED.operands(x, *sides, dtype=x.dtype, keep_rows=keep)
+                    made = [maker() for maker in makers if maker is not None]
+                    assert all(one.unpacked().shape == (128, 128) for one in made)
+                    gemm(*made, x.dtype) if len(made) == 2 else None
+                if operand.format in OF_SCALED_MM:
+                    for maker in TorchBackend().operands(x, *sides, dtype=x.dtype):
+                        maker() if maker is not None else None
+        scale_and_cast(x.float(), torch.empty(()), x.dtype)
+        for kernel, arguments, constants in started:
+            names, wanted = known[kernel]
+            assert len(arguments) == len(names), kernel
+            assert constants.keys() - OPTIONS == set(wanted), kernel
+            if kernel in cuda._UNSPECIALIZED:
+                assert list(constants) == wanted and len(arguments) == len(cuda._UNSPECIALIZED[kernel]), kernel
+            seen.add(kernel)
+    assert seen == known.keys()
 
 
-def test_e4m3_rounds_to_nearest_even_and_saturates():
-    points = np.concatenate([oracle.E4M3, (oracle.E4M3[1:] + oracle.E4M3[:-1]) / 2])
-    x = around(points[points > 0]).clamp(-448, 448)
-    assert np.array_equal(to_e4m3(x).double().numpy(), oracle.e4m3(x.numpy()))
-    assert to_e4m3(torch.tensor([449.0, 1e30, float("inf"), -1e30])).tolist() == [448, 448, 448, -448]
-    assert to_e4m3(torch.tensor([float("nan")])).isnan().all()
+def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
+    compiled = mock.MagicMock()
+
+    class Jitted:
+        @staticmethod
+        def fn(codes_ptr, scales_ptr, values_ptr, num_rows, num_groups, BLOCK, GROUPS):
+            raise AssertionError("compiled, not called")
+
+        warmup = mock.Mock(return_value=compiled)
+
+    cuda._compiled.cache_clear()
+    x, kernel = torch.empty(1), "triton_fp4.unpack_kernel"
+    with (
+        mock.patch.object(cuda, "_kernel", lambda _: Jitted),
+        mock.patch.object(torch.cuda, "current_device", lambda: None),
+    ):
+        for constants in ({"BLOCK": 16, "GROUPS": 32}, {"GROUPS": 32, "BLOCK": 16}):
+            cuda.launch(kernel, (3,), x, x, x, 16, 1, **constants)
+            compiled.__getitem__.assert_called_with((3, 1, 1))
+            compiled.__getitem__().assert_called_with(x, x, x, 16, 1, 16, 32)
+        assert Jitted.warmup.call_args.args == (torch.int32, torch.int16, torch.int32, 1, 1, 16, 32)
+        with pytest.raises(AssertionError, match="has the constants"):
+            cuda.launch(kernel, (3,), x, x, x, 16, 1, BLOCK=16)
+    cuda._compiled.cache_clear()
 
 
-def test_ue8m0_rounds_up_to_powers_of_two():
-    powers = np.exp2(np.arange(-126, 128).astype(np.float64)).astype(np.float32)
-    x = torch.from_numpy(np.concatenate([powers, np.nextafter(powers, np.float32(0))]))
-    expected = np.concatenate([np.arange(1, 255), np.arange(1, 255)])
-    assert to_ue8m0_up(x).tolist() == expected.tolist()
-    above = torch.from_numpy(np.nextafter(powers[:-1], np.float32(np.inf)))
-    assert to_ue8m0_up(above).tolist() == list(range(2, 255))
-
-
-def test_ue8m0_at_the_ends():
-    low = torch.tensor([0.0, 1e-45, 2.0**-127, 2.0**-127 + 2.0**-149, 2.0**-126])
-    assert to_ue8m0_up(low).tolist() == [0, 0, 0, 1, 1]
-    assert to_ue8m0_up(torch.tensor([3.4e38, float("inf"), float("nan")])).tolist() == [254, 255, 255]
-    codes = torch.arange(255, dtype=torch.uint8)
-    assert np.array_equal(ue8m0_values(codes).double().numpy(), np.exp2(np.arange(255.0) - 127))
-    assert ue8m0_values(torch.tensor([255], dtype=torch.uint8)).isnan().all()
-
-
-def test_every_product_of_code_and_scale_is_exact_in_bf16():
-    scales = torch.from_numpy(oracle.E4M3).float()
-    assert len(scales) == 127
-    products = torch.tensor(GRID)[:, None] * scales
-    assert torch.equal(products.bfloat16().float(), products)
-    assert np.array_equal(products.double().numpy(), np.array(GRID)[:, None] * oracle.E4M3)
-    powers = ue8m0_values(torch.arange(254, dtype=torch.uint8))
-    powers = torch.tensor(GRID)[:, None] * powers
-    finite = torch.isfinite(powers)
-    assert torch.equal(powers.bfloat16().float()[finite], powers[finite])
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("below", range(7))
-def test_stochastic_rounding_is_unbiased_between_every_two_neighbours(below, sign):
-    low, high = GRID[below], GRID[below + 1]
-    num = 2**16
-    for index, fraction in enumerate((2**-7, 0.125, 0.3, 0.5, 0.9, 1 - 2**-7)):
-        value = torch.tensor(low + fraction * (high - low))
-        actual_fraction = (value.item() - low) / (high - low)
-        uniform = rounding_draws(RoundingKey(1000 * below + 10 * index + sign + 1), 256, num // 256, "cpu")
-        rounded = round_e2m1_stochastic((sign * value).expand(256, num // 256).contiguous(), uniform)
-        assert set(rounded.unique().tolist()) == {sign * low, sign * high}
-        error = (rounded == sign * high).double().mean().item() - actual_fraction
-        assert abs(error) < 4 * (actual_fraction * (1 - actual_fraction) / num) ** 0.5
-
-
-def test_stochastic_rounding_leaves_the_grid_alone():
-    grid = torch.tensor([*GRID, *(-v for v in GRID)])
-    for uniform in (0.0, 0.5, 1 - 2.0**-16):
-        assert torch.equal(round_e2m1_stochastic(grid, torch.full_like(grid, uniform)), grid)
-
-
-def test_stochastic_rounding_decides_by_the_distance_from_below():
-    uniform = torch.tensor([0.0, 0.59, 0.61, 1 - 2.0**-16])
-    x = torch.full((4,), 2.4)
-    assert round_e2m1_stochastic(x, uniform).tolist() == [2, 2, 3, 3]
-    assert round_e2m1_stochastic(-x, uniform).tolist() == [-2, -2, -3, -3]
-
-
-def test_stochastic_rounding_near_zero_goes_up_sometimes():
-    num = 2**20
-    value = 0.5 * 2.0**-12
-    uniform = rounding_draws(RoundingKey(7), 1024, 1024, "cpu")
-    for sign in (1, -1):
-        rounded = round_e2m1_stochastic(torch.full((1024, 1024), sign * value), uniform)
-        up = int((rounded == 0.5 * sign).sum())
-        assert abs(up - num / 2**12) < 4 * (num / 2**12) ** 0.5
-        assert int((rounded != 0).sum()) == up
+def test_sides_of_one_format_are_measured_once() -> None:
+    row, square = FORMATS["nvfp4"].blocks
+    x_wanted, w_wanted = OperandRequest(Operand("nvfp4", row)), OperandRequest(Operand("nvfp4", square))
+    other = OperandRequest(Operand("mxfp8", (1, 32)))
+    with launches() as started:
+        x = torch.empty(64, 64, dtype=torch.bfloat16)
+        for columns, rows, measures in ((x_wanted, x_wanted, 1), (w_wanted, w_wanted, 2), (x_wanted, other, 1)):
+            started.clear()
+            EMULATED.operands(x, columns, rows, dtype=x.dtype)
+            assert [kernel for kernel, *_ in started] == ["triton_fp4.measure_kernel"] * measures
+    assert not FORMATS["nvfp4"].fused.makes(Side("nvfp4", row, four_over_six=True), "columns")  # type: ignore[union-attr]

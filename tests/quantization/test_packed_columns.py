@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_fp4.quantization.formats import unpack_codes
+from megatron_fp4.quantization.elements import unpack_codes
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.quantization import kernel_layout

@@ -3,8 +3,8 @@ import re
 import pytest
 import torch
 
-from megatron_fp4.quantization import FP8Tensor, MXFP4Tensor, NVFP4Tensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
-from megatron_fp4.quantization.formats import pack_codes
+from megatron_fp4.quantization import NVFP4Tensor, QuantizedTensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from megatron_fp4.quantization.elements import pack_codes
 from megatron_fp4.quantization.tensor import as_rows, block_amax
 
 CODES = torch.tensor([[1, 9, 7, 15, *range(12)]], dtype=torch.uint8)
@@ -13,25 +13,29 @@ VALUES = [0.5, -0.5, 6, -6, 0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5]
 
 def test_nvfp4_by_hand():
     """With a maximum of 2688 = 6 * 448 a value is code times scale."""
-    tensor = NVFP4Tensor(pack_codes(CODES), torch.tensor([[2.0]]).to(torch.float8_e4m3fn), torch.tensor(5376.0))
+    tensor = NVFP4Tensor(
+        pack_codes(CODES), torch.tensor([[2.0]]).to(torch.float8_e4m3fn), (1, 16), torch.tensor(5376.0)
+    )
     assert tensor.shape == (1, 16)
     assert tensor.block_values().tolist() == [[2 * v for v in VALUES]]
     assert tensor.dequantize().tolist() == [[4 * v for v in VALUES]]
     assert tensor.decode_scale() == 2
-    four = NVFP4Tensor(tensor.codes, tensor.scales, torch.tensor(1536.0), scale_max=256.0)
+    four = NVFP4Tensor(tensor.codes, tensor.scales, (1, 16), torch.tensor(1536.0), scale_max=256.0)
     assert four.dequantize().tolist() == [[2 * v for v in VALUES]]
     assert tensor.dequantize(torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_mxfp4_by_hand():
-    tensor = MXFP4Tensor(pack_codes(torch.cat([CODES, CODES], 1)), torch.tensor([[130]], dtype=torch.uint8))
+    tensor = QuantizedTensor(
+        pack_codes(torch.cat([CODES, CODES], 1)), torch.tensor([[130]], dtype=torch.uint8), (1, 32)
+    )
     assert tensor.shape == (1, 32)
     assert tensor.dequantize().tolist() == [[8 * v for v in VALUES * 2]]
 
 
 def test_fp8_by_hand():
     codes = torch.arange(256.0).reshape(2, 128).clamp(max=16).to(torch.float8_e4m3fn)
-    tensor = FP8Tensor(codes, torch.tensor([[0.5], [0.25]]))
+    tensor = QuantizedTensor(codes, torch.tensor([[0.5], [0.25]]), (1, 128))
     assert tensor.shape == (2, 128)
     assert tensor.dequantize().tolist() == [[0.5 * min(i, 16) for i in range(128)], [4.0] * 128]
 
@@ -39,7 +43,7 @@ def test_fp8_by_hand():
 def test_scales_belong_to_consecutive_columns():
     codes = pack_codes(torch.full((2, 32), 2, dtype=torch.uint8))
     scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)
-    values = NVFP4Tensor(codes, scales, torch.tensor(2688.0)).dequantize()
+    values = NVFP4Tensor(codes, scales, (1, 16), torch.tensor(2688.0)).dequantize()
     assert values.tolist() == [[1.0] * 16 + [2.0] * 16, [4.0] * 16 + [8.0] * 16]
 
 

@@ -1,0 +1,241 @@
+"""The 4-bit quantizers on an NVIDIA GPU: NVFP4 and MXFP4 by the kernels of `triton_fp4.py`.
+
+The numbers are those of `quantize_nvfp4` and `quantize_mxfp4` on a CPU, bit for bit, stochastic rounding included.
+`FusedFP4.makes` says where the kernels do not apply; PyTorch on the GPU then computes the same numbers, slowly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.cuda import Fused, Side, launch
+from megatron_fp4.quantization.hadamard import fixed_signs
+from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS
+from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS
+from megatron_fp4.quantization.rounding import RoundingKey
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_GOLDEN = 0x9E3779B9
+
+# Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
+_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
+_MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+
+
+@dataclass(frozen=True)
+class PackedColumns:
+    """The operand along the rows of a tensor [rows, columns] as 4-bit codes, in the kernels' order (`triton_fp4.py`).
+
+    codes: int32 [rows / block, block / 4, columns / 2]; scales: int16 [rows / block, columns / 2].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """The transpose in bytes: codes uint8 [columns, rows / 2], the even row in the low nibble, and scale bytes
+        [columns, rows / block].
+
+        A half of a word is four rows' codes of one column, and the even column is the low half: as int16 in memory,
+        [rows / 4, columns] to be transposed.
+        """
+        codes = self.codes.view(torch.int16).flatten(0, 1).t().contiguous().view(torch.uint8)
+        return codes, self.scales.view(torch.uint8).t()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the tensor that the codes stand for."""
+        tiles, quarters, width = self.codes.shape
+        return tiles * quarters * 4, width * 2
+
+    def values(self) -> Tensor:
+        """BF16 [columns, k = rows]: `code * block scale`."""
+        rows, columns = self.shape
+        block = self.codes.shape[1] * 4
+        groups = _QUANTIZE_ROWS_COLUMNS // block
+        values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
+        grid = (-(-columns // block // groups) * (rows // block),)
+        arguments = (self.codes, self.scales, values, rows, columns // block)
+        launch("triton_fp4.unpack_kernel", grid, *arguments, BLOCK=block, GROUPS=groups)
+        return values.t()
+
+
+class FusedFP4(Fused):
+    """A tensor [rows, columns] whose maxima are known: makes its operands, each when it is asked for."""
+
+    def __init__(
+        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: ProcessGroup | None = None
+    ) -> None:
+        """As `Fused` has it; both sizes are multiples of the block.
+
+        Raises ValueError for sizes that do not divide.
+        """
+        side = columns or rows
+        assert side is not None
+        self.block = side.block[1]
+        if x.shape[0] % self.block or x.shape[1] % self.block:
+            shape = tuple(x.shape)
+            raise ValueError(f"{side.format}: shape {shape} is not a multiple of {self.block} in both dimensions")
+        x = x.contiguous()
+        x = x if cuda.gpu.aligned(x) else x.clone()  # the kernels load 16 bytes at a time
+        super().__init__(x, columns, rows)
+        self.size = (x.shape[0], x.shape[1] // self.block)
+        hadamard = rows is not None and rows.hadamard > 0
+        signs = _SIGN_BITS[self.block] if rows is not None and hadamard and rows.signs == "fixed" else 0
+        self._transform = {"HADAMARD": hadamard, "SIGNS": signs, "FACTOR": 1.0 / math.sqrt(self.block)}
+        self._fp32 = x.dtype == torch.float32
+        self._amax = self._hashes = self.x  # stand-ins that no kernel reads
+        self._scaled = side.block in NVFP4_BLOCKS
+        self.columns_scale = torch.empty((), device=x.device) if self._scaled and columns is not None else None
+        self.rows_scale = torch.empty((), device=x.device) if self._scaled and rows is not None else None
+        self._measure(*(None if side is None else side.key for side in (columns, rows)))
+        if self._scaled and amax_group is not None:
+            # As integers NaN is the largest of all; as floats a reduction may lose it.
+            dist.all_reduce(self._amax, op=dist.ReduceOp.MAX, group=amax_group)
+
+    @staticmethod
+    def makes(side: Side, along: str) -> bool:
+        """Transforms of the block's size along the rows, blocks of one row there; no four-over-six."""
+        if side.four_over_six:
+            return False
+        if along == "columns":
+            return side.hadamard == 0
+        return side.block[0] == 1 and side.hadamard in (0, side.block[1]) and side.signs in ("fixed", "none")
+
+    def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
+        stochastic = columns_key is not None or rows_key is not None
+        if self._scaled:
+            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
+        elif not stochastic:
+            return
+        if stochastic:
+            # Operand 0: rows, pairs of columns; operand 1: pairs of rows, columns.
+            rows, columns = self.x.shape
+            self._hashes = torch.empty(3 * (rows + columns) // 2, dtype=torch.int32, device=self.x.device)
+        groups = _MEASURE_COLUMNS // self.block
+        column_programs = -(-self.size[1] // groups)
+        row_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device) // column_programs)
+        # The operand along the rows has the tensor's columns as its rows.
+        starts = (*_hash_starts(columns_key), *reversed(_hash_starts(rows_key)))
+        launch(
+            "triton_fp4.measure_kernel",
+            (column_programs, min(row_programs, self.size[0] // self.block)),
+            *(self.x, self._amax, self._hashes, *self.size, *starts),
+            BLOCK=self.block,
+            AMAX=self._scaled,
+            **self._transform,
+            HASH_0=columns_key is not None,
+            HASH_1=rows_key is not None,
+            FP32=self._fp32,
+            GROUPS=groups,
+        )
+
+    def along_columns(self) -> Tensor:
+        """BF16 values [rows, k = columns]."""
+        values = torch.empty_like(self.x, dtype=torch.bfloat16)
+        self._quantize_columns(values, values, values, packed=False)
+        return values
+
+    def packed_columns(self) -> tuple[Tensor, Tensor]:
+        """The same as 4-bit codes: code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes
+        [rows, columns / block], both uint8.
+        """
+        rows, columns = self.x.shape
+        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.x.device)
+        scales = torch.empty(rows, columns // self.block, dtype=torch.uint8, device=self.x.device)
+        self._quantize_columns(self.x, codes, scales, packed=True)
+        return codes, scales
+
+    def _quantize_columns(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
+        assert self.columns is not None
+        decode = self._or_x(self.columns_scale)
+        grid, tiles = self._grid(groups := _QUANTIZE_COLUMNS // self.block)
+        launch(
+            "triton_fp4.quantize_columns_kernel",
+            grid,
+            *(self.x, values, codes, scales, self._amax, decode, self._hashes, *self.size, tiles),
+            BLOCK=self.block,
+            BLOCK_ROWS=self.columns.block[0],
+            STOCHASTIC=self.columns.key is not None,
+            PACKED=packed,
+            FP32=self._fp32,
+            GROUPS=groups,
+        )
+
+    def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
+        """BF16 values [columns, k = rows], or with `keep` their codes."""
+        if keep:
+            return self.packed_rows()
+        values = torch.empty_like(self.x, dtype=torch.bfloat16)
+        self._quantize_rows(values, values, packed=False)
+        return values.t()
+
+    def packed_rows(self) -> PackedColumns:
+        """The operand along the rows as 4-bit codes."""
+        tiles, width, device = self.x.shape[0] // self.block, self.x.shape[1] // 2, self.x.device
+        codes = torch.empty(tiles, self.block // 4, width, dtype=torch.int32, device=device)
+        scales = torch.empty(tiles, width, dtype=torch.int16, device=device)
+        self._quantize_rows(codes, scales, packed=True)
+        return PackedColumns(codes, scales)
+
+    def code_bytes(self, along: str) -> tuple[Tensor, Tensor]:
+        """Codes uint8 [rows, k / 2], the even column in the low nibble, and scale bytes [rows, k / block]."""
+        return self.packed_columns() if along == "columns" else self.packed_rows().transposed()
+
+    def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
+        assert self.rows is not None
+        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS // self.block)
+        launch(
+            "triton_fp4.quantize_rows_kernel",
+            grid,
+            *(self.x, out, scales, self._amax, self._or_x(self.rows_scale), self._hashes, *self.size, tiles),
+            BLOCK=self.block,
+            STOCHASTIC=self.rows.key is not None,
+            PACKED=packed,
+            **self._transform,
+            FP32=self._fp32,
+            GROUPS=groups,
+        )
+
+    def _or_x(self, scale: Tensor | None) -> Tensor:
+        return self.x if scale is None else scale
+
+    def _grid(self, groups: int) -> tuple[tuple[int], int]:
+        """The grid of a quantizing kernel, and how many tiles of rows each program does."""
+        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // self.block
+        programs = _QUANTIZE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device)
+        tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // programs))
+        return (column_programs * -(-row_tiles // tiles),), tiles
+
+
+def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
+    """`(x * alpha).to(dtype)` of contiguous FP32 `x` in one pass, `alpha` FP32 0-dim on the device."""
+    out = torch.empty_like(x, dtype=dtype)
+    grid = (-(-x.numel() // 4096),)
+    launch("triton_fp4.scale_cast_kernel", grid, x, alpha, out, x.numel(), SIZE=4096, num_warps=8)
+    return out
+
+
+def _sign_bits(size: int) -> int:
+    return sum(1 << i for i, sign in enumerate(fixed_signs(size).tolist()) if sign < 0)
+
+
+# Bit i is set where the transform's fixed sign i is negative, by the transform's size.
+_SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BLOCKS)}
+
+
+def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
+    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`)."""
+    if key is None:
+        return 0, 0
+    starts = (key.row_offset * _GOLDEN + key.key, key.column_offset // 2 * _GOLDEN + (key.key >> 32))
+    return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]
