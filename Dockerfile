@@ -17,10 +17,11 @@ RUN MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
     pip install --no-build-isolation "causal-conv1d>=1.6" "mamba-ssm>=2.3"
 
 WORKDIR /workspace/megatron_fp4
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE pretrain.py assembly.py ./
 COPY megatron_fp4 megatron_fp4
 COPY models models
 COPY data data
+COPY scripts scripts
 RUN pip install --editable .
 COPY . .
 

@@ -1,7 +1,8 @@
 # make setup   install everything into .venv
 # make train   train the tiny model in NVFP4 on this machine   (make train ARGS="model=hybrid_60m train.steps=1000")
 # make test    lint, types, tests
-# make lint    the first two alone
+# make test-fast   the tests without those marked slow, on all cores: less than two minutes on two
+# make lint    lint and types alone
 # make test-gpu   what needs a GPU, with the Python of .venv or else python3 (make test-gpu ARGS="--output results")
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 BATCH := $(if $(filter 1 2,$(NPROC)),,train.micro_batch_size=1)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 0 ? n : 1 )))
 
-.PHONY: setup train test test-gpu lint format
+.PHONY: setup train test test-fast test-gpu lint format
 
 setup: $(VENV)/.installed
 
@@ -41,6 +42,10 @@ format: setup
 
 test: lint
 	$(BIN)/pytest
+
+# Files whole, because their tests share what is slow to make.
+test-fast: setup
+	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 # Without setup: on a GPU machine torch and the packages for CUDA are the image's.
 test-gpu:

@@ -5,84 +5,101 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from data.bundle import DataBundle, open_data
+from data.bundle import DataBundle
+from data.kinds import KINDS
 from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 from data.validation import ValidationSet
+from megatron_fp4 import __version__
 from megatron_fp4.checks.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
-from megatron_fp4.config.compose import ConfigError, compose_config, precision_config
+from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config, PrecisionConfig
+from megatron_fp4.measure.nonfinite import NonFiniteGuard
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
-from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import Plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
-from megatron_fp4.training.autotuning import PinnedKernels
+from megatron_fp4.report.run_log import RunLog
+from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
-from models.execution import Execution, agreed_execution, choose_execution
-from models.flops import linear_costs
+from models.execution import Execution
+from models.execution_choice import agreed_execution, choose_execution
+from models.flops import training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from models.pattern import check_exceptions, check_model, linear_shapes, shared_by_tensor_ranks
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
 
-def configure(overrides: list[str]) -> tuple[Config, PrecisionConfig]:
-    """The configuration, and that of the precision to switch to, both checked. Raises ConfigError."""
+def configure(overrides: list[str]) -> Config:
+    """The configuration, checked. Raises ConfigError."""
     config = compose_config(overrides, CONFIGS)
     # A dry run plans for machines that are not here.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
-    validate(config, world_size(), device_type)
-    if not config.run.dry:
+    check(config, world_size(), device_type)
+    if not config.run.dry:  # before any rank waits for others
         execution_of(config)
-    name = config.precision.switch.target
-    target = precision_config(name, config, CONFIGS)
-    if config.precision.switch.when != "never":
-        validate_precision(target, config, device_type, key=f"precision.switch.target={name}: precision")
-    plans_of(config, target)  # before any rank waits for others
-    if not config.run.dry:
-        backend_of(config, target)
-    return config, target
+        backend_of(config)
+    return config
 
 
-def plans_of(config: Config, target: PrecisionConfig) -> tuple[Plan, Plan | None]:
+def check(config: Config, ranks: int, device_type: str) -> None:
+    """Raise ConfigError for the first thing in `config` that cannot run on `ranks` ranks.
+
+    device_type: what the machine offers, `cuda` or `cpu`.
+    """
+    check_model(config.model)
+    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model))
+    for key, precision in _precisions(config).items():
+        check_exceptions(precision.exceptions, key)
+        validate_precision(precision, config, device_type, key)
+    plans_of(config)
+
+
+def plans_of(config: Config) -> tuple[Plan, Plan | None]:
     """The plans before and after the precision switch, None without one.
 
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
-    model, switch = config.model, config.precision.switch
-    shapes = [
-        LinearShape(linear.name, linear.block, linear.in_features, linear.out_features, model.pattern[linear.block])
-        for linear in linear_costs(model)
-    ]
-
-    def plan_of(precision: PrecisionConfig, prefix: str = "") -> Plan:
-        recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
-        try:
-            return build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions)
-        except ValueError as error:
-            raise ConfigError(f"{prefix}{error}") from error
-
-    plan = plan_of(config.precision)
-    if switch.when == "never":
-        return plan, None
+    model, shapes = config.model, linear_shapes(config.model)
+    plans = []
     with configuration_errors():
-        return plan, plan.switched(plan_of(target, f"precision.switch.target={switch.target}: "), switch.scope)
+        for key, precision in _precisions(config).items():
+            recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
+            plan = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
+            check_sizes(plan, config.parallel.tensor, config.precision.backend)
+            plans.append(plan)
+        before, *after = plans
+        return before, before.switched(after[0], config.precision.switch.scope) if after else None
+
+
+def _precisions(config: Config) -> dict[str, PrecisionConfig]:
+    """Those before and after the precision switch, by what messages call them."""
+    precisions = {"precision": config.precision}
+    if config.after_switch is not None:
+        precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
+    return precisions
 
 
 def execution_of(config: Config) -> Execution:
@@ -92,9 +109,9 @@ def execution_of(config: Config) -> Execution:
     )
 
 
-def backend_of(config: Config, target: PrecisionConfig) -> BackendChoice:
+def backend_of(config: Config) -> BackendChoice:
     """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
-    return choose_backend(config, target, device_type_of(config))
+    return choose_backend(config, device_type_of(config), plans_of(config))
 
 
 def world_size() -> int:
@@ -111,16 +128,12 @@ def device_type_of(config: Config) -> str:
 
 @dataclass
 class Run:
-    """The parts of a run, built and wired."""
+    """The parts of a run, built and wired. plans, recipes and the clock are the controller's."""
 
     config: Config
     mesh: ParallelMesh
-    clock: RunClock
     model: HybridModel
-    linears: dict[str, LinearNumerics]
-    plan: Plan
-    switched_plan: Plan | None
-    switch: PrecisionSwitch
+    controller: PrecisionController
     backend: BackendChoice
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
@@ -129,17 +142,57 @@ class Run:
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
-    kernels: PinnedKernels | None = None
+    guard: NonFiniteGuard
+    kernels: KernelChoices
+    log: RunLog
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Of the global batch."""
+        return self.config.train.global_batch_size * self.config.train.sequence_length
+
+    @cached_property
+    def flops_per_token(self) -> int:
+        """Model FLOPs of forward and backward."""
+        return training_flops_per_token(self.config.model, self.config.train.sequence_length)
+
+    def lr(self, step: int) -> float:
+        """The learning rate of `step` (from 0)."""
+        switch = self.controller.switch
+        return self.schedule.lr(step, switch.switched_at, switch.config.rewarm_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        plan = self.controller.plan.as_dict()
+        return {"version": __version__, **state, "plan": plan, "config": asdict(self.config)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
+        run does not have."""
+        for name, part in self._parts().items():
+            part.load_state_dict(state.get(name))
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "loader": self.loader,
+            "switch": self.controller,
+            "skipped": self.guard,
+            "wandb_run_id": self.log,
+            "autotuning": self.kernels,
+        }
 
 
 def sharded_model(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock, execution: Execution
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
-    """The sharded model on the meta device, the numerics of its linears, and `plans_of` it."""
+    config: Config, mesh: ParallelMesh, clock: RunClock, execution: Execution, backend: Backend | None = None
+) -> tuple[HybridModel, PrecisionController]:
+    """The sharded model on the meta device, and the controller of its linears.
+
+    backend: who quantizes and multiplies; None: the emulation.
+    """
     compute_dtype = getattr(torch, config.precision.compute_dtype)
     with torch.device("meta"):
         model = build_model(config.model, mesh, compute_dtype, execution)
-    plan, switched_plan = plans_of(config, target)
     apply_data_parallel(
         model,
         mesh,
@@ -148,83 +201,49 @@ def sharded_model(
         compute_dtype=compute_dtype,
         reshard=config.parallel.reshard,
     )
-    linears = {name: module.numerics for name, module in model.linears()}
-    apply_plan(linears, plan, clock)
-    return model, linears, plan, switched_plan
+    plan, plan_after_switch = plans_of(config)
+    schedule, switch = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps), config.precision.switch
+    controller = PrecisionController(
+        {name: module.context for name, module in model.linears()},
+        plan,
+        clock,
+        backend=backend,
+        switch=PrecisionSwitch(switch, switch_step(switch.when, config.train.steps, schedule.decay_start_step)),
+        plan_after_switch=plan_after_switch,
+    )
+    return model, controller
 
 
-def build_model_parts(
-    config: Config, target: PrecisionConfig, mesh: ParallelMesh, clock: RunClock
-) -> tuple[HybridModel, dict[str, LinearNumerics], Plan, Plan | None]:
-    """`sharded_model` on the mesh's device, initialized, computed by the run's backend."""
-    model, linears, plan, switched_plan = sharded_model(config, target, mesh, clock, execution_of(config))
-    apply_plan(linears, plan, clock, backend_of(config, target).open())
+def initialized_model(config: Config, mesh: ParallelMesh, clock: RunClock) -> tuple[HybridModel, PrecisionController]:
+    """`sharded_model` on the mesh's device with its initial weights, computed by the run's backend."""
+    model, controller = sharded_model(config, mesh, clock, execution_of(config), backend_of(config).open())
     model.to_empty(device=mesh.device)
     initialize(model, config.model, config.run.seed)
-    return model, linears, plan, switched_plan
+    return model, controller
 
 
-def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
+def build(config: Config, mesh: ParallelMesh) -> Run:
     """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
     seed = config.run.seed
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    clock = RunClock(seed=seed)
-    backend = agreed_backend(backend_of(config, target))
+    backend = agreed_backend(backend_of(config))
     agreed_execution(execution_of(config))
-    model, linears, plan, switched_plan = build_model_parts(config, target, mesh, clock)
-    schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
-    at_step = switch_step(config.precision.switch.when, config.train.steps, schedule.decay_start_step)
-
-    train, data = config.train, config.data
+    model, controller = initialized_model(config, mesh, RunClock(seed=seed))
     with configuration_errors():
-        bundle = open_data(
-            data.kind,
-            config.model.vocab_size,
-            data.cache_dir,
-            sources=data.sources,
-            validation=data.validation,
-            tokenizer=data.tokenizer,
-            eod_token=data.eod_token,
-        )
-        phases = PhaseSchedule(
-            [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
-            train.steps,
-            train.global_batch_size,
-        )
-        sources = {
-            name: SampleSource(name, dataset, train.sequence_length, seed, config.model.vocab_size)
-            for name, dataset in bundle.train.items()
-        }
-        loader = MicroBatchLoader(
-            phases,
-            sources,
-            train.micro_batch_size,
-            mesh.dp_rank,
-            mesh.dp_size,
-            data.num_workers,
-            pin_memory=mesh.device.type == "cuda",
-            prefetch=data.prefetch,
-        )
-        validation = [
-            ValidationSet(name, dataset, train.sequence_length, config.validation.num_samples, config.model.vocab_size)
-            for name, dataset in bundle.validation.items()
-        ]
+        bundle, phases, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
-        identity = run_identity(config, {"tokenizer": bundle.fingerprint()["tokenizer"]})
+        tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
+        identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
     return Run(
         config=config,
         mesh=mesh,
-        clock=clock,
         model=model,
-        linears=linears,
-        plan=plan,
-        switched_plan=switched_plan,
-        switch=PrecisionSwitch(config.precision.switch, at_step),
+        controller=controller,
         backend=backend,
-        schedule=schedule,
+        schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
         bundle=bundle,
         phases=phases,
@@ -233,18 +252,57 @@ def build(config: Config, target: PrecisionConfig, mesh: ParallelMesh) -> Run:
         checkpointer=Checkpointer(
             Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
         ),
+        guard=NonFiniteGuard(config.train.max_skipped_steps),
+        kernels=KernelChoices(),
+        log=RunLog(config, active=mesh.rank == 0),
     )
 
 
+def open_run_data(
+    config: Config, mesh: ParallelMesh
+) -> tuple[DataBundle, PhaseSchedule, MicroBatchLoader, list[ValidationSet]]:
+    """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
+
+    Raises ValueError or OSError for what cannot be opened or does not fit.
+    """
+    train, data, vocab_size = config.train, config.data, config.model.vocab_size
+    bundle = KINDS[data.kind](data, vocab_size)
+    phases = PhaseSchedule(
+        [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
+        train.steps,
+        train.global_batch_size,
+    )
+    sources = {
+        name: SampleSource(name, stream, train.sequence_length, config.run.seed, vocab_size)
+        for name, stream in bundle.train.items()
+    }
+    loader = MicroBatchLoader(
+        phases,
+        sources,
+        train.micro_batch_size,
+        mesh.dp_rank,
+        mesh.dp_size,
+        data.num_workers,
+        pin_memory=mesh.device.type == "cuda",
+        prefetch=data.prefetch,
+        allow_other_data=config.checkpoint.allow_mismatch,
+    )
+    validation = [
+        ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
+        for name, stream in bundle.validation.items()
+    ]
+    return bundle, phases, loader, validation
+
+
 @contextlib.contextmanager
-def configuration_errors() -> Iterator[None]:
+def configuration_errors(prefix: str = "") -> Iterator[None]:
     """What opening data, plans and checkpoints refuses is the user's to mend: a ConfigError, not a traceback."""
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{prefix}{error}") from error
 
 
 def set_determinism(deterministic: bool) -> None:

@@ -8,18 +8,17 @@ see its loss fall below what token frequencies alone allow, without a network an
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from data.cache import build_once
+from data.bundle import DataBundle
+from data.cache import build_once, default_cache_dir
 from data.held_out import split_documents
-from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocabulary
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
 from data.stdlib_text import CODE, PROSE, Document, collect_documents, standard_library
-from data.tokenizer import TextTokenizer, train_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 # Part of the cache's name: raise it with any change to what is collected, split or how it is tokenized.
 FORMAT_VERSION = 1
@@ -33,44 +32,32 @@ MIN_CHARACTERS = {CODE: 1_000_000, PROSE: 200_000}
 _BATCH_DOCUMENTS = 256
 
 
-@dataclass(frozen=True)
-class SplitStatistics:
-    """What one split of one source holds; tokens include one end-of-document each."""
+def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:
+    """Open the built-in corpus at this vocab_size, from the cache, or built into it in some ten seconds.
 
-    num_documents: int
-    num_bytes: int
-    num_tokens: int
+    cache_dir: where it is kept, default_cache_dir() if None. Processes that share the disk build it once. The cache
+    distinguishes the interpreter (its exact version and place), vocab_size and FORMAT_VERSION. The tokenizer has at
+    most vocab_size ids.
 
-
-@dataclass(frozen=True)
-class BuiltinCorpus:
-    """Where a prepared corpus lies: prefixes for IndexedDataset by source name, and its statistics.
-
-    vocab_size is what the tokenizer reached, at most what was asked for.
-    """
-
-    tokenizer_path: Path
-    vocab_size: int
-    train: dict[str, Path]
-    validation: dict[str, Path]
-    statistics: dict[str, dict[str, SplitStatistics]]
-    """By split, then by source."""
-
-
-def prepare_builtin(cache_dir: str | Path, vocab_size: int) -> BuiltinCorpus:
-    """The built-in corpus at this vocab_size, from the cache, or built into it in some ten seconds.
-
-    Processes that share the disk build it once. The cache distinguishes the interpreter (its exact version
-    and place), vocab_size and FORMAT_VERSION. Raises ValueError when this Python carries too little text, or
-    vocab_size is below 257.
+    Raises ValueError when this Python carries too little text, vocab_size is below 257, or the cache is damaged.
     """
     library = standard_library()
     identity = f"{FORMAT_VERSION}\n{sys.version}\n{library}\n{vocab_size}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-    folder = Path(cache_dir) / f"builtin-python{version}-vocab{vocab_size}-{key}"
+    cache = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    folder = cache / f"builtin-python{version}-vocab{vocab_size}-{key}"
     build_once(folder, partial(_collect_and_build, library=library, vocab_size=vocab_size))
-    return read_corpus(folder)
+    return open_corpus(folder)
+
+
+def open_corpus(folder: Path) -> DataBundle:
+    """Open a folder that build_corpus wrote. Raises ValueError if a file of it is missing or damaged."""
+    try:
+        train, validation = ({name: IndexedDataset(folder / split / name) for name in SOURCES} for split in SPLITS)
+        return DataBundle(train, validation, load_tokenizer(folder / "tokenizer.json"))
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"the cached corpus {folder} is damaged ({error}); delete the folder to rebuild it") from error
 
 
 def _collect_and_build(folder: Path, library: Path, vocab_size: int) -> None:
@@ -100,46 +87,18 @@ def build_corpus(folder: Path, documents: Sequence[Document], vocab_size: int) -
     training, validation = split_documents(documents, HELD_OUT_FRACTION)
     tokenizer = train_tokenizer((document.text for document in training), vocab_size)
     tokenizer.save(folder / "tokenizer.json")
-    statistics: dict[str, dict[str, dict[str, int]]] = {}
     for split, chosen in zip(SPLITS, (training, validation), strict=True):
         (folder / split).mkdir()
-        statistics[split] = {}
         for source in SOURCES:
             texts = [document.text for document in chosen if document.source == source]
             if not texts:
                 raise ValueError(f"no {source} document fell into the {split} split; the corpus is too small")
-            statistics[split][source] = _write(folder / split / source, texts, tokenizer)
-    manifest = {"vocab_size": tokenizer.vocab_size, "statistics": statistics}
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            _write(folder / split / source, texts, tokenizer)
 
 
-def _write(prefix: Path, texts: Sequence[str], tokenizer: TextTokenizer) -> dict[str, int]:
-    num_tokens = 0
+def _write(prefix: Path, texts: Sequence[str], tokenizer: TextTokenizer) -> None:
     with IndexedDatasetWriter(prefix, dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
         # In batches: `tokenizers` spreads one over the cores, and keeps all of its results in memory.
         for start in range(0, len(texts), _BATCH_DOCUMENTS):
             for ids in tokenizer.encode_batch(texts[start : start + _BATCH_DOCUMENTS]):
                 writer.add_document([*ids, tokenizer.eod_id])
-                num_tokens += len(ids) + 1
-    num_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    return {"num_documents": len(texts), "num_bytes": num_bytes, "num_tokens": num_tokens}
-
-
-def read_corpus(folder: Path) -> BuiltinCorpus:
-    """Describe a folder that build_corpus wrote. Raises ValueError if its manifest is missing or damaged."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        statistics = {
-            split: {source: SplitStatistics(**manifest["statistics"][split][source]) for source in SOURCES}
-            for split in SPLITS
-        }
-        vocab_size = int(manifest["vocab_size"])
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"the cached corpus {folder} is damaged ({error}); delete the folder to rebuild it") from error
-    return BuiltinCorpus(
-        tokenizer_path=folder / "tokenizer.json",
-        vocab_size=vocab_size,
-        train={source: folder / "train" / source for source in SOURCES},
-        validation={source: folder / "validation" / source for source in SOURCES},
-        statistics=statistics,
-    )

@@ -181,7 +181,7 @@ class IndexedDataset:
                 "prepare the dataset again"
             )
         mapped = np.memmap(index, mode="r", dtype=np.uint8)
-        self.sequence_lengths = mapped[offset : offset + 4 * num_sequences].view("<i4")
+        self._lengths = mapped[offset : offset + 4 * num_sequences].view("<i4")
         offset += 4 * num_sequences
         self._pointers = mapped[offset : offset + 8 * num_sequences].view("<i8")
         offset += 8 * num_sequences
@@ -199,7 +199,7 @@ class IndexedDataset:
 
     def _check_consistency(self, index: Path) -> int:
         """The total number of tokens; ValueError unless lengths, pointers and documents agree."""
-        lengths = self.sequence_lengths.astype(np.int64)
+        lengths = self._lengths.astype(np.int64)
         if lengths.min() < 0:
             raise ValueError(f"{index}: sequence {int(lengths.argmin())} has a negative length; prepare it again")
         ends = np.cumsum(lengths)
@@ -218,19 +218,12 @@ class IndexedDataset:
             )
         return int(ends[-1])
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.sequence_lengths)
+    def __str__(self) -> str:
+        return str(self.prefix)
 
     @property
     def num_documents(self) -> int:
         return len(self._documents) - 1
-
-    @property
-    def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [num_documents]."""
-        ends = np.concatenate([[0], np.cumsum(self.sequence_lengths, dtype=np.int64)])
-        return np.diff(ends[self._documents])
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the whole stream, as a read-only view [length] of the file's
@@ -252,7 +245,7 @@ class IndexedDataset:
         if first == last:
             return self._tokens[:0]
         start = int(self._pointers[first]) // self.dtype.itemsize
-        return self._tokens[start : start + int(self.sequence_lengths[first:last].sum(dtype=np.int64))]
+        return self._tokens[start : start + int(self._lengths[first:last].sum(dtype=np.int64))]
 
     def identity(self) -> str:
         """A sha256, the same wherever the files lie: all of `.idx` and the first and last MiB of `.bin`.

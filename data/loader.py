@@ -9,8 +9,7 @@ their content nor their order. The whole state is the number of samples consumed
 from __future__ import annotations
 
 import atexit
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -78,6 +77,7 @@ class MicroBatchLoader:
         num_workers: int = 1,
         pin_memory: bool = False,
         prefetch: int = 2,
+        allow_other_data: bool = False,
     ) -> None:
         global_batch_size = schedule.global_batch_size
         if not 0 <= dp_rank < dp_size:
@@ -108,6 +108,7 @@ class MicroBatchLoader:
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.prefetch = prefetch
+        self.allow_other_data = allow_other_data
         self.consumed_samples = 0
         """Global samples handed out so far, by all ranks together, the step in progress included."""
 
@@ -115,11 +116,6 @@ class MicroBatchLoader:
     def num_micro_batches(self) -> int:
         """Micro-batches that this rank gets in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.dp_size)
-
-    @property
-    def consumed_steps(self) -> int:
-        """The step to go on with."""
-        return self.consumed_samples // self.global_batch_size
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step.
@@ -174,8 +170,8 @@ class MicroBatchLoader:
         """consumed_samples and the fingerprint: JSON types, equal on all ranks."""
         return {"consumed_samples": self.consumed_samples, "fingerprint": self.fingerprint}
 
-    def load_state_dict(self, state: Mapping[str, Any], allow_other_data: bool = False) -> None:
-        """Take up where a checkpoint stood; go on with steps(loader.consumed_steps, ...).
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where a checkpoint stood; go on with step consumed_samples / global_batch_size.
 
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
@@ -188,7 +184,7 @@ class MicroBatchLoader:
                 "resume with the checkpoint's global batch size and at least its number of steps"
             )
         found = differences(state["fingerprint"], self.fingerprint, consumed)
-        if found and not allow_other_data:
+        if found and not self.allow_other_data:
             raise ValueError(
                 "this run's data is not the data of the checkpoint: " + "; ".join(found) + ". Restore those settings "
                 "and files, or allow other data explicitly, which gives up exact resumption"
@@ -214,16 +210,3 @@ class _MicroBatchIndices:
     def __iter__(self) -> Iterator[list[int]]:
         for first in self._firsts:
             yield list(range(first, first + self._size))
-
-
-def batch_hash(micro_batches: Iterable[MicroBatch]) -> str:
-    """A sha256 of micro-batches' indices, tokens and targets, whatever order they are given in.
-
-    Of a rank's list it identifies its share of a step; of all ranks' lists together, the step.
-    """
-    digest = hashlib.sha256()
-    for batch in sorted(micro_batches, key=lambda batch: batch.index):
-        digest.update(batch.index.to_bytes(8, "little"))
-        digest.update(batch.tokens.contiguous().numpy().tobytes())
-        digest.update(batch.targets.contiguous().numpy().tobytes())
-    return digest.hexdigest()

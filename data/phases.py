@@ -100,17 +100,9 @@ class PhaseSchedule:
         source, ordinal = span.blend.source(global_sample - span.start)
         return Location(span.name, source, self._offsets[index].get(source, 0) + ordinal)
 
-    def samples_per_source(self) -> dict[str, int]:
-        """How many samples the whole run draws from each source."""
-        return dict(self._totals)
-
     def tokens_per_phase(self, seq_length: int) -> dict[str, int]:
         """Target tokens of each phase: its samples times seq_length."""
         return {span.name: span.num_samples * seq_length for span in self.spans}
-
-    def epochs_per_source(self, num_samples: Mapping[str, int]) -> dict[str, float]:
-        """How often the run passes over each source, given the samples that one pass over it has."""
-        return {name: total / num_samples[name] for name, total in self._totals.items()}
 
     def description(self) -> list[dict[str, object]]:
         """What a checkpoint keeps to recognise the phases: name, samples [start, end), normalized weights.

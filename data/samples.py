@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from data.indexed_dataset import IndexedDataset
+from data.bundle import TokenSource
 from data.permutation import Permutation
 
 
@@ -34,18 +34,18 @@ class SampleSource:
     embedding kernel. Raises ValueError for a bad seq_length or a stream shorter than one sample.
     """
 
-    def __init__(self, name: str, dataset: IndexedDataset, seq_length: int, seed: int, vocab_size: int) -> None:
+    def __init__(self, name: str, stream: TokenSource, seq_length: int, seed: int, vocab_size: int) -> None:
         if seq_length < 1:
             raise ValueError(f"seq_length must be positive, got {seq_length}")
         self.name = name
-        self.dataset = dataset
+        self.stream = stream
         self.seq_length = seq_length
         self.seed = seed
         self.vocab_size = vocab_size
-        self.num_samples = num_windows(dataset.num_tokens, seq_length)
+        self.num_samples = num_windows(stream.num_tokens, seq_length)
         if self.num_samples == 0:
             raise ValueError(
-                f"source {name!r} ({dataset.prefix}) has {dataset.num_tokens} tokens, fewer than one sample "
+                f"source {name!r} ({stream}) has {stream.num_tokens} tokens, fewer than one sample "
                 f"of seq_length + 1 = {seq_length + 1}; shorten the sequence or add text"
             )
 
@@ -62,11 +62,11 @@ class SampleSource:
 
         Raises ValueError for a token id outside the model's vocabulary.
         """
-        tokens = self.dataset.tokens(self.window(sample) * self.seq_length, self.seq_length + 1)
+        tokens = self.stream.tokens(self.window(sample) * self.seq_length, self.seq_length + 1)
         tokens = tokens.astype(np.int64)
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             raise ValueError(
-                f"source {self.name!r} ({self.dataset.prefix}) holds token ids {tokens.min()} to "
+                f"source {self.name!r} ({self.stream}) holds token ids {tokens.min()} to "
                 f"{tokens.max()}, outside the model's vocabulary of {self.vocab_size}: it was made with "
                 "another tokenizer; raise model.vocab_size or prepare the data again"
             )
@@ -74,4 +74,4 @@ class SampleSource:
 
     def description(self) -> dict[str, object]:
         """What a checkpoint keeps to recognise this source: independent of where its files lie."""
-        return {"num_tokens": self.dataset.num_tokens, "identity": self.dataset.identity()}
+        return {"num_tokens": self.stream.num_tokens, "identity": self.stream.identity()}

@@ -10,25 +10,13 @@ per source, from the targets of that source's windows, and pooled, from the targ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from data.indexed_dataset import IndexedDataset
+from data.bundle import TokenSource
+from data.loader import MicroBatch
 from data.samples import num_windows
-
-
-class ValidationBatch(NamedTuple):
-    """A micro-batch of windows: tokens and targets int64 [micro, seq]; counted bool [micro].
-
-    Every rank gets equally many batches of one shape, because an evaluation step is a collective; rows that
-    are not counted fill up the last ones, and their loss is to be left out.
-    """
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    counted: torch.Tensor
 
 
 class ValidationSet:
@@ -38,45 +26,42 @@ class ValidationSet:
     argument, a source shorter than one window, or a token id outside the model's vocabulary.
     """
 
-    def __init__(self, name: str, dataset: IndexedDataset, seq_length: int, num_samples: int, vocab_size: int) -> None:
+    def __init__(self, name: str, stream: TokenSource, seq_length: int, num_samples: int, vocab_size: int) -> None:
         if seq_length < 1 or num_samples < 1:
             raise ValueError(
                 f"validation needs windows, got {num_samples} of length {seq_length}; both must be positive"
             )
-        available = num_windows(dataset.num_tokens, seq_length)
+        available = num_windows(stream.num_tokens, seq_length)
         if available == 0:
             raise ValueError(
-                f"validation source {name!r} ({dataset.prefix}) has {dataset.num_tokens} tokens, fewer than "
+                f"validation source {name!r} ({stream}) has {stream.num_tokens} tokens, fewer than "
                 f"one window of seq_length + 1 = {seq_length + 1}; shorten the sequence or hold out more text"
             )
         self.name = name
-        self.seq_length = seq_length
         self.num_samples = min(num_samples, available)
         self.windows = [i * available // self.num_samples for i in range(self.num_samples)]
-        rows = [dataset.tokens(window * seq_length, seq_length + 1) for window in self.windows]
+        rows = [stream.tokens(window * seq_length, seq_length + 1) for window in self.windows]
         # Read once: every evaluation uses all of it, and it is small beside a model.
         self._samples = torch.from_numpy(np.stack(rows).astype(np.int64))
         low, high = int(self._samples.min()), int(self._samples.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"validation source {name!r} ({dataset.prefix}) holds token ids {low} to {high}, outside the "
+                f"validation source {name!r} ({stream}) holds token ids {low} to {high}, outside the "
                 f"model's vocabulary of {vocab_size}; raise model.vocab_size or prepare the data again"
             )
         self.vocab_size = vocab_size
 
-    def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[ValidationBatch]:
+    def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
         """This rank's share: micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order.
 
-        Over all ranks each window is counted exactly once; each rank yields equally many batches.
+        Over all ranks each window comes exactly once. The last micro-batch may have fewer windows, and a rank one
+        micro-batch fewer than others, or none.
         """
         if micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(f"cannot split into micro-batches of {micro_batch_size} for rank {dp_rank} of {dp_size}")
-        num_micro_batches = -(-self.num_samples // micro_batch_size)
-        for micro_batch in range(dp_rank, -(-num_micro_batches // dp_size) * dp_size, dp_size):
-            rows = torch.arange(micro_batch * micro_batch_size, (micro_batch + 1) * micro_batch_size)
-            counted = rows < self.num_samples
-            samples = self._samples[rows.clamp(max=self.num_samples - 1)]
-            yield ValidationBatch(samples[:, :-1].contiguous(), samples[:, 1:].contiguous(), counted)
+        for index, samples in enumerate(self._samples.split(micro_batch_size)):
+            if index % dp_size == dp_rank:
+                yield MicroBatch(index, samples[:, :-1].contiguous(), samples[:, 1:].contiguous())
 
     def target_counts(self) -> torch.Tensor:
         """How often each token is a target, int64 [vocab_size]; the sum over several sets pools them."""

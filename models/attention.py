@@ -5,59 +5,86 @@ Shapes: t tokens, b batch, s sequence, g KV heads of this rank, r query heads pe
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
-from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution
-from models.recompute import Recompute
+from models.mixer import Mixer, check_multiple, input_projection, output_projection
 from models.rope import apply_rope, rope_tables
+from models.sdpa import attend, attend_fused
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Query head i attends through KV head i // (query heads / KV heads).
 
     `qkv_proj` packs `[q heads of the group | k | v]` for each KV head (models/packing.py).
-    Raises ValueError if query heads do not divide by KV heads, or KV heads by the tensor-parallel size.
     """
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
-        super().__init__()
-        query_heads, kv_heads = config.num_query_heads, config.num_kv_heads
-        if query_heads % kv_heads != 0:
-            raise ValueError(f"model.num_query_heads={query_heads} must be a multiple of model.num_kv_heads={kv_heads}")
-        if kv_heads % mesh.tp_size != 0:
-            raise ValueError(
-                f"model.num_kv_heads={kv_heads} must be a multiple of parallel.tensor={mesh.tp_size}: lower the latter"
-            )
-        self.heads_per_group, self.head_dim = query_heads // kv_heads, config.head_dim
-        self.rope_base = config.rope_base if config.rope else None
-        self.recompute = Recompute(execution.recompute == "selective")
-        self._split = execution.pure(split_heads)
-        self._attend = attend_fused if execution.compiled else attend
-        qkv_dim = (query_heads + 2 * kv_heads) * config.head_dim
-        self.qkv_proj = ColumnParallelLinear(config.hidden_dim, qkv_dim, mesh, num_groups=kv_heads)
-        self.out_proj = RowParallelLinear(query_heads * config.head_dim, config.hidden_dim, mesh)
+    name = "attention"
+    sizes = ("num_query_heads", "num_kv_heads", "head_dim", "rope_base")
 
-    def forward(self, x_td: Tensor, sequence_length: int) -> Tensor:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+        super().__init__(config, mesh, execution)
+        self.heads_per_group, self.head_dim = config.num_query_heads // config.num_kv_heads, config.head_dim
+        self.rope_base = config.rope_base if config.rope else None
+        self._split = execution.cheap(execution.pure(split_heads))
+        self._attend = execution.kernel("attention", attend_fused if execution.compiled else attend)
+        qkv, out = self.linears(config)
+        self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=config.num_kv_heads)
+        self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
+
+    def forward(self, x_td: Tensor, sequence_length: int, fetched: None = None) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], each sequence on its own."""
-        qkv_td = self.recompute.expensive(self.qkv_proj, x_td)
+        qkv_td = self.qkv_proj(x_td)
         tables: tuple[Tensor, ...] = ()
         if self.rope_base is not None:
             tables = rope_tables(sequence_length, self.head_dim, self.rope_base, qkv_td.device)
+        q, k, v = self._split(qkv_td, sequence_length, self.heads_per_group, self.head_dim, *tables)
+        return self.out_proj(self._attend(q, k, v).flatten(2).flatten(0, 1))
 
-        def split(qkv: Tensor, *cos_and_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self._split(qkv, sequence_length, self.heads_per_group, self.head_dim, *cos_and_sin)
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Whole groups of query heads, and pairs for RoPE."""
+        check_multiple(config, "num_query_heads", "num_kv_heads", "KV heads")
+        if config.rope and config.head_dim % 2:
+            raise ConfigError(
+                f"model.head_dim={config.head_dim} is odd, and model.rope rotates pairs; use "
+                f"{config.head_dim + 1}, or model.rope=false"
+            )
 
-        q, k, v = self.recompute.cheap(split, qkv_td, *tables)
-        y_bshd = self.recompute.expensive(self._attend, q, k, v)
-        return self.recompute.expensive(self.out_proj, y_bshd.flatten(2).flatten(0, 1))
+    @classmethod
+    def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Heads."""
+        return {f"model.{name}": (getattr(config, name),) * 2 for name in ("num_query_heads", "num_kv_heads")}
+
+    @classmethod
+    def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
+        """All heads' projections, and the output."""
+        q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        key, title = "model.num_query_heads x model.head_dim", "the attention's output projection"
+        return (
+            input_projection("qkv_proj", config, q_dim + 2 * kv_dim),
+            output_projection("out_proj", config, q_dim, key, title),
+        )
+
+    @classmethod
+    def flops_per_token(cls, config: ModelConfig, sequence_length: int) -> int:
+        """The causal half of two products with [S, S] matrices of scores."""
+        return 2 * sequence_length * config.num_query_heads * config.head_dim
+
+    @classmethod
+    def describe_kernels(cls, execution: Execution) -> list[str]:
+        """Which of PyTorch's."""
+        kernel = "cuDNN, else Flash" if execution.compiled else "its own choice"
+        if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
+            kernel = "Flash (deterministic)"
+        return [f"attention: SDPA, {kernel}"]
 
 
 def split_heads(
@@ -70,42 +97,3 @@ def split_heads(
     if cos_and_sin:
         q, k = apply_rope(q, *cos_and_sin), apply_rope(k, *cos_and_sin)
     return q, k.contiguous(), v.contiguous()
-
-
-def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
-    """Causal attention [b, s, heads, d] by the kernel that PyTorch chooses; query heads share KV heads in order."""
-    return _attend(q_bshd, k_bsgd, v_bsgd, ())
-
-
-def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
-    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can."""
-    return _attend(q_bshd, k_bsgd, v_bsgd, (SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC))
-
-
-# cuDNN's backward pass is not among them.
-_DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-
-
-def _attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, order: tuple[SDPBackend, ...]) -> Tensor:
-    """order: kernels to try in turn; none: PyTorch's choice. Where it was asked for determinism, that goes first."""
-    deterministic = q_bshd.is_cuda and torch.are_deterministic_algorithms_enabled()
-    order = _DETERMINISTIC if deterministic else order
-    q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
-    with sdpa_kernel(list(order), set_priority=True) if order else contextlib.nullcontext():
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
-    if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
-        _make_deterministic(y)
-    return y.transpose(1, 2)
-
-
-def _make_deterministic(y: Tensor) -> None:
-    """Under `warn_only`, attention's backward passes warn and go on as they were; make that of `y` deterministic."""
-    node = y.grad_fn
-    for _ in range(3):  # some kernels' results are sliced
-        if node is None:
-            return
-        if "ScaledDotProduct" in node.name():
-            node.register_prehook(lambda _: torch.use_deterministic_algorithms(True, warn_only=False))
-            node.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))
-            return
-        node = node.next_functions[0][0] if node.next_functions else None

@@ -5,13 +5,14 @@
 Written as `width` shifted multiply-adds over [batch, sequence, channels]: the channels stay innermost, as the
 projections before and behind want them, and on a CPU this is several times faster than `conv1d`. Everything is FP32,
 whatever the input's dtype; only the input is kept for the backward pass, which computes the sum before SiLU again.
-On CUDA causal-conv1d has a kernel for the whole, which `models/execution.py` chooses.
+On CUDA causal-conv1d has a kernel for the whole.
 
 Shapes: b batch, s sequence, c channels of this rank, k taps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd import Function
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
+from models.initialization import Rule, uniform
 
 
 def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
@@ -39,22 +41,28 @@ def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
 class CausalConv(nn.Module):
     """Weight [channels, width] and bias [channels], sharded over channels.
 
-    fused: causal-conv1d's kernel. `function` is the convolution as a function of tensors, `local_parameters` what it
-    takes besides the input.
+    `function` is the convolution as a function of tensors, `local_parameters` what it takes besides the input.
     """
 
-    def __init__(self, channels: int, width: int, mesh: ParallelMesh, fused: bool = False) -> None:
+    def __init__(
+        self, channels: int, width: int, mesh: ParallelMesh, function: Callable[..., Tensor] = causal_conv_silu
+    ) -> None:
         super().__init__()
         self.weight = new_parameter((channels, width), mesh, shard_dim=0)
         self.bias = new_parameter((channels,), mesh, shard_dim=0)
-        self.function = fused_conv_silu if fused else causal_conv_silu
+        self.function = function
+
+    def initial_values(self) -> dict[str, Rule]:
+        """`nn.Conv1d`'s default."""
+        bound = self.weight.shape[1] ** -0.5
+        return {"weight": uniform(-bound, bound), "bias": uniform(-bound, bound)}
 
     def local_parameters(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of this rank's channels, FP32."""
         return local_parameter(self.weight, torch.float32), local_parameter(self.bias, torch.float32)
 
     def forward(self, x_bsc: Tensor) -> Tensor:
-        """[batch, sequence, channels / tp], any dtype -> the same shape, FP32 (fused: in the input's dtype)."""
+        """[batch, sequence, channels / tp], any dtype -> the same shape, FP32 (causal-conv1d: the input's dtype)."""
         return self.function(x_bsc, *self.local_parameters())
 
 

@@ -12,147 +12,82 @@ path differs from it by roundings to BF16.
     softmax of the loss     eager                     Triton, in place
 
 With deterministic algorithms (`run.deterministic`), attention is FlashAttention's on CUDA in both columns.
+`models/execution_choice.py` chooses for a configuration and a machine.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from megatron_fp4.config.schema import ConfigError, ModelConfig, TrainConfig
-
-KERNELS = ("auto", "torch", "fused")
-RECOMPUTE = ("none", "block", "selective")
+from megatron_fp4.config.schema import ModelConfig
+from models.recompute import cheap
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Execution:
-    """The choices, one field a part.
+class FusedKernel:
+    """A kernel of another package that can take the place of a function in plain PyTorch.
 
-    scan: mamba-ssm's kernels for the scan. conv: causal-conv1d's kernel. compiled: the small pure functions (norms,
-    squared ReLU, RoPE) go through torch.compile, attention prefers cuDNN, and the loss's softmax is Triton's.
+    part: what it computes, the name under which a mixer asks for it; title: the same in words. package: as pip knows
+    it. refusal: why it does not take a model's sizes at a tensor-parallel size, or None.
+    """
+
+    part: str
+    title: str
+    package: str
+    function: Callable[..., Any]
+    refusal: Callable[[ModelConfig, int], str | None]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The choices. Everything in it can be pickled, for ranks to compare theirs.
+
+    kernels: part -> what computes it in place of the function in plain PyTorch, with the same arguments: `scan` and
+    `conv` of Mamba-2, `attention`, `loss`. (A dry run puts functions here that only allocate.)
+    compile: makes one kernel of a small pure function (norms, squared ReLU, RoPE), such as `torch_compile`; with it,
+    attention prefers cuDNN and the loss's softmax is Triton's. None: such functions run as they are.
     recompute: `none`, `block` (a block keeps only its input) or `selective` (it keeps its input and what its GEMMs and
     attention return; see models/recompute.py).
     """
 
-    scan: bool = False
-    conv: bool = False
-    compiled: bool = False
+    kernels: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     recompute: str = "none"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether small pure functions are compiled."""
+        return self.compile is not None
+
+    def kernel(self, part: str, plain: Callable[P, R]) -> Callable[P, R]:
+        """What computes `part`: the kernel if there is one, else `plain`."""
+        return self.kernels.get(part, plain)
 
     def pure(self, function: Callable[P, R]) -> Callable[P, R]:
         """`function`, compiled if this execution compiles. It must depend on nothing but its arguments."""
-        return _compiled(function) if self.compiled else function
+        return function if self.compile is None else self.compile(function)
 
-    def describe(self, pattern: str) -> str:
-        """One line for the log: what runs for the blocks in `pattern`."""
-        parts = []
-        if "M" in pattern:
-            parts.append(f"scan: {'mamba-ssm' if self.scan else 'torch'}")
-            parts.append(f"convolution: {'causal-conv1d' if self.conv else 'torch'}")
-        if "*" in pattern:
-            parts.append(f"attention: SDPA, {_attention(self.compiled)}")
-        parts.append(f"norms and activations: {'torch.compile' if self.compiled else 'torch'}")
-        parts.append(f"loss: {'Triton' if self.compiled else 'torch'}")
-        return ", ".join(parts)
+    def cheap(self, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, computed again in the backward pass if recomputation is selective (models/recompute.py).
+
+        It must depend on nothing but its arguments, which are tensors and constants, and return tensors.
+        """
+        return cheap(function) if self.recompute == "selective" else function
 
 
 PLAIN = Execution()
 
 
-def choose_execution(
-    train: TrainConfig, model: ModelConfig, tensor_parallel: int, device_type: str, compute_dtype: str
-) -> Execution:
-    """The execution for `train.kernels` and `train.activation_checkpointing`.
-
-    `torch` is the reference path. `fused` needs CUDA, BF16, Triton and, for Mamba-2 blocks, both packages. `auto` is
-    `fused` on CUDA with BF16, as far as what it needs is installed and takes the model's sizes, and `torch` elsewhere.
-    Raises ConfigError for unknown choices and for `fused` where it cannot run.
-    """
-    recompute = train.activation_checkpointing
-    for key, value, known in (
-        ("train.kernels", train.kernels, KERNELS),
-        ("train.activation_checkpointing", recompute, RECOMPUTE),
-    ):
-        if value not in known:
-            raise ConfigError(f"{key}={value} is not known; choose one of {', '.join(known)}")
-    if train.kernels == "torch":
-        return Execution(recompute=recompute)
-    refusals = {
-        "scan": _scan_unavailable(model) if "M" in model.pattern else "there are no Mamba-2 blocks",
-        "conv": _conv_unavailable(model, tensor_parallel) if "M" in model.pattern else "there are no Mamba-2 blocks",
-        "compiled": None if _installed("triton") else "needs Triton: pip install triton",
-    }
-    general = None
-    if device_type != "cuda":
-        general = f"needs CUDA, and this run is on {device_type}"
-    elif compute_dtype != "bfloat16":
-        general = f"computes in BF16, and precision.compute_dtype={compute_dtype}"
-    if train.kernels == "fused":
-        needed = refusals if "M" in model.pattern else {"compiled": refusals["compiled"]}
-        for refusal in (general, *needed.values()):
-            if refusal is not None:
-                raise ConfigError(f"train.kernels=fused {refusal}; or use auto or torch")
-    if general is not None:
-        return Execution(recompute=recompute)
-    return Execution(recompute=recompute, **{part: refusal is None for part, refusal in refusals.items()})
-
-
-def agreed_execution(execution: Execution) -> Execution:
-    """`execution`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
-    executions: list[Execution] = [execution] * dist.get_world_size()
-    dist.all_gather_object(executions, execution)
-    for part in ("scan", "conv", "compiled"):
-        values = [getattr(chosen, part) for chosen in executions]
-        others = [str(rank) for rank, value in enumerate(values) if value != values[0]]
-        if others:
-            raise ConfigError(
-                f"train.kernels=auto: the fused part `{part}` is {'' if values[0] else 'not '}used on rank 0, unlike "
-                f"on rank {', '.join(others)}; install the same packages on all machines, or choose train.kernels=torch"
-            )
-    return execution
-
-
-def _scan_unavailable(model: ModelConfig) -> str | None:
-    if not _installed("mamba_ssm"):
-        return "needs mamba-ssm for Mamba-2's scan: pip install --no-build-isolation mamba-ssm"
-    size = model.mamba_chunk_size
-    if size < 16 or size & (size - 1):
-        return f"needs model.mamba_chunk_size to be a power of two from 16 on, and it is {size}"
-    return None
-
-
-def _conv_unavailable(model: ModelConfig, tensor_parallel: int) -> str | None:
-    if not _installed("causal_conv1d"):
-        return "needs causal-conv1d for Mamba-2's convolution: pip install --no-build-isolation causal-conv1d"
-    if not 2 <= model.mamba_conv_width <= 4:
-        return f"needs model.mamba_conv_width to be 2, 3 or 4, and it is {model.mamba_conv_width}"
-    channels = (model.mamba_inner_dim + 2 * model.mamba_num_groups * model.mamba_state_dim) // tensor_parallel
-    if channels % 8:
-        return f"needs a multiple of 8 channels a rank in the convolution, and this model has {channels}"
-    return None
-
-
-def _attention(compiled: bool) -> str:
-    if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
-        return "Flash (deterministic)"
-    return "cuDNN, else Flash" if compiled else "its own choice"
-
-
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 @functools.cache
-def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+def torch_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` through torch.compile; the same one every time."""
     # Shapes are those of one micro-batch for the whole run; compiled for any shape the kernels would be slower.
     return torch.compile(function, dynamic=False)

@@ -4,7 +4,7 @@ Each character of the pattern is one block, `h = h + mixer(norm(h))`:
 
     M  Mamba-2        models/mamba2.py
     *  attention      models/attention.py
-    -  FFN            models/mlp.py
+    -  FFN            models/mlp.py             (the table is in models/pattern.py)
 
 The hidden state between blocks is token-major, h_td [tokens, hidden] in the compute dtype, tokens = batch * sequence
 with the sequence inside. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the tokens;
@@ -14,6 +14,8 @@ a mixer's first projection gathers them and its second scatters them again, so m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,39 +26,38 @@ from megatron_fp4.parallel.collectives import enter_tensor_parallel
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.mesh import ParallelMesh
-from models.attention import Attention
 from models.execution import PLAIN, Execution
-from models.mamba2 import Mamba2, SSMParameters
-from models.mlp import MLP
+from models.mixer import Mixer
 from models.norm import RMSNorm
-
-MIXERS: dict[str, type[Mamba2] | type[Attention] | type[MLP]] = {"M": Mamba2, "*": Attention, "-": MLP}
+from models.pattern import MIXERS, check_pattern
+from models.recompute import keeping_promises
 
 
 class Block(nn.Module):
-    """h + mixer(norm(h)); `kind` is the pattern's character."""
+    """h + mixer(norm(h)); `letter` is the pattern's. What is recomputed in the backward pass is decided here."""
 
-    def __init__(self, kind: str, config: ModelConfig, mesh: ParallelMesh, execution: Execution) -> None:
+    def __init__(self, letter: str, config: ModelConfig, mesh: ParallelMesh, execution: Execution) -> None:
         super().__init__()
+        self.execution = execution
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
-        self.mixer = MIXERS[kind](config, mesh, execution)
-        self.recompute_all = execution.recompute == "block"
+        self.mixer: Mixer = MIXERS[letter](config, mesh, execution)
 
     def forward(self, h_td: Tensor, sequence_length: int) -> Tensor:
         """[tokens (local with sequence parallelism), hidden] -> the same."""
-        # A module that FSDP2 gathers by itself: it must not be entered again in the middle of the backward pass.
-        inputs = (self.mixer.ssm(),) if isinstance(self.mixer, Mamba2) else ()
-        if self.recompute_all and torch.is_grad_enabled():
+        # FSDP2 gathers these by themselves, which must not happen again in the middle of the backward pass.
+        fetched = self.mixer.fetch()
+        recompute = self.execution.recompute
+        if recompute == "block" and torch.is_grad_enabled():
             # Nothing is drawn from a generator here: what is random depends on the run's clock alone.
             return checkpoint(
-                self._forward, h_td, sequence_length, *inputs, use_reentrant=False, preserve_rng_state=False
+                self._forward, h_td, sequence_length, fetched, use_reentrant=False, preserve_rng_state=False
             )
-        return self._forward(h_td, sequence_length, *inputs)
+        with keeping_promises() if recompute == "selective" else nullcontext():
+            return self._forward(h_td, sequence_length, fetched)
 
-    def _forward(self, h_td: Tensor, sequence_length: int, *inputs: tuple[Tensor, ...]) -> Tensor:
-        # Through the mixer's own `recompute`, whose first linear is given the result.
-        x_td = self.mixer.recompute.cheap(self.norm.function, h_td, self.norm.local_weight())
-        return h_td + self.mixer(x_td, sequence_length, *inputs)
+    def _forward(self, h_td: Tensor, sequence_length: int, fetched: Any) -> Tensor:
+        norm = self.execution.cheap(self.norm.function)
+        return h_td + self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, fetched)
 
 
 class HybridModel(nn.Module):
@@ -68,7 +69,7 @@ class HybridModel(nn.Module):
         super().__init__()
         self.mesh, self.execution = mesh, execution
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_dim, mesh, compute_dtype)
-        self.blocks = nn.ModuleList(Block(kind, config, mesh, execution) for kind in config.pattern)
+        self.blocks = nn.ModuleList(Block(letter, config, mesh, execution) for letter in config.pattern)
         self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
 
@@ -84,8 +85,8 @@ class HybridModel(nn.Module):
         if targets is None:
             return self.head(h_td).unflatten(0, tokens.shape)
         h_td = enter_tensor_parallel(h_td, self.mesh)
-        head, fused = self.head, self.execution.compiled
-        return head_cross_entropy(h_td, head.weight, targets.flatten(), head.first, self.mesh, fused=fused)
+        head, loss = self.head, self.execution.kernel("loss", head_cross_entropy)
+        return loss(h_td, head.weight, targets.flatten(), head.first, self.mesh, fused=self.execution.compiled)
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
         """Name and module of every linear that a precision plan decides about, in order of execution."""
@@ -93,9 +94,18 @@ class HybridModel(nn.Module):
             if isinstance(module, QuantizedLinear):
                 yield name, module
 
+    def mixers(self) -> list[Mixer]:
+        """Of all blocks, in order."""
+        return [module for module in self.modules() if isinstance(module, Mixer)]
+
     def fp32_units(self) -> list[nn.Module]:
         """The modules whose parameters must stay FP32 in the forward pass."""
-        return [module for module in self.modules() if isinstance(module, SSMParameters)]
+        return [unit for mixer in self.mixers() for unit in mixer.fp32_units()]
+
+    def autotuned_mixers(self) -> list[Mixer]:
+        """The first of each type of mixer with kernels that measure how they run fastest."""
+        mixers = {type(mixer): mixer for mixer in reversed(self.mixers()) if mixer.autotuned}
+        return list(mixers.values())
 
 
 def build_model(
@@ -104,19 +114,7 @@ def build_model(
     """The model of `config` with uninitialized parameters, on the default device (try `torch.device("meta")`).
 
     compute_dtype: of the hidden state. execution: which kernels, and what is recomputed.
-    Raises ValueError for a pattern with an unknown letter and for sizes that do not divide.
+    Raises ConfigError for a pattern with an unknown letter and for sizes that do not divide.
     """
     check_pattern(config.pattern)
     return HybridModel(config, mesh, compute_dtype, execution)
-
-
-def check_pattern(pattern: str) -> None:
-    """Raises ValueError, naming letter and position, unless `pattern` consists of known block letters."""
-    if not pattern:
-        raise ValueError("model.pattern is empty: give at least one of M (Mamba-2), - (FFN), * (attention)")
-    for position, letter in enumerate(pattern):
-        if letter not in MIXERS:
-            raise ValueError(
-                f"model.pattern={pattern!r} has {letter!r} at position {position}: "
-                "block letters are M (Mamba-2), - (FFN) and * (attention)"
-            )

@@ -1,4 +1,4 @@
-"""Initial weights: one function, one table, any mesh.
+"""Initial weights: one function, any mesh.
 
 Every element is a pure function of (seed, parameter name, position in the global tensor), drawn by the counter-based
 generator of `quantization/rounding.py`. Each rank fills its own shard, without communication, and the model is the
@@ -8,21 +8,28 @@ same on any mesh. (Between CPU and GPU logarithms and cosines may differ in the 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.parallel.layers import (
+    ColumnParallelLinear,
+    OutputHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron_fp4.parallel.parameters import global_offsets
+from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.quantization.rounding import random_uniform, rounding_key
 
-A_RANGE = (1.0, 16.0)
-DT_RANGE = (1e-3, 1e-1)
-DT_FLOOR = 1e-4
 # Rows are filled in pieces of about this many elements, so that the temporaries stay small beside the weights.
 _PIECE = 2**24
+
+
+Rule = Callable[["Draws"], Tensor | float]
 
 
 @torch.no_grad()
@@ -40,27 +47,41 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     | dt_bias                               | softplus^-1(dt), dt log-uniform in [0.001, 0.1], floor 0.0001  |
 
     Output projections: one residual is added per block, and a Transformer of L double blocks has 2L of them here, so
-    the scale is 1/sqrt(2L) there. The last three rows are mamba-ssm's (`nn.Conv1d`'s default for the convolution).
+    the scale is 1/sqrt(2L) there. The first three rows are here, the others with their modules (`initial_values`).
 
     Raises ValueError for a parameter that is still on the meta device.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device: call model.to_empty(device=...) first")
-        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-        offsets = global_offsets(parameter)
-        matrix, row_offset = (local, offsets[0]) if local.dim() == 2 else (local[None], 0)
-        step = max(1, _PIECE // max(1, matrix.shape[1]))
-        for first in range(0, matrix.shape[0], step):
-            piece = matrix[first : first + step]
-            position = _Position(seed, name, row_offset + first, offsets[-1], piece.shape, piece.device)
-            values = _values(position, config)
-            piece.copy_(values) if isinstance(values, Tensor) else piece.fill_(values)
+    for prefix, module in model.named_modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        rules = _rules(module, config) if parameters else {}
+        for name, parameter in parameters.items():
+            _fill(parameter, f"{prefix}.{name}", rules[name], seed)
+
+
+def _rules(module: nn.Module, config: ModelConfig) -> Mapping[str, Rule]:
+    """Those of a module's own parameters, by name."""
+    if isinstance(module, RowParallelLinear):
+        return {"weight": normal(config.init_std * config.num_blocks**-0.5)}
+    if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | OutputHead):
+        return {"weight": normal(config.init_std)}
+    return module.initial_values()  # type: ignore[operator]
+
+
+def _fill(parameter: Tensor, name: str, rule: Rule, seed: int) -> None:
+    if parameter.is_meta:
+        raise ValueError(f"parameter {name} is on the meta device: call model.to_empty(device=...) first")
+    local, offsets = local_part(parameter), global_offsets(parameter)
+    matrix, row_offset = (local, offsets[0]) if local.dim() == 2 else (local[None], 0)
+    step = max(1, _PIECE // max(1, matrix.shape[1]))
+    for first in range(0, matrix.shape[0], step):
+        piece = matrix[first : first + step]
+        values = rule(Draws(seed, name, row_offset + first, offsets[-1], piece.shape, piece.device))
+        piece.copy_(values) if isinstance(values, Tensor) else piece.fill_(values)
 
 
 @dataclass(frozen=True)
-class _Position:
-    """A rectangle of one parameter: where its draws come from."""
+class Draws:
+    """A rectangle of one parameter, and the draws for it."""
 
     seed: int
     name: str
@@ -80,22 +101,16 @@ class _Position:
         return self.uniform(high=2 * math.pi, draw="angle").cos_().mul_(radius)
 
 
-def _values(at: _Position, config: ModelConfig) -> Tensor | float:
-    module, _, kind = at.name.rpartition(".")
-    owner = module.rpartition(".")[2]
-    if kind == "A_log":
-        return at.uniform(*A_RANGE).log_()
-    if kind == "D" or owner in ("norm", "final_norm"):
-        return 1.0
-    if kind == "dt_bias":
-        low, high = (math.log(bound) for bound in DT_RANGE)
-        dt = at.uniform(low, high).exp_().clamp_(min=DT_FLOOR)
-        return dt + (-torch.expm1(-dt)).log_()
-    if owner == "conv":
-        bound = config.mamba_conv_width**-0.5
-        return at.uniform(-bound, bound)
-    if owner in ("out_proj", "down_proj"):
-        return at.normal(config.init_std * config.num_blocks**-0.5)
-    if owner in ("embedding", "head", "qkv_proj", "up_proj", "in_proj"):
-        return at.normal(config.init_std)
-    raise AssertionError(f"no rule for parameter {at.name}")
+def normal(std: float) -> Rule:
+    """N(0, std^2)."""
+    return lambda draws: draws.normal(std)
+
+
+def uniform(low: float, high: float) -> Rule:
+    """U(low, high)."""
+    return lambda draws: draws.uniform(low, high)
+
+
+def ones(draws: Draws) -> float:
+    """1 everywhere."""
+    return 1.0

@@ -2,8 +2,7 @@
 
     z, x, B, C, dt = in_proj(input)
     x, B, C        = silu(causal_conv(x, B, C))
-    dt             = softplus(dt + dt_bias)         not clamped, as mamba-ssm's default
-    y              = scan(x, dt, A, B, C) + D x     A = -exp(A_log)
+    y              = scan(x, dt, A, B, C, D, dt_bias)       models/scan.py; A = -exp(A_log)
     output         = out_proj(norm(y * silu(z)))
 
 Between the two projections everything is FP32; with fused kernels (models/execution.py) tensors are BF16 there, and
@@ -15,19 +14,37 @@ Shapes: t tokens, b batch, s sequence, g state groups of this rank, h heads of t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
-from models.conv import CausalConv, fused_conv_silu
-from models.execution import PLAIN, Execution
+from megatron_fp4.precision.plan import LinearShape
+from models.conv import CausalConv, causal_conv_silu, fused_conv_silu
+from models.execution import PLAIN, Execution, FusedKernel
+from models.initialization import Draws, Rule, ones
+from models.mixer import Mixer, check_multiple, input_projection, output_projection
 from models.norm import GatedRMSNorm
-from models.recompute import Recompute
-from models.ssd import ssd_scan
+from models.scan import ScanInputs, fused_scan, plain_scan
+
+# mamba-ssm's initial values.
+_A_RANGE = (1.0, 16.0)
+_DT_RANGE = (1e-3, 1e-1)
+_DT_FLOOR = 1e-4
+
+
+class SSMTensors(NamedTuple):
+    """What `SSMParameters` holds, FP32 [heads / tp] each."""
+
+    a_log_h: Tensor
+    d_h: Tensor
+    dt_bias_h: Tensor
 
 
 class SSMParameters(nn.Module):
@@ -43,52 +60,92 @@ class SSMParameters(nn.Module):
         self.D = new_parameter((num_heads,), mesh, shard_dim=0)
         self.dt_bias = new_parameter((num_heads,), mesh, shard_dim=0)
 
-    def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(A_log, D, dt_bias) of this rank's heads, FP32 [heads / tp] each."""
+    def forward(self) -> SSMTensors:
+        """Those of this rank's heads."""
         # Copies: FSDP2 may free the gathered parameters as soon as this module is left.
-        a_log, d, dt_bias = (local_parameter(p, copy=True) for p in (self.A_log, self.D, self.dt_bias))
-        return a_log, d, dt_bias
+        return SSMTensors(
+            a_log_h=local_parameter(self.A_log, copy=True),
+            d_h=local_parameter(self.D, copy=True),
+            dt_bias_h=local_parameter(self.dt_bias, copy=True),
+        )
+
+    def initial_values(self) -> dict[str, Rule]:
+        """mamba-ssm's: A in U(1, 16), dt log-uniform."""
+        return {"A_log": lambda draws: draws.uniform(*_A_RANGE).log_(), "D": ones, "dt_bias": _initial_dt_bias}
 
 
-class Mamba2(nn.Module):
+def _initial_dt_bias(draws: Draws) -> Tensor:
+    """softplus^-1(dt)."""
+    low, high = (math.log(bound) for bound in _DT_RANGE)
+    dt = draws.uniform(low, high).exp_().clamp_(min=_DT_FLOOR)
+    return dt + (-torch.expm1(-dt)).log_()
+
+
+def _scan_refusal(config: ModelConfig, tensor_parallel: int) -> str | None:
+    size = config.mamba_chunk_size
+    if size < 16 or size & (size - 1):
+        return f"needs model.mamba_chunk_size to be a power of two from 16 on, and it is {size}"
+    return None
+
+
+def _conv_refusal(config: ModelConfig, tensor_parallel: int) -> str | None:
+    if not 2 <= config.mamba_conv_width <= 4:
+        return f"needs model.mamba_conv_width to be 2, 3 or 4, and it is {config.mamba_conv_width}"
+    channels = _conv_channels(config) // tensor_parallel
+    if channels % 8:
+        return f"needs a multiple of 8 channels a rank in the convolution, and this model has {channels}"
+    return None
+
+
+def _conv_channels(config: ModelConfig) -> int:
+    return config.mamba_inner_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
+
+
+class Mamba2(Mixer):
     """`in_proj` packs `[z | x | B | C | dt]` of one state group after the other, `conv` `[x | B | C]` likewise
     (models/packing.py). Head i uses group i // (heads / groups).
-
-    Raises ValueError if heads do not divide by groups, or groups by the tensor-parallel size.
     """
 
+    name = "Mamba-2"
+    sizes = tuple(
+        f"mamba_{size}" for size in ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "chunk_size")
+    )
+    fused = (
+        FusedKernel("scan", "scan", "mamba-ssm", fused_scan, _scan_refusal),
+        FusedKernel("conv", "convolution", "causal-conv1d", fused_conv_silu, _conv_refusal),
+    )
+
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
-        super().__init__()
-        heads, groups, inner = config.mamba_num_heads, config.mamba_num_groups, config.mamba_inner_dim
-        if heads % groups != 0:
-            raise ValueError(f"model.mamba_num_heads={heads} must be a multiple of model.mamba_num_groups={groups}")
-        if groups % mesh.tp_size != 0:
-            raise ValueError(
-                f"model.mamba_num_groups={groups} must be a multiple of parallel.tensor={mesh.tp_size}: "
-                "lower the latter"
-            )
+        super().__init__(config, mesh, execution)
+        heads, groups = config.mamba_num_heads, config.mamba_num_groups
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         self.chunk_size = config.mamba_chunk_size
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
-        conv_channels = inner + 2 * groups * config.mamba_state_dim
-        self.in_proj = ColumnParallelLinear(config.hidden_dim, inner + conv_channels + heads, mesh, num_groups=groups)
-        self.conv = CausalConv(conv_channels, config.mamba_conv_width, mesh, fused=execution.conv)
+        into, out = self.linears(config)
+        self.in_proj = ColumnParallelLinear(into.in_features, into.out_features, mesh, num_groups=groups)
+        conv = execution.kernel("conv", causal_conv_silu)
+        self.conv = CausalConv(_conv_channels(config), config.mamba_conv_width, mesh, conv)
         self.ssm = SSMParameters(heads, mesh)
-        self.norm = GatedRMSNorm(inner, config.norm_eps, mesh, execution)
-        self.out_proj = RowParallelLinear(inner, config.hidden_dim, mesh)
-        self.recompute = Recompute(execution.recompute == "selective")
-        self._scan = fused_scan if execution.scan else plain_scan
+        self.norm = GatedRMSNorm(config.mamba_inner_dim, config.norm_eps, mesh, execution)
+        self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
+        self._scan = execution.kernel("scan", plain_scan)
 
-    def forward(self, x_td: Tensor, sequence_length: int, ssm: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], each sequence on its own. ssm: what `self.ssm()` returned, if it was
-        called already (where this function runs a second time, that must not)."""
-        projected = self.recompute.expensive(self.in_proj, x_td)
+    def forward(self, x_td: Tensor, sequence_length: int, fetched: SSMTensors | None = None) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], each sequence on its own."""
+        projected_td = self.in_proj(x_td)
+        ssm = self.fetch() if fetched is None else fetched
+        parameters = (*self.conv.local_parameters(), self.norm.local_weight(), *ssm)
+        between = self.execution.cheap(self._between_projections)
+        return self.out_proj(between(projected_td, sequence_length, *parameters))
 
-        def between(projected_td: Tensor, *parameters: Tensor) -> Tensor:
-            return self._between_projections(projected_td, sequence_length, *parameters)
+    def fetch(self) -> SSMTensors:
+        """Never rounded."""
+        ssm: SSMTensors = self.ssm()
+        return ssm
 
-        parameters = (*self.conv.local_parameters(), *(self.ssm() if ssm is None else ssm), self.norm.local_weight())
-        return self.recompute.expensive(self.out_proj, self.recompute.cheap(between, projected, *parameters))
+    def fp32_units(self) -> list[nn.Module]:
+        """A_log, D and dt_bias."""
+        return [self.ssm]
 
     def _between_projections(
         self,
@@ -96,76 +153,83 @@ class Mamba2(nn.Module):
         sequence_length: int,
         conv_weight_ck: Tensor,
         conv_bias_c: Tensor,
-        a_log_h: Tensor,
-        d_h: Tensor,
-        dt_bias_h: Tensor,
         norm_weight_d: Tensor,
+        *ssm_tensors: Tensor,
     ) -> Tensor:
         """[tokens, in_proj's features] -> [tokens, out_proj's features], a function of tensors alone."""
+        ssm = SSMTensors(*ssm_tensors)
         groups, inner, state = self.num_local_groups, self.heads_per_group * self.head_dim, self.state_dim
         projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
         z, xbc, dt = projected.split([inner, inner + 2 * state, self.heads_per_group], -1)
         xbc = self.conv.function(xbc.flatten(2), conv_weight_ck, conv_bias_c).unflatten(-1, (groups, -1))
-        x, b_bsgn, c_bsgn = xbc.split([inner, state, state], -1)
-        x_bshp = x.reshape(*x.shape[:2], -1, self.head_dim)
-        y_bshp = self._scan(x_bshp, dt.flatten(2), -a_log_h.exp(), b_bsgn, c_bsgn, d_h, dt_bias_h, self.chunk_size)
+        x, b, c = xbc.split([inner, state, state], -1)
+        inputs = ScanInputs(
+            x_bshp=x.reshape(*x.shape[:2], -1, self.head_dim),
+            dt_bsh=dt.flatten(2),
+            a_h=-ssm.a_log_h.exp(),
+            b_bsgn=b,
+            c_bsgn=c,
+            d_h=ssm.d_h,
+            dt_bias_h=ssm.dt_bias_h,
+        )
+        y_bshp = self._scan(inputs, self.chunk_size)
         # A copy of z is kept for the backward pass, not all of `projected` with z in it.
         return self.norm.function(y_bshp, z.contiguous(), norm_weight_d)
 
-    def rehearse_scan(self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device) -> None:
-        """Run the scan forward and backward on constants, in the shapes and dtypes that the run will give it.
+    @property
+    def autotuned(self) -> bool:
+        """mamba-ssm's scan is."""
+        return self._scan is not plain_scan
 
-        Needs no parameters, changes nothing, draws nothing: it is for kernels to be compiled and tuned.
-        """
+    def rehearse(self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device) -> None:
+        """The scan."""
         groups, heads = self.num_local_groups, self.num_local_groups * self.heads_per_group
-        from_conv = compute_dtype if self.conv.function is fused_conv_silu else torch.float32
+        from_conv = torch.float32 if self.conv.function is causal_conv_silu else compute_dtype
         rows = (batch, sequence_length)
 
         def constant(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device, requires_grad=True)
 
-        inputs = {
-            "x_bshp": constant(0.5, *rows, heads, self.head_dim, dtype=from_conv),
-            "dt_bsh": constant(0.5, *rows, heads, dtype=compute_dtype),
-            "a_h": constant(-1.0, heads),
-            "b_bsgn": constant(0.5, *rows, groups, self.state_dim, dtype=from_conv),
-            "c_bsgn": constant(0.5, *rows, groups, self.state_dim, dtype=from_conv),
-            "d_h": constant(1.0, heads),
-            "dt_bias_h": constant(-4.0, heads),
-        }
+        inputs = ScanInputs(
+            x_bshp=constant(0.5, *rows, heads, self.head_dim, dtype=from_conv),
+            dt_bsh=constant(0.5, *rows, heads, dtype=compute_dtype),
+            a_h=constant(-1.0, heads),
+            b_bsgn=constant(0.5, *rows, groups, self.state_dim, dtype=from_conv),
+            c_bsgn=constant(0.5, *rows, groups, self.state_dim, dtype=from_conv),
+            d_h=constant(1.0, heads),
+            dt_bias_h=constant(-4.0, heads),
+        )
         with torch.enable_grad():
-            y_bshp = self._scan(**inputs, chunk_size=self.chunk_size)
-            torch.autograd.grad(y_bshp, list(inputs.values()), torch.ones_like(y_bshp))
+            y_bshp = self._scan(inputs, self.chunk_size)
+            torch.autograd.grad(y_bshp, inputs, torch.ones_like(y_bshp))
 
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Whole groups of heads."""
+        check_multiple(config, "mamba_num_heads", "mamba_num_groups", "groups")
 
-def plain_scan(
-    x_bshp: Tensor,
-    dt_bsh: Tensor,
-    a_h: Tensor,
-    b_bsgn: Tensor,
-    c_bsgn: Tensor,
-    d_h: Tensor,
-    dt_bias_h: Tensor,
-    chunk_size: int,
-) -> Tensor:
-    """scan(x, softplus(dt + dt_bias), A, B, C) + D x in plain PyTorch; all FP32 but `dt_bsh`, which may be BF16."""
-    dt_bsh = F.softplus(dt_bsh.to(torch.float32) + dt_bias_h)
-    return torch.addcmul(ssd_scan(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size), x_bshp, d_h[:, None])
+    @classmethod
+    def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Heads and groups."""
+        return {f"model.{name}": (getattr(config, name),) * 2 for name in ("mamba_num_heads", "mamba_num_groups")}
 
+    @classmethod
+    def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
+        """Into the inner width and out of it."""
+        inner = config.mamba_inner_dim
+        key, title = "model.mamba_num_heads x model.mamba_head_dim", "the Mamba output projection"
+        return (
+            input_projection("in_proj", config, inner + _conv_channels(config) + config.mamba_num_heads),
+            output_projection("out_proj", config, inner, key, title),
+        )
 
-def fused_scan(
-    x_bshp: Tensor,
-    dt_bsh: Tensor,
-    a_h: Tensor,
-    b_bsgn: Tensor,
-    c_bsgn: Tensor,
-    d_h: Tensor,
-    dt_bias_h: Tensor,
-    chunk_size: int,
-) -> Tensor:
-    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out."""
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    @classmethod
+    def flops_per_token(cls, config: ModelConfig, sequence_length: int) -> int:
+        """The recurrence's; the chunked scan does more arithmetic."""
+        return 7 * config.mamba_inner_dim * config.mamba_state_dim
 
-    return mamba_chunk_scan_combined(
-        x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size, D=d_h, dt_bias=dt_bias_h, dt_softplus=True
-    )
+    @classmethod
+    def other_parameters(cls, config: ModelConfig) -> int:
+        """The convolution's, A_log, D and dt_bias, the norm's."""
+        conv = _conv_channels(config) * (config.mamba_conv_width + 1)
+        return conv + 3 * config.mamba_num_heads + config.mamba_inner_dim

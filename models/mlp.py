@@ -5,16 +5,21 @@ Shapes: t tokens, d hidden, f FFN features of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
-from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.plan import LinearShape
 from models.execution import PLAIN, Execution
-from models.recompute import Recompute
+from models.mixer import Mixer, input_projection, output_projection
+
+# Tiles of quantization and of the Hadamard transform are at least as wide, and no two ranks share one.
+_TILE = 16
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -22,21 +27,46 @@ def squared_relu(x: Tensor) -> Tensor:
     return _SquaredReLU.apply(x)  # type: ignore[return-value]
 
 
-class MLP(nn.Module):
+class MLP(Mixer):
     """Up projection, squared ReLU, down projection; no gate and no biases."""
 
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
-        super().__init__()
-        self.recompute = Recompute(execution.recompute == "selective")
-        # Compiled, autograd's composition is one pass each way; eager, it takes the function written by hand.
-        self._activation = execution.pure(_squared_relu) if execution.compiled else squared_relu
-        self.up_proj = ColumnParallelLinear(config.hidden_dim, config.ffn_dim, mesh)
-        self.down_proj = RowParallelLinear(config.ffn_dim, config.hidden_dim, mesh)
+    name = "FFN"
+    sizes = ("ffn_dim",)
 
-    def forward(self, x_td: Tensor, sequence_length: int) -> Tensor:
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+        super().__init__(config, mesh, execution)
+        # Compiled, autograd's composition is one pass each way; eager, it takes the function written by hand.
+        activation = execution.pure(_squared_relu) if execution.compiled else squared_relu
+        self._activation = execution.cheap(activation)
+        up, down = self.linears(config)
+        self.up_proj = ColumnParallelLinear(up.in_features, up.out_features, mesh)
+        self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
+
+    def forward(self, x_td: Tensor, sequence_length: int, fetched: None = None) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
-        up = self.recompute.expensive(self.up_proj, x_td)
-        return self.recompute.expensive(self.down_proj, self.recompute.cheap(self._activation, up))
+        return self.down_proj(self._activation(self.up_proj(x_td)))
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Whole tiles."""
+        if extra := config.ffn_dim % _TILE:
+            below = config.ffn_dim - extra
+            works = f"{below} or {below + _TILE}" if below else str(_TILE)
+            raise ConfigError(f"model.ffn_dim={config.ffn_dim} is not a multiple of {_TILE}; use {works}")
+
+    @classmethod
+    def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Tiles of FFN features."""
+        tiles = config.ffn_dim // _TILE
+        return {f"the {tiles} tiles of {_TILE} in model.ffn_dim": (tiles, config.ffn_dim)}
+
+    @classmethod
+    def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
+        """Up and down."""
+        return (
+            input_projection("up_proj", config, config.ffn_dim),
+            output_projection("down_proj", config, config.ffn_dim, "model.ffn_dim", "the FFN's down projection"),
+        )
 
 
 def _squared_relu(x: Tensor) -> Tensor:

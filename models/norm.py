@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from models.execution import PLAIN, Execution
+from models.initialization import Rule, ones
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -41,6 +42,10 @@ class RMSNorm(nn.Module):
         self.weight = new_parameter((dim,), mesh)
         self._norm = execution.pure(_rms_norm_in_fp32)
 
+    def initial_values(self) -> dict[str, Rule]:
+        """Ones."""
+        return {"weight": ones}
+
     def local_weight(self) -> Tensor:
         """FP32 [dim], for `function`."""
         return local_parameter(self.weight, torch.float32)
@@ -62,6 +67,10 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
         self.weight = new_parameter((dim,), mesh, shard_dim=0)
         self._norm = execution.pure(_gated_rms_norm_in_fp32)
+
+    def initial_values(self) -> dict[str, Rule]:
+        """Ones."""
+        return {"weight": ones}
 
     def local_weight(self) -> Tensor:
         """FP32 [dim / tp], for `function`."""

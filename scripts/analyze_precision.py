@@ -26,10 +26,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
-from assembly import CONFIGS, Run, build, set_determinism
-from megatron_fp4.checks.combinations import validate
+from assembly import CONFIGS, Run, build, check, set_determinism
 from megatron_fp4.config.saved_config import config_from_saved
 from megatron_fp4.config.schema import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
@@ -43,6 +40,7 @@ from megatron_fp4.measure.ranking import (
 )
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.checkpoint_files import DamagedCheckpointError, Manifest, check_file, read_manifest
 
 
@@ -81,12 +79,12 @@ def analyze(options: argparse.Namespace) -> int:
     manifest = read_whole_manifest(options.checkpoint)
     config = analysis_config(options.checkpoint, options.overrides)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    validate(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
+    check(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
     device = init_distributed(
         device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
     )
     set_determinism(config.run.deterministic)
-    run = build(config, config.precision, build_mesh(config.parallel, device))
+    run = build(config, build_mesh(config.parallel, device))
     with torch.no_grad():
         load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(options.checkpoint))
 
@@ -131,7 +129,7 @@ def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
             "measure; name a recipe, as in precision=nvfp4"
         )
     precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[], switch=SwitchConfig())
-    return replace(config, precision=precision)
+    return replace(config, precision=precision, after_switch=None)
 
 
 def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
@@ -141,17 +139,15 @@ def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
     start = min(start, steps - num_steps)  # a finished run has no data left, and goes over its last again
     left = min(count, num_steps * run.loader.num_micro_batches)
     probe = Probe(once=False)
-    with probe.attached(run.linears):
+    with probe.attached(run.controller.linears):
         for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):
-            run.clock.step = step
+            run.controller.clock.step = step
             for micro_batch in micro_batches[:left]:
-                run.clock.micro_batch = micro_batch.index
-                loss = run.model(micro_batch.tokens.to(run.mesh.device), micro_batch.targets.to(run.mesh.device))
-                loss.backward()
+                accumulate(run.model, [micro_batch], run.mesh, run.controller.clock, num_micro_batches=1)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1
-    return probe.collect(list(run.linears))
+    return probe.collect(list(run.controller.linears))
 
 
 def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:

@@ -37,16 +37,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
-from assembly import CONFIGS, build_model_parts, execution_of
-from megatron_fp4.config.compose import ConfigError, compose_config, precision_config
+from assembly import CONFIGS, execution_of, initialized_model
+from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.training.optimizer import build_optimizer
+from models.execution_choice import describe_execution
 from models.flops import parameter_count, training_flops_per_token
 
 LINEARS: tuple[tuple[int, int, int], ...] = ((8192, 4096, 21504), (8192, 2048, 6144))  # tokens, in, out
@@ -181,13 +181,13 @@ def linear_rows(
     rows: list[dict[str, Any]] = []
     calls: list[Callable[[], None]] = []
     for name, recipe in recipes.items():
-        numerics = LinearNumerics(name="linear", recipe=recipe, clock=RunClock(seed=0))
+        context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=0))
         for kept in (False, True) if recipe.quantized else (True,):
 
-            def iteration(numerics: LinearNumerics = numerics, kept: bool = kept) -> None:
+            def iteration(context: LinearContext = context, kept: bool = kept) -> None:
                 x.grad = weight.grad = None
-                numerics.clock.weights_version += not kept
-                quantized_linear(x, weight, numerics).backward(dy)
+                context.clock.weights_version += not kept
+                quantized_linear(x, weight, context).backward(dy)
 
             calls.append(iteration)
             rows.append({"shape": shape, "recipe": name, "weights_kept": kept})
@@ -204,7 +204,7 @@ def linear_rows(
 def optimizer_rows(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One update by every implementation that runs here."""
     config = configure(case.overrides, options, mesh.device.type)
-    model, *_ = build_model_parts(config, config.precision, mesh, RunClock(seed=0))
+    model, _ = initialized_model(config, mesh, RunClock(seed=0))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     rows: list[dict[str, Any]] = []
@@ -234,8 +234,7 @@ def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argp
     """Time, memory and kernels of one model in one precision."""
     config = configure((*case.overrides, f"precision={precision}"), options, mesh.device.type)
     clock = RunClock(seed=0)
-    target = precision_config("bf16", config, CONFIGS)
-    model, _, plan, _ = build_model_parts(config, target, mesh, clock)
+    model, controller = initialized_model(config, mesh, clock)
     generator = torch.Generator().manual_seed(0)
     size = (case.micro_batch_size, case.sequence_length + 1)
     text = torch.randint(0, config.model.vocab_size, size, generator=generator).to(mesh.device)
@@ -257,9 +256,9 @@ def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argp
         "model": case.name,
         "precision": precision,
         "parameters": parameter_count(config.model).total,
-        "quantized_linears": f"{plan.num_quantized} of {len(plan.rows)}",
+        "quantized_linears": f"{controller.plan.num_quantized} of {len(controller.plan.rows)}",
         "micro_batch": [case.micro_batch_size, case.sequence_length],
-        "kernels": model.execution.describe(config.model.pattern),
+        "kernels": describe_execution(model.execution, config.model.pattern),
         "recompute": model.execution.recompute,
         "milliseconds": milliseconds,
         "tokens_per_second": num_tokens / milliseconds * 1e3,

@@ -15,18 +15,15 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an installation
-
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.quantization.cuda import BLOCKS, Measured, Side
 from megatron_fp4.quantization.rounding import rounding_key
 
@@ -35,10 +32,10 @@ _MX, _MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
 _F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 RECIPES = {
     "bf16": BF16,
-    "nvfp4": Recipe("nvfp4", _X, _W, _DY, _W, _DY, _X, wgrad_rht=16),
-    "mxfp4": Recipe("mxfp4", _MX, _MX, _MX_DY, _MX, _MX_DY, _MX, wgrad_rht=32),
-    "fp8": Recipe("fp8", _F8, _F8_W, _F8, _F8_W, _F8, _F8),
-    "all_the_way": Recipe("all_the_way", _X, _X, _DY, _X, _DY, _DY),
+    "nvfp4": Recipe("nvfp4", Gemm(_X, _W), Gemm(_DY, _W), Gemm(_DY, _X, 16)),
+    "mxfp4": Recipe("mxfp4", Gemm(_MX, _MX), Gemm(_MX_DY, _MX), Gemm(_MX_DY, _MX, 32)),
+    "fp8": Recipe("fp8", Gemm(_F8, _F8_W), Gemm(_F8, _F8_W), Gemm(_F8, _F8)),
+    "all_the_way": Recipe("all_the_way", Gemm(_X, _X), Gemm(_DY, _X), Gemm(_DY, _DY)),
 }
 
 
@@ -82,14 +79,14 @@ def replayed(run: Callable[[], object]) -> Callable[[], object]:
 def linear_step(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor, keep_weight: bool) -> Callable[[], object]:
     """Forward and backward of one linear; keep_weight: the weight's codes are those of the call before."""
     clock = RunClock(seed=0)
-    numerics = LinearNumerics("linear", recipe, clock)
+    context = LinearContext("linear", recipe, clock)
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
 
     def step() -> None:
         x.grad = w.grad = None
         clock.micro_batch += 1
         clock.weights_version += not keep_weight
-        quantized_linear(x, w, numerics).backward(dy)
+        quantized_linear(x, w, context).backward(dy)
 
     return step
 
@@ -159,13 +156,13 @@ def measure_memory(tokens: int, hidden: int, ffn: int, depth: int, names: list[s
         clock = RunClock(seed=0)
         shapes = [(ffn, hidden), (hidden, ffn)] * depth
         weights = [(random(*shape).float() * shape[1] ** -0.5).requires_grad_() for shape in shapes]
-        numerics = [LinearNumerics(f"linear.{i}", RECIPES[name], clock) for i in range(len(weights))]
+        context = [LinearContext(f"linear.{i}", RECIPES[name], clock) for i in range(len(weights))]
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             y = x = random(tokens, hidden).requires_grad_()
             for i in range(0, len(weights), 2):
-                h = torch.relu(quantized_linear(y, weights[i], numerics[i])).square()
-                y = y + quantized_linear(h, weights[i + 1], numerics[i + 1])
+                h = torch.relu(quantized_linear(y, weights[i], context[i])).square()
+                y = y + quantized_linear(h, weights[i + 1], context[i + 1])
             del h
             y.square().mean().backward()
             x.grad = None
@@ -175,7 +172,7 @@ def measure_memory(tokens: int, hidden: int, ffn: int, depth: int, names: list[s
         lines.append(
             f"{depth} MLPs {hidden}->{ffn}, {tokens} tokens: {name:12s} peak {peak:6.2f} GiB  {peak / first:6.3f}"
         )
-        del weights, numerics, x, y
+        del weights, context, x, y
         torch.cuda.empty_cache()
     return lines
 

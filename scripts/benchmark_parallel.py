@@ -23,9 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
-from assembly import build_model_parts, configure, device_type_of, set_determinism
+from assembly import configure, device_type_of, initialized_model, set_determinism
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
@@ -61,11 +59,11 @@ def main(arguments: list[str]) -> int:
 
 def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Median seconds of a step of this rank and what follows from it."""
-    config, target = configure(overrides)
+    config = configure(overrides)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, _, plan, _ = build_model_parts(config, target, mesh, clock)
+    model, controller = initialized_model(config, mesh, clock)
     optimizer = build_optimizer(model, config.optimizer).optimizer
     batches = random_micro_batches(config, mesh, 0)
     seconds, losses = [], []
@@ -90,7 +88,7 @@ def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
         "ranks": mesh.world_size,
         "tensor": mesh.tp_size,
         "data": mesh.dp_size,
-        "quantized_linears": f"{plan.num_quantized} of {len(plan.rows)}",
+        "quantized_linears": f"{controller.plan.num_quantized} of {len(controller.plan.rows)}",
         "micro_batches_per_rank": len(batches),
         "seconds": seconds[warmup:],
         "median_seconds": median,

@@ -33,13 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py is no package
-
 from assembly import (
     backend_of,
-    build_model_parts,
     configure,
     device_type_of,
+    initialized_model,
     set_determinism,
     sharded_model,
     world_size,
@@ -53,11 +51,13 @@ from megatron_fp4.parallel.mesh import (
     init_distributed,
     leave_distributed,
 )
+from megatron_fp4.planning.dry_run import dry_run
+from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
-from scripts.plan_run import planned, planned_execution
+from models.pattern import mixers_of
 
 _GIB = 2**30
 
@@ -136,21 +136,20 @@ def part(what: str, overrides: list[str], output: Path) -> int:
 
 def plan(overrides: list[str]) -> dict[str, Any]:
     """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
-    config, target = configure([*overrides, "run.dry=true"])
-    execution = planned_execution(config)
-    dry = planned(config, world_size(), lambda mesh, clock: sharded_model(config, target, mesh, clock, execution)[:2])
-    return {"memory": asdict(dry.memory), "kernels": kernels(execution, config)}
+    config = configure([*overrides, "run.dry=true"])
+    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, *parts)[:2])
+    return {"memory": asdict(dry.memory), "kernels": kernels(planned_execution(config), config)}
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:
     """Take two steps on this rank; bytes at the peak of each, and what the allocator reserved."""
-    config, target = configure(overrides)
+    config = configure(overrides)
     if device_type_of(config) != "cuda":
         raise ConfigError(f"run.device={config.run.device}: only the memory of a GPU is counted; leave it at auto")
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, *_ = build_model_parts(config, target, mesh, clock)
+    model, _ = initialized_model(config, mesh, clock)
     optimizer = build_optimizer(model, config.optimizer).optimizer
     peaks = []
     for step in range(2):
@@ -174,15 +173,16 @@ def measure(overrides: list[str]) -> dict[str, Any]:
         "reserved": torch.cuda.max_memory_reserved(device),
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "backend": backend_of(config, target).name,
+        "backend": backend_of(config).name,
         "kernels": kernels(model.execution, config),
     }
 
 
 def kernels(execution: Execution, config: Config) -> dict[str, Any]:
     """The parts of `execution` that the model has."""
-    parts = asdict(execution)
-    return parts if "M" in config.model.pattern else {k: v for k, v in parts.items() if k not in ("scan", "conv")}
+    fused = [kernel.part for mixer in mixers_of(config.model.pattern) for kernel in mixer.fused]
+    parts = {part: part in execution.kernels for part in fused}
+    return {**parts, "compiled": execution.compiled, "recompute": execution.recompute}
 
 
 @dataclass(frozen=True)

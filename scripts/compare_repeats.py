@@ -41,8 +41,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # to run where the package is not installed
-
 from data.cache import default_cache_dir
 from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
 

@@ -35,23 +35,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from assembly import build, configure, device_type_of, set_determinism
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
-from megatron_fp4.precision.recipe import Recipe
-from megatron_fp4.precision.selftest import RECIPES, nearest
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.recipe import USES, Recipe, rounded_to_nearest
+from megatron_fp4.precision.selftest import RECIPES
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.training.step import train_step
 
-NVFP4, FP8_FP32_SCALES, FP8 = nearest(RECIPES[0]), RECIPES[1], RECIPES[2]
+NVFP4, FP8_FP32_SCALES, FP8 = rounded_to_nearest(RECIPES[0]), RECIPES[1], RECIPES[2]
 # Largest relative error of products that differ in the order of accumulation: BF16 results are rounded to 2^-9.
 ACCUMULATION = {"y": 2e-3, "dx": 2e-3, "dW": 3e-3}
 
@@ -76,7 +75,7 @@ class Comparison:
 def ours(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, backend: Backend) -> dict[str, Tensor]:
     """y, dx and dW (FP32) of our linear on BF16 x [tokens, in], W [out, in], dy [tokens, out]."""
     x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
-    y = quantized_linear(x, w, LinearNumerics("compared", recipe, RunClock(seed=0), backend))
+    y = quantized_linear(x, w, LinearContext("compared", recipe, RunClock(seed=0), backend))
     y.backward(dy)
     assert x.grad is not None and w.grad is not None
     return {"y": y.detach(), "dx": x.grad, "dW": w.grad}
@@ -154,15 +153,12 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
     with recorded_references() as seen:
         peer = theirs(x, w, dy, CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory))
     assert len(seen) == 3, f"the reference quantized {len(seen)} tensors, not x, W and dy"
-    call = _Call(LinearNumerics("compared", NVFP4, RunClock(seed=0)), w, x)
-    operands = {
-        "x": (x, "fprop_activation", "wgrad_activation", True),
-        "W": (w, "fprop_weight", "dgrad_weight", False),
-        "dy": (dy, "dgrad_gradient", "wgrad_gradient", True),
-    }
-    for (name, (tensor, columns, rows, transform)), reference in zip(operands.items(), seen, strict=True):
+    call = LinearCall(LinearContext("compared", NVFP4, RunClock(seed=0)), w, x)
+    tensors = {"x": (x, "activation"), "W": (w, "weight"), "dy": (dy, "gradient")}
+    for (name, (tensor, role)), reference in zip(tensors.items(), seen, strict=True):
+        columns, rows = USES[role]
         turned = tensor.t().contiguous()
-        if transform:
+        if NVFP4.gemms[rows.gemm].rht:
             turned = random_hadamard_transform(turned, 16)
             steps = (_ordinal(turned) - _ordinal(reference["transformed"])).abs()
             found.transformed += steps.numel()
@@ -171,26 +167,26 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
             apart = (turned.float() - other).abs() - other.abs() * 2.0**-7  # beyond one BF16 number
             if (far := (steps > 1) & (apart > _sum_error(tensor.t()))).any():
                 found.differences[f"{name} transformed"] = f"is {int(steps[far].amax())} BF16 numbers away"
-        makers = call.prepare(columns, rows, tensor, (0, 0), None)
-        for source, same, suffix, amax, maker, operand in (
+        makers = call.prepare(columns, rows, tensor)
+        for source, same, suffix, amax, make, place in (
             (tensor, tensor, "", "global_amax_row", makers[0], columns),
             (turned, reference["transformed"], "_t", "global_amax_col", makers[1], rows),
         ):
-            quantized = quantize_nvfp4(same, getattr(NVFP4, operand).block)
+            quantized = quantize_nvfp4(same, NVFP4[place].block)
             parts = {
                 "codes": (quantized.codes, reference[f"data{suffix}"]),
                 "scales": (quantized.scales, reference[f"scale{suffix}"]),
                 "amax": (quantized.amax.view(1), reference[amax].view(1)),
             }
-            if maker is not None:  # dgrad's weight has fprop's codes
-                made = maker()
-                quantized = quantize_nvfp4(source, getattr(NVFP4, operand).block)
-                actual = actual_parts(made, slice(None))
-                for part, expected in expected_parts(quantized, made).items():
-                    parts[f"emulated {part}"] = (actual[part], expected)
+            assert make is not None
+            made = make()
+            quantized = quantize_nvfp4(source, NVFP4[place].block)
+            actual = actual_parts(made, slice(None))
+            for part, expected in expected_parts(quantized, made).items():
+                parts[f"emulated {part}"] = (actual[part], expected)
             for part, (actual_part, expected_part) in parts.items():
                 if fault := difference(actual_part, expected_part.view(actual_part.dtype)):
-                    found.differences[f"{name} {operand} {part}"] = fault
+                    found.differences[f"{name} {place.name} {part}"] = fault
     for name, product in peer.items():
         expected = product.to(torch.float64)
         rounded = mine[name].to(torch.bfloat16).to(torch.float64)
@@ -219,12 +215,12 @@ class Capture:
     def __init__(self) -> None:
         self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def forward(self, call: _Call, x: Tensor, _y: Tensor) -> Any:
+    def forward(self, call: LinearCall, x: Tensor, _y: Tensor) -> Any:
         """Keep x and W; the answer is told about the backward pass."""
         kept_x, weight = x.detach().clone(), _padded(call.weight, 0)
 
         def backward(dy: Tensor, _dx: Tensor | None, _dw: Tensor | None) -> None:
-            self.tensors[call.numerics.name] = (kept_x, weight, _padded(dy.detach(), 1))
+            self.tensors[call.context.name] = (kept_x, weight, _padded(dy.detach(), 1))
 
         return SimpleNamespace(backward=backward)
 
@@ -237,18 +233,18 @@ def _padded(t: Tensor, dim: int) -> Tensor:
 def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     """x, W and dy of every linear in the last micro-batch of step `num_steps` of a run."""
     fixed = ["precision=nvfp4", "precision.backend=emulated", "precision.switch.when=never", "data.num_workers=0"]
-    config, target = configure([*fixed, f"train.steps={num_steps}", *overrides])
+    config = configure([*fixed, f"train.steps={num_steps}", *overrides])
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
-    run, capture = build(config, target, mesh), Capture()
+    run, capture = build(config, mesh), Capture()
     for step, batch in enumerate(run.loader.steps(0, num_steps)):
-        for numerics in run.linears.values():
-            numerics.probe = capture if step == num_steps - 1 else None  # type: ignore[assignment]
+        for context in run.controller.linears.values():
+            context.probe = capture if step == num_steps - 1 else None  # type: ignore[assignment]
         lr = run.schedule.lr(step, None, 0)
         settings: dict[str, Any] = {"step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
         settings |= {"reshard": config.parallel.reshard, "stop_requested": False}
-        result = train_step(run.model, run.optimizer.optimizer, batch, mesh, run.clock, **settings)
+        result = train_step(run.model, run.optimizer.optimizer, batch, mesh, run.controller.clock, **settings)
         print(f"step {step + 1}/{num_steps} loss {result.loss:.4f} gradient norm {result.grad_norm:.3f}")
     dist.destroy_process_group()
     return capture.tensors

@@ -23,8 +23,6 @@ from pathlib import Path
 
 import datasets
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an installation
-
 from data.ingest import (
     FORMATS,
     TEXT_UNITS,

@@ -17,24 +17,21 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
-
 from assembly import CONFIGS, plans_of
+from assembly import check as check_config
 from megatron_fp4.checks.backend_choice import choose_backend
-from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import BACKENDS, parts
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
-from megatron_fp4.precision.linear import LinearNumerics, _Call
-from megatron_fp4.precision.recipe import Recipe, recipe_from_config
-from megatron_fp4.precision.selftest import PAIRS, Case, Finding, check, sample_tensors, transformed
+from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.recipe import GEMMS, USES, Place, Recipe, recipe_from_config
+from megatron_fp4.precision.selftest import Case, Finding, check, sample_tensors, transformed
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
 from scripts.prove.times import linear_times
@@ -126,9 +123,10 @@ def main(arguments: list[str]) -> int:
 def composed(precision: str, overrides: list[str], device_type: str) -> Config:
     """The configuration of a run in this precision, on as many ranks as share its model. Raises ConfigError."""
     config = compose_config([f"precision={precision}", *overrides], CONFIGS)
-    config = replace(config, precision=replace(config.precision, switch=replace(config.precision.switch, when="never")))
+    never = replace(config.precision, switch=replace(config.precision.switch, when="never"))
+    config = replace(config, precision=never, after_switch=None)
     emulated = replace(config, precision=replace(config.precision, backend="emulated"))
-    validate(emulated, config.parallel.tensor * config.parallel.replicate, device_type)
+    check_config(emulated, config.parallel.tensor * config.parallel.replicate, device_type)
     return config
 
 
@@ -136,7 +134,7 @@ def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
     """The backend, or why this machine or recipe does not go with it."""
     wanted = replace(config, precision=replace(config.precision, backend=name))
     try:
-        return choose_backend(wanted, wanted.precision, device_type).open()
+        return choose_backend(wanted, device_type, plans_of(wanted)).open()
     except ConfigError as error:
         return str(error)
 
@@ -151,7 +149,7 @@ def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
     tokens = config.train.micro_batch_size * config.train.sequence_length
     tokens = min(tokens, _CPU_TOKENS) if device_type == "cpu" else tokens
     groups = {"in_proj": model.mamba_num_groups // shards, "qkv_proj": model.num_kv_heads // shards}
-    plan, _ = plans_of(config, config.precision)  # `composed` left out the switch
+    plan, _ = plans_of(config)
     cases: dict[Case, None] = {}
     for row in plan.rows:
         kind = row.linear.name.split(".")[-1]
@@ -179,26 +177,26 @@ def prove(proof: Proof, backend: Backend, cases: list[Case], device: torch.devic
 def fairness_of(backend: Backend, case: Case, device: torch.device) -> dict[str, tuple[float, float]]:
     """Bias and spread (see `fairness`) of the operands that round stochastically to NVFP4."""
     x, w, dy = sample_tensors(case, device)
-    plain = _Call(LinearNumerics("prove", case.recipe, RunClock(seed=7), backend, num_groups=case.num_groups), w, x)
+    plain = LinearCall(LinearContext("prove", case.recipe, RunClock(seed=7), backend, num_groups=case.num_groups), w, x)
     tensors = {"activation": x, "weight": plain.pad_rows(w), "gradient": plain.pad(dy)}
     found = {}
-    for pair in PAIRS:
-        tensor = tensors[pair[0].split("_")[1]][:_FAIRNESS_ROWS]
-        for index, name in enumerate(pair):
-            operand = case.recipe.operands[name]
+    for name, places in USES.items():
+        tensor = tensors[name][:_FAIRNESS_ROWS]
+        for index, place in enumerate(places):
+            operand = case.recipe[place]
             if operand.rounding != "stochastic" or operand.format != "nvfp4":
                 continue
 
             def make(
-                step: int, pair: tuple[str, str] = pair, index: int = index, tensor: torch.Tensor = tensor
+                step: int, places: tuple[Place, Place] = places, index: int = index, tensor: torch.Tensor = tensor
             ) -> object:
-                numerics = LinearNumerics("prove", case.recipe, RunClock(seed=7, step=step), backend)
-                made = _Call(numerics, w, x).prepare(*pair, tensor, (0, 0), None)[index]
+                context = LinearContext("prove", case.recipe, RunClock(seed=7, step=step), backend)
+                made = LinearCall(context, w, x).prepare(*places, tensor)[index]
                 assert made is not None
                 return made()
 
-            rows = transformed(tensor.t() if index else tensor, plain, name).contiguous()
-            found[name] = fairness(rows, Draws(make, _FAIRNESS_DRAWS), operand)
+            rows = transformed(tensor.t() if index else tensor, plain, place).contiguous()
+            found[place.name] = fairness(rows, Draws(make, _FAIRNESS_DRAWS), operand)
     return found
 
 
@@ -212,7 +210,7 @@ def report(
     compared = [
         [p.precision, p.backend, f"not tested: {p.untested}", "-", "-", "-", "-"]
         if p.untested
-        else [p.precision, p.backend, f"{len(p.findings)}, {len(p.faults)} faults", nan_of(p), *map(p.worst, _GEMMS)]
+        else [p.precision, p.backend, f"{len(p.findings)}, {len(p.faults)} faults", nan_of(p), *map(p.worst, GEMMS)]
         for p in proofs
     ]
     fair = [
@@ -237,7 +235,7 @@ def report(
         table(["the reference quantizers", "holds"], [[what, "yes" if holds else "NO"] for what, holds in definition]),
         "Comparisons with the reference; largest relative error of each product against FP64 (fprop and dgrad are "
         "rounded to BF16, which alone is 1.7e-03):",
-        table(["precision", "backend", "comparisons", "NaN, inf arrive", *_GEMMS], compared),
+        table(["precision", "backend", "comparisons", "NaN, inf arrive", *GEMMS], compared),
         "Stochastic rounding to NVFP4, 16 draws: goes up more often than it should, in spacings (fair: 0); its "
         "variance over that of a fair draw (1):",
         table(["precision, backend", "operand", "bias", "spread"], fair),
@@ -245,9 +243,6 @@ def report(
         table(["linear", "precision, backend", "ms", "of BF16"], timed),
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-_GEMMS = ("fprop", "dgrad", "wgrad")
 
 
 def nan_of(proof: Proof) -> str:

@@ -22,8 +22,6 @@ from pathlib import Path
 
 import matplotlib
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # assembly.py and scripts/ are not installed
-
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.training.checkpoint_files import DamagedCheckpointError
 from scripts.study.exactness import study_exactness

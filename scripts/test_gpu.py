@@ -6,7 +6,8 @@ Runs the steps below as programs of their own, several at a time, each with its 
 (Markdown). Steps for two GPUs run where there are two. A step without its packages is not run and says so. That others
 use the same GPU at the same time is part of the test: it disturbs what kernels are timed to be fastest. What is not
 done after the limit has failed. Most of the time goes into compiling kernels, on as many cores as there are. What is
-tuned here, on a busy GPU, no later run finds: all steps have one temporary XDG_CACHE_HOME.
+tuned here, on a busy GPU, no later run finds: all steps have one temporary XDG_CACHE_HOME. The project itself need not
+be installed, only what it depends on.
 
 Exit code: 0 if every step that could run passed, 1 if one did not, 2 if the command is wrong or there is no GPU.
 """
@@ -163,7 +164,13 @@ def run(step: Step, gpus: str, num_gpus: int, output: Path, cache: Path, deadlin
     if command[:2] == ["-m", "pytest"] and importlib.util.find_spec("xdist") is not None:
         # Nearly all of their time is spent compiling kernels.
         command += ["-n", str(max(4, (os.cpu_count() or 1) // 3))]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1", "XDG_CACHE_HOME": str(cache)}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": gpus,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONUNBUFFERED": "1",
+        "XDG_CACHE_HOME": str(cache),
+    }
     log = output / (re.sub(r"\W+", "_", step.name).strip("_") + ".txt")
     began = time.perf_counter()
     with (

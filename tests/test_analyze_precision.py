@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ import yaml
 from data.indexed_dataset import IndexedDatasetWriter
 from megatron_fp4.config.saved_config import config_from_saved
 from megatron_fp4.config.schema import ConfigError
+from scripts import analyze_precision
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -40,16 +39,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("analyze_precision", ROOT / "scripts" / "analyze_precision.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory, script: ModuleType) -> Iterator[Path]:
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of three steps with diagnostics, and its checkpoint."""
     import pretrain
 
@@ -67,9 +57,10 @@ def _checkpoint(run_dir: Path) -> str:
     return str(run_dir / "checkpoints" / "step_00000003")
 
 
-def test_a_plan_from_a_checkpoint(run_dir: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_from_a_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = run_dir / "plan_bf16.yaml"
-    assert script.main([_checkpoint(run_dir), "--budget", "0.4", "--micro-batches", "2", "--output", str(output)]) == 0
+    arguments = ["--budget", "0.4", "--micro-batches", "2", "--output", str(output)]
+    assert analyze_precision.main([_checkpoint(run_dir), *arguments]) == 0
     plan = yaml.safe_load(output.read_text())
     assert len(plan["bf16"]) == 2 and len(plan["measured"]) == 6
     errors = {name: row["wgrad"] for name, row in plan["measured"].items()}
@@ -82,10 +73,10 @@ def test_a_plan_from_a_checkpoint(run_dir: Path, script: ModuleType, capsys: pyt
     assert sum(line.endswith("BF16") for line in printed[1:7]) == 2
 
 
-def test_another_recipe_and_budget(run_dir: Path, script: ModuleType) -> None:
+def test_another_recipe_and_budget(run_dir: Path) -> None:
     output = run_dir / "plan_fp8.yaml"
     arguments = ["--by", "flops", "--gemm", "all", "--micro-batches", "1", "--output", str(output)]
-    assert script.main([_checkpoint(run_dir), "precision=fp8_block", "--budget", "0.5", *arguments]) == 0
+    assert analyze_precision.main([_checkpoint(run_dir), "precision=fp8_block", "--budget", "0.5", *arguments]) == 0
     plan = yaml.safe_load(output.read_text())
     assert 0 < plan["selection"]["share_of_flops"] <= 0.5 and plan["selection"]["recipe"] == "fp8_block"
     assert all(row["wgrad"] < 0.1 for row in plan["measured"].values())  # finer than FP4
@@ -102,17 +93,17 @@ def test_another_recipe_and_budget(run_dir: Path, script: ModuleType) -> None:
     ],
 )
 def test_what_a_user_can_get_wrong(
-    run_dir: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert script.main([_checkpoint(run_dir), *arguments]) == 2
+    assert analyze_precision.main([_checkpoint(run_dir), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("analyze_precision.py: ") and error.count("\n") == 1
 
 
 def test_a_checkpoint_that_is_missing_or_damaged(
-    run_dir: Path, script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert script.main([str(tmp_path / "none")]) == 2
+    assert analyze_precision.main([str(tmp_path / "none")]) == 2
     assert "is no folder" in capsys.readouterr().err
     damaged = tmp_path / "step_00000003"
     damaged.mkdir()
@@ -120,7 +111,7 @@ def test_a_checkpoint_that_is_missing_or_damaged(
         (damaged / file.name).write_bytes(file.read_bytes())
     tensors = next(damaged.glob("*.distcp"))
     tensors.write_bytes(tensors.read_bytes()[:-1])
-    assert script.main([str(damaged)]) == 2
+    assert analyze_precision.main([str(damaged)]) == 2
     assert "is damaged" in capsys.readouterr().err
 
 

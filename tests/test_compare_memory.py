@@ -24,6 +24,7 @@ def compare(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.slow
 def test_the_planned_half_of_several_cases(tmp_path: Path) -> None:
     output = tmp_path / "memory.json"
     cases = [" ".join((*SMALL, "train.global_batch_size=16", f"precision={name}")) for name in ("bf16", "nvfp4")]
@@ -39,6 +40,7 @@ def test_the_planned_half_of_several_cases(tmp_path: Path) -> None:
     assert bf16["planned"]["memory"]["quantized_weights"] == 0 < nvfp4["planned"]["memory"]["quantized_weights"]
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line() -> None:
     done = compare("--plan-only", "train.global_batch_size=7")
     assert done.returncode == 2 and "train.global_batch_size=7" in done.stderr and "Traceback" not in done.stderr
@@ -46,6 +48,7 @@ def test_mistakes_are_one_line() -> None:
     assert done.returncode == 2 and "precision=bf16: put it into the quotes" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     done = compare("model=tiny")

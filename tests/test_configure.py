@@ -11,8 +11,8 @@ import torch
 import assembly
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from models.flops import linear_costs
 from models.hybrid import build_model
+from models.pattern import linear_shapes
 from tests.checks.test_combinations import CONFIGS, composed
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
@@ -39,7 +39,7 @@ def test_shapes_are_those_of_the_models_linears(model: str, mesh: ParallelMesh) 
     with torch.device("meta"):
         linears = build_model(config, mesh, torch.bfloat16).linears()
     shapes = [(name, linear.in_features, linear.out_features) for name, linear in linears]
-    assert [(cost.name, cost.in_features, cost.out_features) for cost in linear_costs(config)] == shapes
+    assert [(cost.name, cost.in_features, cost.out_features) for cost in linear_shapes(config)] == shapes
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_linears_of_exceptions_must_be_able_to_switch(configs: Path) -> None:
 
 
 def test_a_switch_that_is_off_has_no_plan() -> None:
-    config, target = assembly.configure([*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"])
-    plan, switched = assembly.plans_of(config, target)
+    config = assembly.configure([*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"])
+    plan, switched = assembly.plans_of(config)
     assert plan.num_quantized and switched is None
-    plan, switched = assembly.plans_of(*assembly.configure([]))
+    plan, switched = assembly.plans_of(assembly.configure([]))
     assert switched is not None and plan.num_quantized and not switched.num_quantized

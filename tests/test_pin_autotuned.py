@@ -12,21 +12,30 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import pretrain
 from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.training import autotuning
+from megatron_fp4.training.autotuning import KernelChoices
 from models.conv import fused_conv_silu
 from models.execution import Execution
-from models.mamba2 import Mamba2, plain_scan
+from models.hybrid import build_model
+from models.scan import ScanInputs, fused_scan, plain_scan
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ModelConfig(hidden_dim=64, mamba_num_heads=4, mamba_head_dim=32, mamba_num_groups=2, mamba_state_dim=16)
+MODEL = ModelConfig(
+    pattern="-M", hidden_dim=64, mamba_num_heads=4, mamba_head_dim=32, mamba_num_groups=2, mamba_state_dim=16
+)
+
+
+class Lines(list[str]):
+    text = list.append
 
 
 class Pinned:
     lines = ("first line", "second line")
+    record = staticmethod(lambda: {"choices": ["late ones, too"]})
 
     def __init__(self) -> None:
         self.written: list[Path] = []
@@ -37,12 +46,12 @@ class Pinned:
 
 def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: bool = True) -> Any:
     with torch.device("meta"):
-        mamba = Mamba2(MODEL, mesh)
+        model = build_model(MODEL, mesh, torch.bfloat16, Execution({"scan": fused_scan} if scan else {}))
     train = TrainConfig(micro_batch_size=3, sequence_length=40)
     config = Config(run=RunConfig(dir=str(folder), deterministic=deterministic), train=train)
-    blocks = [SimpleNamespace(mixer=nn.Identity()), SimpleNamespace(mixer=mamba)]
-    model = SimpleNamespace(blocks=blocks, execution=Execution(scan=scan))
-    return SimpleNamespace(config=config, mesh=mesh, model=model, kernels=None)
+    return SimpleNamespace(
+        config=config, mesh=mesh, model=model, kernels=KernelChoices(), log=SimpleNamespace(console=Lines())
+    )
 
 
 @pytest.fixture
@@ -53,15 +62,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append((rehearse, saved, machine_folder))
         return Pinned()
 
-    monkeypatch.setattr(pretrain, "pin_kernels", pin)
+    monkeypatch.setattr(autotuning, "pin_kernels", pin)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     return made
 
 
 def said(run: Any, start: int, saved: Any) -> list[str]:
-    lines: list[str] = []
-    pretrain.pin_autotuned(run, start, saved, SimpleNamespace(text=lines.append))  # type: ignore[arg-type]
-    return lines
+    run.kernels.load_state_dict(saved)
+    run.log.console.clear()
+    pretrain.pin_autotuned(run, start)
+    return list(run.log.console)
 
 
 def test_a_deterministic_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
@@ -69,7 +79,7 @@ def test_a_deterministic_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path
     assert said(run, 4, saved) == ["first line", "second line"]
     ((_, given, folder),) = calls
     assert given is saved and folder == Path("/somewhere/megatron_fp4/autotuning")
-    assert run.kernels.written == [tmp_path]
+    assert run.kernels._pinned.written == [tmp_path]
 
 
 @pytest.mark.parametrize("without", [{"deterministic": False}, {"scan": False}])
@@ -77,7 +87,7 @@ def test_other_runs_have_nothing_of_this(
     mesh: ParallelMesh, tmp_path: Path, calls: list[Any], without: dict[str, bool]
 ) -> None:
     run = run_of(mesh, tmp_path, **without)
-    assert said(run, 4, None) == [] and calls == [] and run.kernels is None
+    assert said(run, 4, None) == [] and calls == [] and run.kernels.state_dict() is None
 
 
 def test_an_older_checkpoint_says_that_it_has_no_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
@@ -91,10 +101,9 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
     mamba = run.model.blocks[1].mixer
     seen: dict[str, Any] = {}
 
-    def scan(chunk_size: int, **inputs: torch.Tensor) -> torch.Tensor:
-        seen.update({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inputs.items()})
-        y = plain_scan(**{name: tensor.float() for name, tensor in inputs.items()}, chunk_size=chunk_size)
-        return y.to(inputs["x_bshp"].dtype)
+    def scan(inputs: ScanInputs, chunk_size: int) -> torch.Tensor:
+        seen.update({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inputs._asdict().items()})
+        return plain_scan(ScanInputs(*(tensor.float() for tensor in inputs)), chunk_size).to(inputs.x_bshp.dtype)
 
     generator = torch.get_rng_state()
     for fused, dtype in ((False, torch.float32), (True, torch.bfloat16)):
@@ -117,19 +126,17 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, pinned: bool) -> None:
+def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any], pinned: bool) -> None:
     """As it is when the checkpoint is made; the run's folder gets it at the same time."""
     run, saved = run_of(mesh, tmp_path), {}
-    state = SimpleNamespace(state_dict=dict, as_dict=dict, switched_at=None)
-    run.switch = run.loader = run.plan = state
-    run.optimizer = SimpleNamespace(optimizer=None)
+    run.state_dict = lambda: {"autotuning": run.kernels.state_dict()}
+    run.tokens_per_step, run.optimizer = 480, SimpleNamespace(optimizer=None)
     run.checkpointer = SimpleNamespace(save=lambda step, model, optimizer, trainer, **_: saved.update(trainer))
     if pinned:
-        run.kernels = Pinned()
-        run.kernels.record = lambda: {"choices": ["late ones, too"]}
-    pretrain.save(run, 2, SimpleNamespace(consecutive=0, total=0), None)  # type: ignore[arg-type]
+        run.kernels.pin(lambda: None, tmp_path, resumed=False)
+    pretrain.save(run, 2)
     assert saved["autotuning"] == ({"choices": ["late ones, too"]} if pinned else None)
-    assert not pinned or run.kernels.written == [tmp_path]
+    assert not pinned or run.kernels._pinned.written == [tmp_path]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

@@ -18,9 +18,12 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
-from megatron_fp4.config.schema import ConfigError, SwitchConfig
+from assembly import Run
+from megatron_fp4 import __version__
+from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.switch import PrecisionSwitch
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8
@@ -115,6 +118,7 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return request.param, folder, run(request.param, [*small, f"run.dir={folder}"])
 
 
+@pytest.mark.slow
 def test_default_run_shows_and_writes_everything(straight: Any) -> None:
     _, folder, output = straight
     for text in ("Model tiny", "Precision plan nvfp4", "Batch", "Data phases", "emulated on cpu", "unigram entropy"):
@@ -132,6 +136,7 @@ def test_default_run_shows_and_writes_everything(straight: Any) -> None:
     assert summary["finished"] and summary["tokens"] == STEPS * 8 * 64
 
 
+@pytest.mark.slow
 def test_started_again_it_says_finished(straight: Any, small: list[str]) -> None:
     processes, folder, _ = straight
     before = (folder / "metrics.jsonl").read_bytes()
@@ -139,6 +144,7 @@ def test_started_again_it_says_finished(straight: Any, small: list[str]) -> None
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 6, 7], ids=["before the switch", "at the switch", "after the switch"])
 def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path, at: int) -> None:
     """Some steps, a checkpoint, a new process, the rest: losses and weights of the straight run, bit for bit."""
@@ -157,6 +163,7 @@ def test_resume_is_bitwise(straight: Any, small: list[str], tmp_path: Path, at: 
     assert_same_checkpoint(folder / last, again / last, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_with_exceptions_resumes_behind_its_switch(small: list[str], tmp_path: Path) -> None:
     one, again = tmp_path / "one", tmp_path / "again"
     mixed = [*small, "precision=nvfp4_nemotron_3", "precision.switch.target=mxfp8"]
@@ -170,6 +177,7 @@ def test_a_run_with_exceptions_resumes_behind_its_switch(small: list[str], tmp_p
     assert_same_checkpoint(one / last, again / last, tmp_path)
 
 
+@pytest.mark.slow
 def test_switch_by_gradient_noise(small: list[str], tmp_path: Path) -> None:
     """Measured every second step; the second measurement in a row below an (absurd) threshold switches."""
     noise = ["gradient_noise", "threshold=1000000", "interval=2", "patience=2"]
@@ -194,6 +202,7 @@ def test_switch_by_gradient_noise(small: list[str], tmp_path: Path) -> None:
     assert [record["step"] for record in records(tmp_path, "diagnostics")] == [1]  # after the switch nothing is FP4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["launcher", "one worker"])
 def test_signal_saves_and_resumes(straight: Any, small: list[str], tmp_path: Path, target: str) -> None:
     processes, folder, _ = straight
@@ -237,6 +246,7 @@ def test_wrong_configuration_is_one_line(capfd: pytest.CaptureFixture[str], tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -> None:
     processes, folder, _ = straight
     if processes > 1:
@@ -248,17 +258,25 @@ def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -
 
 
 def test_a_checkpoint_behind_a_switch_wants_a_run_with_one() -> None:
-    trainer = {"loader": {}, "switch": {"switched_at": 6, "num_below": 0}, "skipped": {"consecutive": 0, "total": 0}}
-    run = MagicMock(switched_plan=None, switch=PrecisionSwitch(SwitchConfig("never"), None), linears={})
-    run.config.checkpoint.resume = "auto"
-    run.checkpointer.steps_after.return_value = []
-    run.checkpointer.resume.return_value = MagicMock(step=7, trainer={**trainer, "wandb_run_id": None})
-    with pytest.raises(ConfigError, match=r"from step 7, behind the precision switch .* precision.switch.when=never"):
-        pretrain.resume(run, MagicMock())
-    run.switched_plan = Plan(())
-    assert pretrain.resume(run, MagicMock()) == (7, None, None)
-    run.switched_plan, trainer["switch"]["switched_at"] = None, None
-    assert pretrain.resume(run, MagicMock()) == (7, None, None)
+    def run_with(*plans: Plan) -> Any:
+        controller = PrecisionController({}, plans[0], RunClock(seed=0), plan_after_switch=(*plans, None)[1])
+        parts = {name: MagicMock() for name in ("loader", "guard", "log", "kernels")}
+        run = MagicMock(**parts, controller=controller)
+        run.load_state_dict = lambda state: Run.load_state_dict(run, state)
+        run._parts = lambda: Run._parts(run)
+        run.config.checkpoint.resume = "auto"
+        run.checkpointer.steps_after.return_value = []
+        run.checkpointer.resume.return_value = MagicMock(step=7, trainer=trainer)
+        return run
+
+    trainer: dict[str, Any] = {"switch": {"switched_at": 6, "num_below": 0}}
+    with pytest.raises(
+        ConfigError, match=r"from step 7: .* behind the precision switch .* precision.switch.when=never"
+    ):
+        pretrain.resume(run_with(Plan(())))
+    assert pretrain.resume(run_with(Plan(()), Plan(()))) == 7
+    trainer["switch"]["switched_at"] = None
+    assert pretrain.resume(run_with(Plan(()))) == 7
 
 
 @pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])
@@ -266,9 +284,9 @@ def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch
     required = []
     monkeypatch.setattr(pretrain.selftest, "cases_of", lambda *_: [])
     monkeypatch.setattr(pretrain.selftest, "require", lambda backend, *_: required.append(backend) or "")
-    run = MagicMock(backend=MagicMock(), linears={"linear": MagicMock(backend=name)})
+    run = MagicMock(backend=MagicMock(), controller=MagicMock(linears={"linear": MagicMock(backend=name)}))
     run.backend.name = name
-    pretrain.test_backend(run, MagicMock())
+    pretrain.test_backend(run)
     assert required == ([] if name == "emulated" else [name])
 
 
@@ -277,3 +295,5 @@ def test_check_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
     assert pretrain.main(["--help"]) == 0
     assert "precision" in capsys.readouterr().out
+    assert pretrain.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megatron_fp4 {__version__}\n"

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import assembly
-from megatron_fp4.config.compose import compose_config, precision_config
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+
+pytestmark = pytest.mark.slow
 
 RECIPES = ("bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4", "nvfp4_all_the_way", "nvfp4_nemotron_3")
 # Relative error of the whole gradient after one backward pass that is allowed to a recipe, against BF16.
@@ -26,8 +28,7 @@ GRADIENT_ERROR = {
 def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
     """Loss and flattened gradient of the tiny model's first micro-batch under a recipe."""
     config = compose_config([f"precision={name}", "train.sequence_length=128"], assembly.CONFIGS)
-    target = precision_config("bf16", config, assembly.CONFIGS)
-    model = assembly.build_model_parts(config, target, mesh, RunClock(seed=3))[0]
+    model = assembly.initialized_model(config, mesh, RunClock(seed=3))[0]
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=generator)
     loss = model(tokens, targets)

@@ -112,7 +112,7 @@ def test_the_papers_experiments_are_valid_configurations(
 def test_the_papers_experiments_are_what_they_say() -> None:
     def recipe(overrides: str) -> list[str]:
         (line,) = [command for command in commands() if command.endswith(overrides)]
-        return recipe_from_config(assembly.configure(line.split()[3:])[0].precision).describe()
+        return recipe_from_config(assembly.configure(line.split()[3:]).precision).describe()
 
     assert recipe("precision.dgrad.weight.reuse_fprop=true") == [
         "fprop x|W: bf16 | nvfp4 1x16",

@@ -8,7 +8,7 @@ yet: who has one names it, and the self-test says whether it computes what it sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,9 @@ from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
+from megatron_fp4.precision.sizes import native_size_refusal
 from megatron_fp4.precision.te_releases import outdated
 
 
@@ -42,8 +44,8 @@ class BackendChoice:
         return te.TransformerEngineBackend() if self.name == "transformer_engine" else EMULATED
 
 
-def choose_backend(config: Config, target: PrecisionConfig, device_type: str) -> BackendChoice:
-    """The backend for a checked `config` that may switch to `target`, on this machine's `device_type`.
+def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None]) -> BackendChoice:
+    """The backend for a checked `config` on this machine's `device_type`. plans: before and after its switch, if any.
 
     Raises ConfigError if `precision.backend=transformer_engine` or `torch` cannot be had, or if the first would be used
     and an environment variable asks it for inexact arithmetic.
@@ -52,13 +54,13 @@ def choose_backend(config: Config, target: PrecisionConfig, device_type: str) ->
     if wanted == "emulated":
         return BackendChoice("emulated", "as precision.backend says")
     precisions = {"precision": config.precision}
-    if config.precision.switch.when != "never":
-        precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = target
+    if config.after_switch is not None:
+        precisions[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
     if wanted == "auto" and not any(recipe.quantized for recipe in _recipes(precisions)):
         return BackendChoice("emulated", "nothing is quantized")
     if wanted == "torch":
         return _torch(precisions, device_type)
-    refusal = _refusal(precisions, config, device_type)
+    refusal = _refusal(precisions, plans, config.parallel.tensor, device_type)
     if refusal is not None and wanted == "transformer_engine":
         raise ConfigError(f"precision.backend=transformer_engine: {refusal}; use precision.backend=emulated")
     if refusal is not None:
@@ -72,9 +74,14 @@ def choose_backend(config: Config, target: PrecisionConfig, device_type: str) ->
     return BackendChoice("transformer_engine", f"native on compute capability {capability}")
 
 
-def _refusal(precisions: Mapping[str, PrecisionConfig], config: Config, device_type: str) -> str | None:
+def _refusal(
+    precisions: Mapping[str, PrecisionConfig], plans: Iterable[Plan | None], tensor: int, device_type: str
+) -> str | None:
     for key, precision in precisions.items():
-        if refusal := transformer_engine_refusal(precision, config, key):
+        if refusal := transformer_engine_refusal(precision, key):
+            return f"it cannot do {refusal[0]}"
+    for plan in plans:
+        if plan is not None and (refusal := native_size_refusal(plan, tensor)):
             return f"it cannot do {refusal[0]}"
     if device_type != "cuda":
         return f"the run is on {device_type}"

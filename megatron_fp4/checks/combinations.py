@@ -7,35 +7,31 @@ Precision has a file of its own, `validate_precision.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_fp4.checks.precision import validate_precision
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig
+from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ParallelConfig
 from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.training.schedule import WSDSchedule
-
-__all__ = ["ConfigError", "validate", "validate_precision"]
 
 # Tiles of quantization and of the Hadamard transform are 16 tokens or features wide (at least).
 _TILE = 16
 
 
-def validate(config: Config, world_size: int, device_type: str) -> None:
-    """Raise ConfigError for the first thing in `config` that cannot run on `world_size` ranks.
+def validate(config: Config, world_size: int, device_type: str, shared: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ConfigError for the first thing besides model and precision that cannot run on `world_size` ranks.
 
-    device_type: what the machine offers, `cuda` or `cpu`. The target of a precision switch is another
-    `PrecisionConfig`: pass it to `validate_precision` as well.
+    device_type: what the machine offers, `cuda` or `cpu`. shared: what tensor-parallel ranks divide among them, by its
+    key, with the value of that key.
     """
     _positive_numbers(config)
     _choices(config)
-    _model(config.model)
-    _mesh(config, world_size)
+    _mesh(config, world_size, shared)
     _batch(config, world_size)
     _schedule(config)
     _data(config.data)
     _paths_and_device(config, device_type)
     _looking_inside(config, device_type)
-    validate_precision(config.precision, config, device_type)
 
 
 def _positive_numbers(config: Config) -> None:
@@ -102,44 +98,9 @@ def _choices(config: Config) -> None:
             raise ConfigError(f"{key}={value} is not known; choose one of {', '.join(allowed)}")
 
 
-def _model(model: ModelConfig) -> None:
-    if not model.pattern:
-        raise ConfigError("model.pattern is empty; give one letter a block: M (Mamba-2), - (FFN), * (attention)")
-    for position, letter in enumerate(model.pattern):
-        if letter not in "M-*":
-            raise ConfigError(
-                f"model.pattern={model.pattern}: {letter!r} at position {position} is no block; use M "
-                "(Mamba-2), - (FFN) and * (attention), without spaces"
-            )
-    used = ["vocab_size", "hidden_dim"]
-    used += ["ffn_dim"] if "-" in model.pattern else []
-    used += ["num_query_heads", "num_kv_heads", "head_dim", "rope_base"] if "*" in model.pattern else []
-    mamba = ("num_heads", "head_dim", "num_groups", "state_dim", "conv_width", "chunk_size")
-    used += [f"mamba_{name}" for name in mamba] if "M" in model.pattern else []
-    for name in [*used, "norm_eps", "init_std"]:
-        if not getattr(model, name) > 0:
-            raise ConfigError(f"model.{name}={getattr(model, name)} is not positive; give a number above 0")
-    if "*" in model.pattern and model.num_query_heads % model.num_kv_heads:
-        raise ConfigError(
-            f"model.num_query_heads={model.num_query_heads} is not a multiple of model.num_kv_heads="
-            f"{model.num_kv_heads}; KV heads that work: {_listed(_divisors(model.num_query_heads))}"
-        )
-    if "*" in model.pattern and model.rope and model.head_dim % 2:
-        raise ConfigError(
-            f"model.head_dim={model.head_dim} is odd, and model.rope rotates pairs; use "
-            f"{model.head_dim + 1}, or model.rope=false"
-        )
-    if "M" in model.pattern and model.mamba_num_heads % model.mamba_num_groups:
-        raise ConfigError(
-            f"model.mamba_num_heads={model.mamba_num_heads} is not a multiple of model.mamba_num_groups="
-            f"{model.mamba_num_groups}; groups that work: {_listed(_divisors(model.mamba_num_heads))}"
-        )
-
-
-def _mesh(config: Config, world_size: int) -> None:
+def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> None:
     parallel = config.parallel
     tensor, replicate = parallel.tensor, parallel.replicate
-    shared = _shared_by_tensor_ranks(config.model)
     sizes = [size for size in _divisors(world_size) if all(count % size == 0 for count, _ in shared.values())]
     with_replicas = [size for size in sizes if (world_size // size) % replicate == 0]
     if world_size % (tensor * replicate):
@@ -162,27 +123,6 @@ def _mesh(config: Config, world_size: int) -> None:
                 f"parallel.tensor={tensor} does not divide {key}={value}; sizes that work for this model on "
                 f"{world_size} ranks: {_listed(with_replicas)}"
             )
-
-
-def _shared_by_tensor_ranks(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Key -> (what tensor-parallel ranks divide among them, the key's value)."""
-    shared = {"model.vocab_size": (model.vocab_size, model.vocab_size)}
-    if "*" in model.pattern:
-        shared["model.num_query_heads"] = (model.num_query_heads, model.num_query_heads)
-        shared["model.num_kv_heads"] = (model.num_kv_heads, model.num_kv_heads)
-    if "M" in model.pattern:
-        shared["model.mamba_num_heads"] = (model.mamba_num_heads, model.mamba_num_heads)
-        shared["model.mamba_num_groups"] = (model.mamba_num_groups, model.mamba_num_groups)
-    if "-" in model.pattern:
-        if model.ffn_dim % _TILE:
-            raise ConfigError(
-                f"model.ffn_dim={model.ffn_dim} is not a multiple of {_TILE}; use {_neighbours(model.ffn_dim, _TILE)}"
-            )
-        shared[f"the {model.ffn_dim // _TILE} tiles of {_TILE} in model.ffn_dim"] = (
-            model.ffn_dim // _TILE,
-            model.ffn_dim,
-        )
-    return shared
 
 
 def _batch(config: Config, world_size: int) -> None:

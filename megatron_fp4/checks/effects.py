@@ -78,8 +78,7 @@ def _unquantized(precision: PrecisionConfig, key: str) -> None:
 
 def _gradient_noise(switch: SwitchConfig, recipes: Sequence[Recipe], key: str) -> None:
     if switch.when == "gradient_noise":
-        operands = [item for recipe in recipes for item in recipe.operands.items()]
-        if not any(operand.quantized for name, operand in operands if not name.startswith("fprop")):
+        if not any(recipe.dgrad.quantized or recipe.wgrad.quantized for recipe in recipes):
             raise ConfigError(
                 f"{key}.switch.when=gradient_noise never switches: dgrad and wgrad are not quantized and make no "
                 "noise; give a step, a fraction, before_decay or never"

@@ -1,7 +1,6 @@
-"""Refuses recipes that cannot be computed: formats against blocks, blocks against model and batch.
+"""Refuses recipes that cannot be computed. Whether a model's sizes divide is asked of its plan (precision/sizes.py).
 
-Tokens and output features never appear here: the linear layer pads them to what kernels demand. Input features are what
-the user chose, so they must divide (precision/demands.py). Options without effect are for `validate_effects.py`.
+Options without effect are for `validate_effects.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from dataclasses import dataclass, fields, replace
 from megatron_fp4.checks.effects import validate_effects
 from megatron_fp4.checks.torch_backend import validate_torch_backend
 from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
-from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.demands import TILES, block_demands
-from megatron_fp4.precision.plan import first_exception, recipe_of
+from megatron_fp4.precision.plan import recipe_of
 from megatron_fp4.precision.recipe import GEMMS, recipe_from_config
 
 BLOCKS = {
@@ -23,8 +20,6 @@ BLOCKS = {
     "fp8": ("1x128", "128x128"),
 }
 BACKENDS = ("emulated", "transformer_engine", "torch")
-# The linears of each kind of block: the first reads the hidden state, the second the width that the block works in.
-_PROJECTIONS = {"M": ("in_proj", "out_proj"), "*": ("qkv_proj", "out_proj"), "-": ("up_proj", "down_proj")}
 RHT_SIZES = (0, 2, 4, 8, 16, 32, 64, 128)
 _TRANSFORMER_ENGINE_FORMATS = {"nvfp4": "1x16", "mxfp8": "1x32", "fp8": "1x128"}  # and activations' blocks there
 
@@ -45,7 +40,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     """
     _exceptions(precision, key)
     quantized = False
-    for part, (where, of_part) in enumerate(parts(precision, key), -1):
+    for where, of_part in parts(precision, key):
         gemms = _gemms(of_part)
         _choices(of_part, where)
         for gemm in gemms:
@@ -59,8 +54,7 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
         _reuse(of_part, gemms, where)
         if any(operand.format != "bf16" for gemm in gemms for operand in gemm.operands.values()):
             quantized = True
-            _sizes(of_part, config, where, part)
-    _backend(precision, config, device_type, key)
+    _backend(precision, device_type, key)
     for where, of_part in parts(precision, key):
         validate_torch_backend(of_part, device_type, where)
     if quantized:
@@ -84,12 +78,6 @@ def _exceptions(precision: PrecisionConfig, key: str) -> None:
     for i, exception in enumerate(precision.exceptions):
         if not exception.names:
             raise ConfigError(f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception")
-        for letter in exception.blocks:
-            if letter not in _PROJECTIONS:
-                raise ConfigError(
-                    f"{key}.exceptions[{i}].blocks={exception.blocks} has {letter!r}; block letters are "
-                    f"{', '.join(_PROJECTIONS)}, and an empty string means all"
-                )
 
 
 def _gemms(precision: PrecisionConfig) -> list[_Gemm]:
@@ -172,10 +160,10 @@ def _reuse(precision: PrecisionConfig, gemms: list[_Gemm], key: str) -> None:
                 )
 
 
-def _backend(precision: PrecisionConfig, config: Config, device_type: str, key: str) -> None:
+def _backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
     if precision.backend != "transformer_engine":
         return
-    if refusal := transformer_engine_refusal(precision, config, key):
+    if refusal := transformer_engine_refusal(precision, key):
         problem, remedy = refusal
         raise ConfigError(f"{problem} does not go with {key}.backend=transformer_engine; {remedy}")
     if device_type != "cuda":
@@ -185,18 +173,18 @@ def _backend(precision: PrecisionConfig, config: Config, device_type: str, key: 
         )
 
 
-def transformer_engine_refusal(precision: PrecisionConfig, config: Config, key: str) -> tuple[str, str] | None:
+def transformer_engine_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | None:
     """The first thing in a precision config that Transformer Engine cannot do on any chip, and the remedies, or None.
 
     Which chip can do what is in `precision/transformer_engine.py`.
     """
-    for part, (where, of_part) in enumerate(parts(precision, key), -1):
-        if refusal := _recipe_refusal(of_part, config, where, part):
+    for where, of_part in parts(precision, key):
+        if refusal := _recipe_refusal(of_part, where):
             return refusal
     return None
 
 
-def _recipe_refusal(precision: PrecisionConfig, config: Config, key: str, part: int) -> tuple[str, str] | None:
+def _recipe_refusal(precision: PrecisionConfig, key: str) -> tuple[str, str] | None:
     emulated = "or backend=emulated"
     if precision.compute_dtype != "bfloat16":
         return f"{key}.compute_dtype={precision.compute_dtype}", f"use bfloat16, {emulated}"
@@ -214,8 +202,6 @@ def _recipe_refusal(precision: PrecisionConfig, config: Config, key: str, part: 
         allowed = (0, 16) if gemm.name == "wgrad" and first.format in ("bf16", "nvfp4") else (0,)
         if gemm.rht not in allowed:
             return f"{key}.{gemm.name}.rht={gemm.rht}", f"use {' or '.join(map(str, allowed))}, {emulated}"
-    if any(operand.format == "nvfp4" for gemm in gemms for operand in gemm.operands.values()):
-        return _fp4_size_refusal(config, precision, part)
     return None
 
 
@@ -239,17 +225,6 @@ def _operand_refusal(operand: OperandConfig, name: str, gemm: _Gemm, key: str) -
     return None
 
 
-def _fp4_size_refusal(config: Config, precision: PrecisionConfig, part: int) -> tuple[str, str] | None:
-    """What an FP4 GEMM sums over must be whole 16 bytes of codes; tokens and output features are padded."""
-    multiple, tensor = te.demands(recipe_from_config(precision)).inputs, config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
-        shards = tensor if sharded else 1
-        if size % (shards * multiple):
-            each = f" / parallel.tensor={tensor}" if shards > 1 else ""
-            return f"{name}={size}{each}, the input of {linear},", f"use a multiple of {multiple}, or backend=emulated"
-    return None
-
-
 def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
     blocks, num_blocks = precision.bf16_blocks, config.model.num_blocks
     for name, count in (("first", blocks.first), ("last", blocks.last)):
@@ -261,60 +236,6 @@ def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
             f"blocks of model.pattern={config.model.pattern} quantized; lower them to less than "
             f"{num_blocks} together, or choose precision=bf16"
         )
-
-
-def _sizes(precision: PrecisionConfig, config: Config, key: str, part: int) -> None:
-    """The input features of every quantized linear must be what blocks and transforms demand."""
-    multiple = block_demands(recipe_from_config(precision)).inputs
-    tensor = config.parallel.tensor
-    for name, (size, sharded, linear) in _input_dims(config, precision, part).items():
-        shards = tensor if sharded else 1
-        if size % (shards * multiple):
-            each = f" / parallel.tensor={tensor}" if shards > 1 else ""
-            below = size // (shards * multiple) * shards * multiple
-            working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
-            fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
-            ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
-            raise ConfigError(
-                f"{name}={size}{each} is the input of {linear} and not a multiple of {multiple}, as "
-                f"{_what_demands(precision, multiple, key)} needs; {working} work{ranks}, or choose another format"
-            )
-
-
-def _what_demands(precision: PrecisionConfig, multiple: int, key: str) -> str:
-    """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
-    for gemm in _gemms(precision):
-        for name, operand in gemm.operands.items():
-            if TILES.get(operand.format) == multiple:
-                return f"{key}.{gemm.name}.{name}.format={operand.format}"
-    return f"{key}.fprop.rht={precision.fprop.rht}"
-
-
-def _input_dims(config: Config, precision: PrecisionConfig, part: int) -> dict[str, tuple[int, bool, str]]:
-    """Key -> (input features, whether tensor-parallel ranks share them, the linear), of linears under one recipe.
-
-    part: -1 for the run's own recipe, else the number of an exception.
-    """
-    model, blocks = config.model, precision.bf16_blocks
-    projections = set()
-    for block in range(blocks.first, model.num_blocks - blocks.last):
-        kind = model.pattern[block]
-        for projection in _PROJECTIONS[kind]:
-            found = first_exception(f"blocks.{block}.mixer.{projection}", kind, precision.exceptions)
-            if (-1 if found is None else found[0]) == part:
-                projections.add((kind, projection))
-    dims = {}
-    if any((kind, into) in projections for kind, (into, _) in _PROJECTIONS.items()):
-        dims["model.hidden_dim"] = (model.hidden_dim, False, "the projections into every block")
-    if ("-", "down_proj") in projections:
-        dims["model.ffn_dim"] = (model.ffn_dim, True, "the FFN's down projection")
-    if ("*", "out_proj") in projections:
-        q_dim = model.num_query_heads * model.head_dim
-        dims["model.num_query_heads x model.head_dim"] = (q_dim, True, "the attention's output projection")
-    if ("M", "out_proj") in projections:
-        inner = model.mamba_inner_dim
-        dims["model.mamba_num_heads x model.mamba_head_dim"] = (inner, True, "the Mamba output projection")
-    return dims
 
 
 def _recheck(precision: PrecisionConfig, quantized: bool, key: str) -> None:

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_fp4.config.compose_errors import explain, unknown_key
+from megatron_fp4.config.compose_errors import choose, explain, unknown_key
 from megatron_fp4.config.schema import (
     ComposedException,
     Config,
@@ -31,7 +31,7 @@ from megatron_fp4.config.schema import (
     RecipeConfig,
 )
 
-__all__ = ["ConfigError", "compose_config", "group_options", "help_text", "precision_config", "to_yaml"]
+__all__ = ["ConfigError", "compose_config", "group_options", "help_text", "to_yaml"]
 
 
 def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
@@ -49,28 +49,14 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
             raise ConfigError(
                 f"{override}: Hydra's own settings have no effect here; drop it (the output folder is run.dir)"
             )
-    config = _to_object(_compose(overrides, directory), overrides, directory)
-    switch = config.precision.switch
-    if switch.when != "never" and switch.target not in group_options(directory)["precision"]:
-        raise ConfigError(
-            f"precision.switch.target={switch.target} is not a precision config; choose one of "
-            + ", ".join(group_options(directory)["precision"])
-        )
-    return config
-
-
-def precision_config(name: str, config: Config, config_dir: str | Path) -> PrecisionConfig:
-    """The precision config `name` under `config_dir`/precision as it resolves for `config`'s model.
-
-    This is the target of `precision.switch`; overrides of `config.precision` do not carry over to it.
-    Raises ConfigError if there is no such file.
-    """
-    return _to_object(*_composed_precision(name, config.model, _config_directory(config_dir))).precision
+    return _to_object(_compose("config", overrides, directory), overrides, directory)
 
 
 def to_yaml(config: Config) -> str:
-    """The whole resolved configuration as YAML, in the order of the dataclasses."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    """The resolved configuration as YAML, in the order of the dataclasses; without what `precision.switch` names."""
+    keys = asdict(config)
+    del keys["after_switch"]
+    return OmegaConf.to_yaml(OmegaConf.create(keys))
 
 
 def group_options(config_dir: str | Path) -> dict[str, list[str]]:
@@ -97,7 +83,8 @@ def help_text(config_dir: str | Path) -> str:
     lines += ["", "Keys and their values in the default run (megatron_fp4/config/schema.py explains each):"]
     default = compose_config([], directory)
     for section in fields(default):
-        lines += _key_lines(getattr(default, section.name), section.name)
+        if section.name != "after_switch":
+            lines += _key_lines(getattr(default, section.name), section.name)
     lines += [
         "",
         "Examples:",
@@ -118,13 +105,13 @@ def _config_directory(config_dir: str | Path) -> Path:
     return directory
 
 
-def _compose(overrides: list[str], directory: Path) -> DictConfig:
+def _compose(name: str, overrides: list[str], directory: Path) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=_schema())
     # Hydra's state is global and one failed or foreign initialization would make the next one fail.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3", job_name="pretrain"):
-            return compose("config", overrides=overrides)
+            return compose(name, overrides=overrides)
     except (
         HydraException,
         OmegaConfBaseException,
@@ -153,29 +140,40 @@ def _unlock(node: DictConfig) -> None:
             _unlock(child)
 
 
-def _composed_precision(name: str, model: ModelConfig, directory: Path) -> tuple[DictConfig, list[str], Path]:
-    overrides = [f"precision={name}"]
-    composed = _compose(overrides, directory)
-    # The recipe may refer to the model (which blocks stay in BF16), and the model may have been overridden.
-    composed.model = OmegaConf.structured(model)
-    return composed, overrides, directory
+def _precision_config(key: str, name: str, model: ModelConfig, directory: Path) -> PrecisionConfig:
+    """The file `name` under precision/ as it resolves for `model`; overrides of the run's precision do not count."""
+    if name not in (names := group_options(directory)["precision"]):
+        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
+    # The recipe may refer to the model: which blocks stay in BF16.
+    model_node = OmegaConf.create({"model": asdict(model)})
+    composed = OmegaConf.merge(_schema(), model_node, _compose(f"precision/{name}", [], directory))
+    assert isinstance(composed, DictConfig)
+    return _plain_object(composed, [], directory).precision
 
 
 def _to_object(composed: DictConfig, overrides: list[str], directory: Path) -> Config:
     config = _plain_object(composed, overrides, directory)
-    return replace(config, precision=_with_recipes(config.precision, config.model, directory))
+    precision = _with_recipes(config.precision, config.model, directory)
+    return replace(config, precision=precision, after_switch=_after_switch(precision, config.model, directory))
+
+
+def _after_switch(precision: PrecisionConfig, model: ModelConfig, directory: Path) -> PrecisionConfig | None:
+    if precision.switch.when == "never":
+        return None
+    after = _precision_config("precision.switch.target", precision.switch.target, model, directory)
+    return _with_recipes(after, model, directory)
 
 
 def _with_recipes(precision: PrecisionConfig, model: ModelConfig, directory: Path) -> PrecisionConfig:
     """`precision` with the recipe of every exception written out."""
     exceptions: list[ExceptionConfig] = []
     for i, exception in enumerate(precision.exceptions):
-        key, options = f"precision.exceptions[{i}].precision={exception.precision}", group_options(directory)
-        if exception.precision not in options["precision"]:
-            raise ConfigError(f"{key} is not a precision config; choose one of {', '.join(options['precision'])}")
-        other = _plain_object(*_composed_precision(exception.precision, model, directory)).precision
+        key = f"precision.exceptions[{i}].precision"
+        other = _precision_config(key, exception.precision, model, directory)
         if other.exceptions:
-            raise ConfigError(f"{key} has exceptions of its own; choose a precision config without")
+            raise ConfigError(
+                f"{key}={exception.precision} has exceptions of its own; choose a precision config without"
+            )
         recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
         exceptions.append(ComposedException(exception.names, exception.blocks, exception.precision, recipe))
     return replace(precision, exceptions=exceptions)
@@ -183,6 +181,8 @@ def _with_recipes(precision: PrecisionConfig, model: ModelConfig, directory: Pat
 
 def _plain_object(composed: DictConfig, overrides: list[str], directory: Path) -> Config:
     _refuse_unknown_keys(composed, "")
+    if composed.after_switch is not None:
+        raise ConfigError(unknown_key("after_switch"))
     if "${now:" in OmegaConf.to_yaml(composed):
         raise ConfigError(
             "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"

@@ -95,9 +95,13 @@ def _missing_option(error: MissingConfigException) -> str:
     if not group:
         return f"{missing}: no such config file; {_HELP}"
     options = [name for name in error.options or [] if name]
-    close = difflib.get_close_matches(option, options, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]}? There are" if close else "choose one of"
-    return f"{group}={option}: there is no {group} config of that name; {hint} {', '.join(options)}"
+    return f"{group}={option}: there is no {group} config of that name; {choose(option, options)}"
+
+
+def choose(wrong: str, options: list[str]) -> str:
+    """The remedy for a name that is none of `options`."""
+    close = difflib.get_close_matches(wrong, options, n=1, cutoff=0.6)
+    return (f"did you mean {close[0]}? There are " if close else "choose one of ") + ", ".join(options)
 
 
 def _hydra_line(message: str, overrides: list[str]) -> str:

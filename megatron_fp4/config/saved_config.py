@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_fp4.config.compose import _schema, _to_object, precision_config
+from megatron_fp4.config.compose import _precision_config, _schema, _to_object
 from megatron_fp4.config.compose_errors import explain
 from megatron_fp4.config.schema import Config, ConfigError
 
@@ -30,7 +30,7 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
     config = _merge(saved, [], directory)
     for name in (override.partition("=")[2] for override in overrides if override.startswith("precision=")):
-        config = replace(config, precision=precision_config(name, config, directory))
+        config = replace(config, precision=_precision_config("precision", name, config.model, directory))
     return _merge(asdict(config), [o for o in overrides if not o.startswith("precision=")], directory)
 
 
@@ -43,8 +43,8 @@ def _merge(saved: Mapping[str, Any], overrides: list[str], directory: Path) -> C
 
 
 def _as_written(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the recipes of exceptions, which composing writes out anew."""
+    """Without the recipes of exceptions and of the switch, which composing writes out anew."""
     precision = dict(saved.get("precision", {}))
     given = ("names", "blocks", "precision")
     precision["exceptions"] = [{key: one[key] for key in given} for one in precision.get("exceptions", [])]
-    return {**saved, "precision": precision}
+    return {**{key: saved[key] for key in saved if key != "after_switch"}, "precision": precision}

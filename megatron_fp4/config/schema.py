@@ -387,7 +387,11 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """The whole run."""
+    """The whole run.
+
+    after_switch: the precision that `precision.switch.target` names, as it resolves for this model; None with
+        `precision.switch.when=never`. No key of its own: `compose` fills it.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -400,3 +404,4 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    after_switch: PrecisionConfig | None = None

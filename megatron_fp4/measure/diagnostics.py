@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import LinearNumerics
+    from megatron_fp4.precision.linear_call import LinearContext
 
 Record = dict[str, Any]
 
 
 class Diagnostics:
-    """Measures `linears` (name -> numerics, the same on all ranks) in every `interval`-th step; never if 0."""
+    """Measures `linears` (name -> context, the same on all ranks) in every `interval`-th step; never if 0."""
 
-    def __init__(self, interval: int, linears: Mapping[str, LinearNumerics]) -> None:
+    def __init__(self, interval: int, linears: Mapping[str, LinearContext]) -> None:
         if interval < 0:
             raise ValueError(f"precision.diagnostics.interval={interval} is negative; give a number of steps, or 0")
         self.interval = interval

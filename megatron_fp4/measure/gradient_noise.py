@@ -26,23 +26,20 @@ over all coordinates of all parameters on all ranks, before clipping. How this s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.training.gradients import _holds_first_copy, sum_replicated_gradients
-from megatron_fp4.training.step import MicroBatch, _prepare_backward
-
-if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.recipe import Gemm, Recipe
+from megatron_fp4.training.accumulate import MicroBatch, accumulate
+from megatron_fp4.training.gradients import holds_first_copy, sum_replicated_gradients
 
 
 @dataclass(frozen=True)
@@ -86,51 +83,48 @@ class GradientNoise:
 
 def bf16_backward(recipe: Recipe) -> Recipe:
     """`recipe` with dgrad and wgrad unquantized; fprop unchanged."""
-    return replace(
-        recipe,
-        name=f"{recipe.name}, backward bf16",
-        dgrad_gradient=Operand(),
-        dgrad_weight=Operand(),
-        wgrad_gradient=Operand(),
-        wgrad_activation=Operand(),
-        dgrad_rht=0,
-        wgrad_rht=0,
-    )
+    return replace(recipe, name=f"{recipe.name}, backward bf16", dgrad=Gemm(), wgrad=Gemm())
 
 
 def gradient_noise(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
-    clock: RunClock,
-    linears: Mapping[str, LinearNumerics],
+    controller: PrecisionController,
     *,
     step: int,
     reshard: bool = False,
 ) -> GradientNoise:
     """Measure the gradient of the training step `step` twice, without updating; see the top of this file.
 
-    model, micro_batches, mesh, clock, step, reshard: as for `train_step`, which may follow and is not affected:
-    weights, recipes, clock and gradients are as before, and kept quantized weights are dropped (and made again, the
-    same). linears: name -> numerics of every linear of the plan. The model must draw nothing from torch's generators.
+    model, micro_batches, mesh, step, reshard: as for `train_step`, which may follow and is not affected: weights,
+    recipes, clock and gradients are as before, and kept quantized weights are dropped (and made again, the same).
+    controller: of all linears. The model must draw nothing from torch's generators.
 
     Costs two forward and backward passes over the micro-batches, and memory for one more sharded FP32 gradient.
     Collective: all ranks call it, with equally many micro-batches.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     parameters = list(named.values())
-    recipes = {name: numerics.recipe for name, numerics in linears.items()}
     gradients = [parameter.grad for parameter in parameters]
+    clock = controller.clock
     before = (clock.step, clock.micro_batch)
     clock.step = step
+
+    def gradients_now() -> list[Tensor | None]:
+        """The mean gradient over the global batch of each parameter, as a training step has it: the local part."""
+        for parameter in parameters:
+            parameter.grad = None
+        accumulate(model, micro_batches, mesh, clock, reshard=reshard)
+        sum_replicated_gradients(parameters, mesh)
+        return [None if parameter.grad is None else local_part(parameter.grad) for parameter in parameters]
+
     try:
-        _accumulate(model, micro_batches, mesh, clock, parameters, reshard)
-        noisy = [_take_gradient(parameter) for parameter in parameters]
-        _set_recipes(linears, {name: bf16_backward(recipe) for name, recipe in recipes.items()})
-        _accumulate(model, micro_batches, mesh, clock, parameters, reshard)
-        sums = _squared_norms(parameters, noisy, mesh)
+        quantized = gradients_now()
+        with controller.other_recipes(bf16_backward):
+            reference = gradients_now()
+        sums = _squared_norms(parameters, quantized, reference, mesh)
     finally:
-        _set_recipes(linears, recipes)
         clock.step, clock.micro_batch = before
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -148,56 +142,22 @@ def gradient_noise(
     )
 
 
-def _accumulate(
-    model: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    mesh: ParallelMesh,
-    clock: RunClock,
-    parameters: Sequence[nn.Parameter],
-    reshard: bool,
-) -> None:
-    """Leave the mean gradient over the global batch in `.grad`, exactly as `train_step` does."""
-    num_micro_batches = len(micro_batches) * mesh.dp_size
-    for parameter in parameters:
-        parameter.grad = None
-    for position, micro_batch in enumerate(micro_batches, start=1):
-        _prepare_backward(model, is_last=position == len(micro_batches), reshard=reshard)
-        clock.micro_batch = micro_batch.index
-        loss = model(
-            micro_batch.tokens.to(mesh.device, non_blocking=True),
-            micro_batch.targets.to(mesh.device, non_blocking=True),
-        )
-        (loss / num_micro_batches).backward()
-    sum_replicated_gradients(parameters, mesh)
-
-
-def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
-    gradient, parameter.grad = parameter.grad, None
-    return None if gradient is None else _local(gradient)
-
-
-def _set_recipes(linears: Mapping[str, LinearNumerics], recipes: Mapping[str, Recipe]) -> None:
-    for name, numerics in linears.items():
-        numerics.recipe = recipes[name]
-        numerics.weight_cache = None  # made by the recipe before
-
-
 @torch.no_grad()
-def _squared_norms(parameters: Sequence[nn.Parameter], noisy: Sequence[Tensor | None], mesh: ParallelMesh) -> Tensor:
+def _squared_norms(
+    parameters: Sequence[nn.Parameter],
+    quantized: Sequence[Tensor | None],
+    reference: Sequence[Tensor | None],
+    mesh: ParallelMesh,
+) -> Tensor:
     """This rank's share of the squared norms (reference, noise) of each parameter: FP64 [parameters, 2]."""
     sums = torch.zeros(len(parameters), 2, dtype=torch.float64, device=mesh.device)
-    for row, parameter, gradient in zip(sums, parameters, noisy, strict=True):
-        if parameter.grad is None or gradient is None or not _holds_first_copy(parameter, mesh):
+    for row, parameter, g_q, g_ref in zip(sums, parameters, quantized, reference, strict=True):
+        if g_q is None or g_ref is None or not holds_first_copy(parameter, mesh):
             continue
-        reference = _local(parameter.grad)
-        if reference.numel() > 0:  # an FSDP shard may be empty
-            row[0] = torch.linalg.vector_norm(reference, dtype=torch.float64).square()
-            row[1] = torch.linalg.vector_norm(gradient - reference, dtype=torch.float64).square()
+        if g_ref.numel() > 0:  # an FSDP shard may be empty
+            row[0] = torch.linalg.vector_norm(g_ref, dtype=torch.float64).square()
+            row[1] = torch.linalg.vector_norm(g_q - g_ref, dtype=torch.float64).square()
     return sums
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _ratio(reference: float, noise: float) -> float:

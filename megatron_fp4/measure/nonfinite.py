@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.step import MicroBatch, StepResult
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.training.accumulate import MicroBatch, accumulate
+from megatron_fp4.training.step import StepResult
 
 
 class NonFiniteError(RuntimeError):
@@ -34,6 +35,14 @@ class NonFiniteGuard:
     def __post_init__(self) -> None:
         if self.max_skipped_steps < 1:
             raise ValueError(f"train.max_skipped_steps is {self.max_skipped_steps}; give 1 or more")
+
+    def state_dict(self) -> dict[str, int]:
+        """For the checkpoint."""
+        return {"consecutive": self.consecutive, "total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a checkpoint."""
+        self.consecutive, self.total = state["consecutive"], state["total"]
 
     def observe(self, result: StepResult, step: int, diagnose: Callable[[], str]) -> None:
         """Count `result`; raise NonFiniteError with what `diagnose` says once too many in a row were skipped.
@@ -116,10 +125,8 @@ def find_nonfinite(
     handles = [
         module.register_forward_hook(watch(name or "the model (its loss)")) for name, module in model.named_modules()
     ]
-    clock.micro_batch = micro_batch.index
     try:
-        loss = model(micro_batch.tokens.to(mesh.device), micro_batch.targets.to(mesh.device))
-        (loss / num_micro_batches).backward()
+        accumulate(model, [micro_batch], mesh, clock, num_micro_batches=num_micro_batches)
     finally:
         for handle in handles:
             handle.remove()
@@ -165,9 +172,7 @@ def _tensors(output: object) -> list[torch.Tensor]:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    local = tensor.detach()
-    if isinstance(local, DTensor):
-        local = local.to_local()
+    local = local_part(tensor)
     return not local.is_floating_point() or bool(local.isfinite().all())
 
 

@@ -1,6 +1,6 @@
 """Looking at linears while they run: what quantization does to their operands and to their three products.
 
-A `Probe` hangs on `LinearNumerics.probe`. The linear's autograd function shows it the raw x, W and dy and the results
+A `Probe` hangs on `LinearContext.probe`. The linear's autograd function shows it the raw x, W and dy and the results
 y, dx and dW; the probe quantizes each operand again, with the same draws and the same tensor maxima as the linear
 did (of a large one only a sample with other draws, see samples.py), and computes each product again from the
 unquantized tensors with FP32 accumulation. The *actual* results are
@@ -41,23 +41,23 @@ from megatron_fp4.measure.statistics import (
     sum_of_squares,
 )
 from megatron_fp4.precision.emulated import GemmOperand, gemm
-from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.precision.recipe import (
+    DGRAD_GRADIENT,
+    DGRAD_WEIGHT,
+    FPROP_ACTIVATION,
+    FPROP_WEIGHT,
+    GEMMS,
+    PLACES,
+    WGRAD_ACTIVATION,
+    WGRAD_GRADIENT,
+    Place,
+)
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.linear import LinearNumerics, _Call
-
-OPERANDS = (
-    "fprop_activation",
-    "fprop_weight",
-    "dgrad_gradient",
-    "dgrad_weight",
-    "wgrad_gradient",
-    "wgrad_activation",
-)
-GEMMS = ("fprop", "dgrad", "wgrad")
+    from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24
@@ -94,22 +94,22 @@ class Probe:
     _repeated: dict[tuple[str, str], str] = field(default_factory=dict)
 
     @contextmanager
-    def attached(self, linears: Mapping[str, LinearNumerics]) -> Iterator[Probe]:
-        """Hang on `linears` (name -> numerics) inside a `with`."""
-        for numerics in linears.values():
-            numerics.probe = self
+    def attached(self, linears: Mapping[str, LinearContext]) -> Iterator[Probe]:
+        """Hang on `linears` (name -> context) inside a `with`."""
+        for context in linears.values():
+            context.probe = self
         try:
             yield self
         finally:
-            for numerics in linears.values():
-                numerics.probe = None
+            for context in linears.values():
+                context.probe = None
 
-    def forward(self, call: _Call, x: Tensor, y: Tensor) -> ProbedCall | None:
+    def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> ProbedCall | None:
         """Measure the forward pass; returns whom to tell about the backward pass, None if the call is of no interest.
 
         x: [tokens, in]. y: [tokens, out], the linear's local result. Collective over tensor-parallel ranks.
         """
-        name = call.numerics.name
+        name = call.context.name
         if not call.recipe.quantized or (self.once and name in self._recipes):
             return None
         self._recipes[name] = call.recipe.name
@@ -130,13 +130,13 @@ class Probe:
         if not measured:
             return {}
         device = next(iter(self._sums.values())).device
-        sums, maxima, parts = [], [], (*OPERANDS, *GEMMS)
+        sums, maxima, parts = [], [], (*(place.name for place in PLACES), *GEMMS)
         for name in measured:
             for part in parts:
                 width = len(PRODUCT_SUMS) if part in GEMMS else len(OPERAND_SUMS)
                 zeros = torch.zeros(width, dtype=torch.float64, device=device)
                 sums.append(self._sums.get((name, part), zeros))
-                if part in OPERANDS:
+                if part not in GEMMS:
                     none = torch.zeros(len(OPERAND_MAXIMA), dtype=torch.float64, device=device)
                     maxima.append(self._maxima.get((name, part), none))
         flat_sums, flat_maxima = torch.cat(sums), torch.cat(maxima)
@@ -147,7 +147,7 @@ class Probe:
         for name in measured:
             operands, errors, wgrad_sums = {}, {}, None
             for part in parts:
-                if part in OPERANDS:
+                if part not in GEMMS:
                     totals = [next(sum_values) for _ in OPERAND_SUMS]
                     largest = [next(maximum_values) for _ in OPERAND_MAXIMA]
                     if (name, part) in self._sums:
@@ -169,84 +169,78 @@ class Probe:
         if transformed:
             self._transformed.add(key)
 
-    def repeat(self, name: str, operand: str, of: str) -> None:
-        """`operand` of linear `name` has the codes of the operand `of`, and so its sums."""
-        self._repeated[name, operand] = of
+    def repeat(self, name: str, place: Place, of: Place) -> None:
+        """The operand at `place` of linear `name` has the codes of the one at `of`, and so its sums."""
+        self._repeated[name, place.name] = of.name
 
 
 class ProbedCall:
     """One call of one linear under measurement; keeps x for the backward pass."""
 
-    def __init__(self, probe: Probe, call: _Call, x: Tensor) -> None:
+    def __init__(self, probe: Probe, call: LinearCall, x: Tensor) -> None:
         self.probe, self.call = probe, call
         self.x: Tensor | None = x
 
     def forward(self, y: Tensor) -> None:
         """Measure fprop and its operands, and the weight as dgrad will see it. y: [tokens, out], local."""
-        call, numerics, x = self.call, self.call.numerics, self.x
+        call, x = self.call, self.x
         assert x is not None
         weight = call.pad_rows(call.weight)
-        self._operand("fprop_activation", call.pad_tokens(x), x.numel(), 0, numerics.in_offset, numerics.in_group)
-        rows, columns, group = call.out_offset, numerics.in_offset, numerics.weight_group
-        self._operand("fprop_weight", weight, call.weight.numel(), rows, columns, group)
-        if self._same_weight_codes():
-            self.probe.repeat(numerics.name, "dgrad_weight", of="fprop_weight")
+        self._operand(FPROP_ACTIVATION, call.pad_tokens(x), x.numel())
+        self._operand(FPROP_WEIGHT, weight, call.weight.numel())
+        if call.recipe[DGRAD_WEIGHT].reuse_fprop or call.same_weight_codes:
+            self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
         else:
-            self._operand("dgrad_weight", weight.t(), call.weight.numel(), columns, rows, group)
+            self._operand(DGRAD_WEIGHT, weight.t(), call.weight.numel())
         self._product("fprop", x, call.weight, y, self._ranks_that_shard_weight(1))
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
         """Measure dgrad and wgrad. dy: [tokens, out], dx: [tokens, in], dw: [out, in], the local parts; then forget."""
-        call, numerics, x = self.call, self.call.numerics, self.x
+        call, x = self.call, self.x
         assert x is not None, "a graph that is walked through twice cannot be measured"
-        padded, start, group = call.pad(dy), call.out_offset, numerics.out_group
+        padded = call.pad(dy)
         if dx is not None:
-            self._operand("dgrad_gradient", padded, dy.numel(), 0, start, group)
+            self._operand(DGRAD_GRADIENT, padded, dy.numel())
             self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
         if dw is not None:
-            self._operand("wgrad_gradient", padded.t(), dy.numel(), start, 0, group)
-            if call.recipe.wgrad_activation.reuse_fprop:
-                self.probe.repeat(numerics.name, "wgrad_activation", of="fprop_activation")
+            self._operand(WGRAD_GRADIENT, padded.t(), dy.numel())
+            if call.recipe[WGRAD_ACTIVATION].reuse_fprop:
+                self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
-                self._operand(
-                    "wgrad_activation", call.pad_tokens(x).t(), x.numel(), numerics.in_offset, 0, numerics.in_group
-                )
+                self._operand(WGRAD_ACTIVATION, call.pad_tokens(x).t(), x.numel())
             self._product("wgrad", dy.t(), x.t(), dw._local_tensor if isinstance(dw, DTensor) else dw, None)
         self.x = None
 
-    def _operand(self, name: str, x: Tensor, count: int, rows: int, columns: int, group: ProcessGroup | None) -> None:
-        """x: [rows, k] as the linear quantizes it, `count` elements no padding; the others as `_Call` has them."""
+    def _operand(self, place: Place, x: Tensor, count: int) -> None:
+        """x: [rows, k] as the linear quantizes it, `count` elements no padding."""
         call = self.call
-        operand: Operand = getattr(call.recipe, name)
+        operand, rht = call.recipe[place], call.recipe.gemms[place.gemm].rht
         if not operand.quantized:
             return
-        gemm_name = name.split("_")[0]
-        rht: int = getattr(call.recipe, f"{gemm_name}_rht")
         large = x.numel() > samples.LARGE
         raw_amax = amax = x.abs().amax().to(torch.float32)
         seen, factor = x, 1.0
         if rht:
             fixed = call.recipe.rht_signs == "fixed"
-            signs = samples.device_signs(rht, x.device) if fixed else call._signs(rht, gemm_name)
+            signs = samples.device_signs(rht, x.device) if fixed else call.signs(place.gemm)
             if large:
                 seen, factor = samples.transformed(x, signs)
             else:
                 seen = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
             amax = seen.abs().amax().to(torch.float32) * factor
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
+        group = call.context.amax_group(place.tensor)
         if group is not None and operand.format == "nvfp4":
             amax = amax.clone()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        key = None
-        if operand.rounding == "stochastic":
-            key = call.numerics.key(call.step, call.micro_batch, name, rows, columns)
+        key = call.draws(place)
 
         def add(sums: Tensor, raw_signal: Tensor | None = None) -> None:
             # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
             raw = sums[0] if raw_signal is None else raw_signal
             raw_count = torch.full_like(raw, count * min(1.0, samples.SAMPLE / x.numel()) if large else count)
             sums = torch.cat((sums, torch.stack((raw, raw_count))))
-            self.probe.add(call.numerics.name, name, sums, maxima, transformed=bool(rht))
+            self.probe.add(call.context.name, place.name, sums, maxima, transformed=bool(rht))
 
         if large:
             part = samples.sample_rows(seen).to(torch.float32)
@@ -258,7 +252,7 @@ class ProbedCall:
 
     def _product(self, name: str, a: Tensor, b: Tensor, result: Tensor, group: ProcessGroup | None) -> None:
         """a: [m, k], b: [n, k], result: [m, n]; group: ranks whose results and exact products add up, or None."""
-        if not any(op.quantized for key, op in self.call.recipe.operands.items() if key.startswith(name)):
+        if not self.call.recipe.gemms[name].quantized:
             return
         sums = torch.zeros(len(PRODUCT_SUMS), dtype=torch.float64, device=a.device)
         for chunk in _chunks(result):
@@ -269,14 +263,7 @@ class ProbedCall:
                 dist.all_reduce(both, group=group)
                 exact, actual = both.unbind()
             sums += product_sums(actual, exact)
-        self.probe.add(self.call.numerics.name, name, sums)
-
-    def _same_weight_codes(self) -> bool:
-        """Whether dgrad's weight has fprop's codes, transposed: it borrows them, or is quantized in square blocks."""
-        recipe, operand = self.call.recipe, self.call.recipe.fprop_weight
-        plain = operand.rounding == "nearest" and not recipe.fprop_rht and not recipe.dgrad_rht
-        square = operand == recipe.dgrad_weight and operand.block[0] == operand.block[1]
-        return recipe.dgrad_weight.reuse_fprop or (square and plain)
+        self.probe.add(self.call.context.name, name, sums)
 
     def _ranks_that_shard_weight(self, dim: int) -> ProcessGroup | None:
         spec = self.call.gradient_spec  # a gradient lies as its weight does

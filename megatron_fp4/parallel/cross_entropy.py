@@ -12,7 +12,8 @@ which changes nothing as long as tokens times micro-batches is a power of two.)
 The vocabulary is sharded over tensor-parallel ranks, which exchange three numbers per token (maximum, sum of
 exponentials, target logit); the logits stay where they are.
 
-On CUDA the softmax runs in place on the logits (cross_entropy_triton.py) if `fused`, otherwise in PyTorch.
+What a device does its own way is in `LossKernels`: on CUDA, products of BF16 matrices come in FP32, and the softmax
+runs in place on the logits if `fused` (cross_entropy_triton.py).
 
 Shapes: t tokens, d hidden, v words of this rank.
 """
@@ -42,12 +43,14 @@ def head_cross_entropy(
     *,
     fused: bool = False,
     chunk_tokens: int | None = None,
+    kernels: LossKernels | None = None,
 ) -> Tensor:
     """Mean loss (FP32, 0-dim) of `targets_t` (int64 [tokens], global vocabulary ids) under the logits x W^T.
 
     x_td: [tokens, hidden], all tokens on every tensor-parallel rank. weight: parameter [vocab, hidden] (a DTensor with
     its rows sharded, or a plain tensor), of which this rank holds the rows from id `first` on; its gradient is FP32.
     fused: Triton for the softmax (CUDA only). chunk_tokens: tokens per chunk; None: as many as fit in 1 GiB of logits.
+    kernels: who computes; None: `fused` decides, on the device of `x_td`.
     The result can be differentiated once.
     """
     accept_fp32_gradient(weight)
@@ -56,7 +59,78 @@ def head_cross_entropy(
     if chunk_tokens is None:
         bytes_per_token = local_part(weight).shape[0] * x_td.element_size()
         chunk_tokens = max(1, _CHUNK_BYTES // bytes_per_token // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
-    return _HeadCrossEntropy.apply(x_td, weight, targets_t, first, mesh, fused, chunk_tokens, needed)  # type: ignore[return-value]
+    if kernels is None:
+        assert x_td.is_cuda or not fused, "Triton's kernels need CUDA"
+        kernels = CudaLossKernels(fused) if x_td.is_cuda else LossKernels()
+    return _HeadCrossEntropy.apply(x_td, weight, targets_t, first, mesh, kernels, chunk_tokens, needed)  # type: ignore[return-value]
+
+
+class LossKernels:
+    """Softmax and products by PyTorch on any device."""
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of dx until the backward pass, with inputs of `dtype`."""
+        return dtype
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a b, in `gradient_dtype`."""
+        return a @ b
+
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        """total + a b in FP32, in place unless `total` is None."""
+        a, b = a.to(torch.float32), b.to(torch.float32)
+        return a @ b if total is None else total.addmm_(a, b)
+
+    def losses(self, logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh) -> Tensor:
+        """The loss of every token, FP32 [tokens]; `logits_tv` becomes the gradient softmax - onehot, in its own dtype.
+
+        index_t: the target's column, outside [0, vocab / tp) on ranks that do not hold it.
+        """
+        scores = logits_tv.to(torch.float32)
+        held = (index_t >= 0) & (index_t < logits_tv.shape[1])
+        column = index_t.clamp(0, logits_tv.shape[1] - 1)[:, None]
+        target = torch.where(held, scores.gather(1, column)[:, 0], 0.0)
+        local_maximum = scores.amax(1)
+        exponentials = torch.sub(scores, local_maximum[:, None], out=scores if scores is not logits_tv else None).exp_()
+        maximum, total, target = over_ranks(local_maximum, exponentials.sum(1), target, mesh)
+        exponentials.mul_(((local_maximum - maximum).exp() / total)[:, None])
+        exponentials.scatter_add_(1, column, -held.to(torch.float32)[:, None])
+        logits_tv.copy_(exponentials)
+        return total.log_().add_(maximum).sub_(target)
+
+
+class CudaLossKernels(LossKernels):
+    """On an NVIDIA GPU. fused: Triton for the softmax."""
+
+    def __init__(self, fused: bool) -> None:
+        self.fused = fused
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Products come in FP32."""
+        return torch.float32
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Never rounded to BF16."""
+        return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        """By one GEMM."""
+        if total is None:
+            return self.product(a, b)
+        if a.dtype == torch.float32:
+            return total.addmm_(a, b)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+    def losses(self, logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh) -> Tensor:
+        """By Triton in place if `fused`."""
+        if not self.fused:
+            return super().losses(logits_tv, index_t, mesh)
+        from megatron_fp4.parallel import cross_entropy_triton as triton_kernels
+
+        maximum, total, target = triton_kernels.row_statistics(logits_tv, index_t)
+        maximum, total, target = over_ranks(maximum, total, target, mesh)
+        triton_kernels.to_gradient_(logits_tv, index_t, maximum, total)
+        return total.log_().add_(maximum).sub_(target)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -68,22 +142,22 @@ class _HeadCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         first: int,
         mesh: ParallelMesh,
-        fused: bool,
+        kernels: LossKernels,
         chunk_tokens: int,
         needed: bool,
     ) -> Tensor:
         ctx.spec = gradient_spec(weight)
         w_vd, num_tokens = local_part(weight).to(x.dtype), x.shape[0]
         losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-        dx = torch.empty(x.shape, dtype=torch.float32 if x.is_cuda else x.dtype, device=x.device) if needed else None
+        dx = torch.empty(x.shape, dtype=kernels.gradient_dtype(x.dtype), device=x.device) if needed else None
         dw: Tensor | None = None
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             logits = x[chunk] @ w_vd.t()
-            losses[chunk] = _loss_and_gradient(logits, targets[chunk] - first, mesh, fused)
+            losses[chunk] = kernels.losses(logits, targets[chunk] - first, mesh)
             if dx is not None:  # logits is their gradient now
-                dx[chunk] = _product(logits, w_vd) if x.is_cuda else logits @ w_vd
-                dw = _add_product(dw, logits.t(), x[chunk])
+                dx[chunk] = kernels.product(logits, w_vd)
+                dw = kernels.add_product(dw, logits.t(), x[chunk])
             del logits  # before the next chunk's are made
         ctx.gradients, ctx.dtype, ctx.num_tokens = (dx, dw), x.dtype, num_tokens
         return losses.mean()
@@ -98,32 +172,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
         return dx, dw, None, None, None, None, None, None
 
 
-def _loss_and_gradient(logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh, fused: bool) -> Tensor:
-    """The loss of every token, FP32 [tokens]; `logits_tv` becomes the gradient softmax - onehot, in its own dtype.
-
-    index_t: the target's column, outside [0, vocab / tp) on ranks that do not hold it.
-    """
-    if fused:
-        from megatron_fp4.parallel import cross_entropy_triton as kernels
-
-        maximum, total, target = kernels.row_statistics(logits_tv, index_t)
-        maximum, total, target = _over_ranks(maximum, total, target, mesh)
-        kernels.to_gradient_(logits_tv, index_t, maximum, total)
-    else:
-        scores = logits_tv.to(torch.float32)
-        held = (index_t >= 0) & (index_t < logits_tv.shape[1])
-        column = index_t.clamp(0, logits_tv.shape[1] - 1)[:, None]
-        target = torch.where(held, scores.gather(1, column)[:, 0], 0.0)
-        local_maximum = scores.amax(1)
-        exponentials = torch.sub(scores, local_maximum[:, None], out=scores if scores is not logits_tv else None).exp_()
-        maximum, total, target = _over_ranks(local_maximum, exponentials.sum(1), target, mesh)
-        exponentials.mul_(((local_maximum - maximum).exp() / total)[:, None])
-        exponentials.scatter_add_(1, column, -held.to(torch.float32)[:, None])
-        logits_tv.copy_(exponentials)
-    return total.log_().add_(maximum).sub_(target)
-
-
-def _over_ranks(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Tensor, Tensor]:
+def over_ranks(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, sum of exp(logit - maximum) and target logit (0 where not held) over the whole vocabulary."""
     if mesh.tp_size == 1:
         return maximum, total, target
@@ -132,19 +181,3 @@ def _over_ranks(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMe
     sums = torch.stack((total * (maximum - overall).exp(), target))
     dist.all_reduce(sums, group=mesh.tp_group)
     return overall, sums[0], sums[1]
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in FP32."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.to(torch.float32) @ b.to(torch.float32)
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b in FP32, in place unless `total` is None."""
-    if total is None:
-        return _product(a, b)
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    return total.addmm_(a.to(torch.float32), b.to(torch.float32))

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from megatron_fp4.parallel.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 
 
 class QuantizedLinear(nn.Module):
-    """What the two parallel linears share: a weight and its numerics, which `precision.plan` fills in."""
+    """What the two parallel linears share: a weight and its context, which `precision.plan` fills in."""
 
-    numerics: LinearNumerics
+    context: LinearContext
 
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, shard_dim: int) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class QuantizedLinear(nn.Module):
         self.weight = new_parameter((out_features, in_features), mesh, shard_dim)
 
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, recipe={self.numerics.recipe.name}"
+        return f"in={self.in_features}, out={self.out_features}, recipe={self.context.recipe.name}"
 
 
 class ColumnParallelLinear(QuantizedLinear):
@@ -54,14 +55,14 @@ class ColumnParallelLinear(QuantizedLinear):
         if num_groups % tp != 0:
             raise ValueError(f"{num_groups} groups of output features do not divide by parallel.tensor={tp}")
         local_groups = num_groups // tp
-        self.numerics = LinearNumerics(
+        self.context = LinearContext(
             num_groups=local_groups, out_group_offset=mesh.tp_rank * local_groups, out_shards=group
         )
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens (local with sequence parallelism), in] -> [tokens, out / tp]."""
         x_td = enter_tensor_parallel(x_td, self.mesh)
-        return quantized_linear(x_td, self.weight, self.numerics)
+        return quantized_linear(x_td, self.weight, self.context)
 
 
 class RowParallelLinear(QuantizedLinear):
@@ -70,11 +71,11 @@ class RowParallelLinear(QuantizedLinear):
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=1)
         group = mesh.tp_group if mesh.tp_size > 1 else None
-        self.numerics = LinearNumerics(in_offset=mesh.tp_rank * (in_features // mesh.tp_size), in_shards=group)
+        self.context = LinearContext(in_offset=mesh.tp_rank * (in_features // mesh.tp_size), in_shards=group)
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens, in / tp] -> [tokens (local with sequence parallelism), out]."""
-        return leave_tensor_parallel(quantized_linear(x_td, self.weight, self.numerics), self.mesh)
+        return leave_tensor_parallel(quantized_linear(x_td, self.weight, self.context), self.mesh)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -105,9 +106,9 @@ class OutputHead(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
-        self.numerics = LinearNumerics(name="head")
+        self.context = LinearContext(name="head")
         self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp]."""
-        return quantized_linear(enter_tensor_parallel(x_td, self.mesh), self.weight, self.numerics)
+        return quantized_linear(enter_tensor_parallel(x_td, self.mesh), self.weight, self.context)

@@ -23,17 +23,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.planning.backend import PlanningBackend
 from megatron_fp4.planning.ledger import Ledger, Message
-from megatron_fp4.planning.stand_ins import shapes_only
+from megatron_fp4.planning.stand_ins import planned_execution
+from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
+from models.execution import Execution
 
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
 
-Build = Callable[[ParallelMesh, RunClock], tuple[nn.Module, Mapping[str, LinearNumerics]]]
+Build = Callable[[ParallelMesh, RunClock, Execution, Backend], tuple[nn.Module, PrecisionController]]
 
 
 @dataclass(frozen=True)
@@ -82,20 +87,23 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
-    build: makes the sharded model, its parameters still on the meta device, and the numerics of its linears by name.
+    build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
+    of its linears, which the given backend computes.
     """
     with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        model, linears = build(mesh, clock)
+        model, controller = build(mesh, clock, planned_execution(config), PlanningBackend())
         num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = min(num_micro_batches, 3)
         ledger = Ledger(lambda: clock.micro_batch)
-        with FakeTensorMode(allow_non_fake_inputs=True), ledger, shapes_only():
+        with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer).optimizer
-            watch = _Watch(model, linears, ledger, optimizer)
+            # It works in place on a GPU; torch makes copies of fake tensors.
+            optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+            watch = _Watch(model, controller.linears, ledger, optimizer)
 
             def step(number: int, count: int) -> None:
                 train_step(
@@ -156,14 +164,14 @@ class _Watch:
     def __init__(
         self,
         model: nn.Module,
-        linears: Mapping[str, LinearNumerics],
+        linears: Mapping[str, LinearContext],
         ledger: Ledger,
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self.model, self.linears, self.ledger = model, linears, ledger
         self.passes: list[_Pass] = []
         self.parameters = optimizer_parameters(optimizer)
-        self.shards = [p._local_tensor if isinstance(p, DTensor) else p for p in self.parameters]
+        self.shards = [local_part(p) for p in self.parameters]
         self.state = [value for state in optimizer.state.values() for value in state.values()]
         self._before: dict[int, int] = {}
         model.register_forward_pre_hook(lambda *_: self._start())
@@ -185,9 +193,9 @@ class _Watch:
         self.passes.append(_Pass(size(gathered), size(quantized), size(new)))
 
     def _kept_weights(self) -> Iterator[Tensor]:
-        for numerics in self.linears.values():
-            if numerics.weight_cache is not None:
-                for operand in numerics.weight_cache[1:]:
+        for context in self.linears.values():
+            if context.weight_cache is not None:
+                for operand in context.weight_cache[1:]:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
 
     def memory(self, peak: int, accumulates: bool) -> RankMemory:
@@ -219,7 +227,7 @@ def _tensor_parallel_parts(parameter: Tensor) -> int:
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return local.numel() * local.element_size()
 
 

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_fp4.precision.fp32_gradients import local_part
+
 _ALLOCATION_UNIT = 512
 
 
@@ -103,8 +105,7 @@ class Ledger(TorchDispatchMode):
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """The numbers of the tensors' storages (of the local parts of DTensors), as in `storages`."""
-        local = (t._local_tensor if isinstance(t, DTensor) else t for t in tensors)
-        return {self._storages[t.untyped_storage()._cdata].number for t in local}
+        return {self._storages[local_part(t).untyped_storage()._cdata].number for t in tensors}
 
     def restart_peak(self) -> None:
         """From here on."""

@@ -1,91 +1,166 @@
-"""The program as it runs on a GPU, without the GPU: for runs on fake tensors.
+"""What a model calls fused, as functions that allocate: for runs on fake tensors.
 
-Inside `with shapes_only():` every tensor says that it is on CUDA, and what would launch a kernel does nothing. So
-linears and loss go the way that they go on an NVIDIA GPU with Triton, through their own code: what they allocate, in
-which order and for how long is theirs. Replaced are only the calls that end in a kernel:
-
-    quantizers of 4-bit formats, FP8, MXFP8 the launches (their operands are allocated before)
-    GEMMs with a scale on the device        by the allocation of the product
-    softmax of the loss                     by the allocation of its statistics
-    its sum of products, fused AdamW        by nothing: they work in place (torch 2.11 makes copies of fake tensors)
-
-What has no kernel of its own (four-over-six, unusual transforms, FP32 activations) goes through PyTorch, as it does on
-a GPU.
+Each keeps for the backward pass what the kernel that it stands for keeps, and has the same temporaries: none but where
+said below. Nearly all of these kernels keep their inputs and compute the rest again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.parallel import cross_entropy
+from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, over_ranks
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision import emulated, gemm_cuda
-from megatron_fp4.quantization import cuda, fp8_cuda, mxfp8_cuda
+from models.attention import split_heads
+from models.execution import Execution
+from models.execution_choice import choose_execution
+from models.scan import ScanInputs
 
-MULTIPROCESSORS = 132  # of an H100 or H200: some kernels' temporaries grow with it
+MULTIPROCESSORS = 132  # of an H100 or H200: attention's temporaries grow with it
 
 
-@contextmanager
-def shapes_only() -> Iterator[None]:
-    """Replace the kernels inside."""
-    loss_and_gradient = cross_entropy._loss_and_gradient
+def planned_execution(config: Config) -> Execution:
+    """The kernels of the run on a GPU that has every package, unless `train.kernels=torch`, as functions that allocate.
 
-    def loss_shapes(logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh, fused: bool) -> Tensor:
-        if not fused:
-            return loss_and_gradient(logits_tv, index_t, mesh, fused)
+    Raises ConfigError for unknown choices.
+    """
+    train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
+    plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
+    kernels: dict[str, Callable[..., Tensor]] = {"attention": attention(config.run.deterministic), "loss": loss}
+    if train.kernels == "torch" or config.precision.compute_dtype != "bfloat16":
+        return replace(plain, kernels=kernels)
+    return replace(plain, kernels={**kernels, "scan": scan, "conv": conv}, compile=one_kernel)
+
+
+class _OneKernel(torch.autograd.Function):
+    """A function as one kernel each way, without temporaries; it keeps its inputs, or with `keeps` off nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], keeps: bool, *arguments: Any) -> Any:
+        # On the meta device, which the ledger does not count.
+        meta = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
+        made = function(*meta)
+        device = next(a.device for a in arguments if isinstance(a, Tensor))
+        ctx.save_for_backward(*(a for a in arguments if keeps and isinstance(a, Tensor)))
+        ctx.inputs, ctx.device = meta, device
+        outputs = [_empty(t, device) for t in (made if isinstance(made, tuple) else [made])]
+        return tuple(outputs) if isinstance(made, tuple) else outputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        assert all(tensor is not None for tensor in ctx.saved_tensors)  # where they are computed again, now
+        wanted = zip(ctx.inputs, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(_empty(t, ctx.device) if needed else None for t, needed in wanted)
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as torch.compile makes it."""
+    # Splitting heads moves numbers about and turns them: the backward pass needs none of them.
+    return lambda *arguments: _OneKernel.apply(function, function is not split_heads, *arguments)
+
+
+def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
+    """causal-conv1d's kernel."""
+    return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
+
+
+def scan(inputs: ScanInputs, chunk_size: int) -> Tensor:
+    """mamba-ssm's kernels."""
+    return _Scan.apply(chunk_size, *inputs)  # type: ignore[return-value]
+
+
+class _Scan(torch.autograd.Function):
+    """It keeps its inputs, its output and the running sums of dt A (FP32), and makes the states at chunk boundaries and
+    C B^T of every chunk (FP32) in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk_size: int, *inputs: Tensor) -> Tensor:
+        x, dt, _, b, *_ = inputs
+        chunks = x.shape[0] * -(-x.shape[1] // chunk_size)
+        ctx.states, ctx.products = chunks * x.shape[2] * x.shape[3] * b.shape[3], chunks * b.shape[2] * chunk_size**2
+        sums, steps = (torch.empty_like(dt, dtype=torch.float32) for _ in range(2))
+        states = x.new_empty(ctx.states, dtype=torch.float32)
+        states = x.new_empty(ctx.states)  # passed on from chunk to chunk, in the dtype of x
+        products = x.new_empty(ctx.products, dtype=torch.float32)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        del steps, states, products
+        ctx.save_for_backward(y, sums, *inputs)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        y, sums, *inputs = ctx.saved_tensors
+        again = [torch.empty_like(sums) for _ in range(2)]
+        products = sums.new_empty(ctx.products)
+        # The states, the same passed on, and their gradient; then the latter two in the dtype of x as well.
+        passed, gradient = sums.new_empty(ctx.states), sums.new_empty(ctx.states)
+        rounded = [y.new_empty(ctx.states) for _ in range(2)]
+        del passed, gradient
+        gradients = [
+            _empty(t, t.device) if needed else None for t, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
+        ]
+        del again, products, rounded
+        return None, *gradients
+
+
+def attention(deterministic: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """FlashAttention of q [b, s, heads, d], k and v. deterministic: costs its backward pass memory."""
+    return lambda q, k, v: _Attention.apply(q, k, v, deterministic)  # type: ignore[return-value]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps q, k, v, its output and the logarithm of every row's sum (FP32).
+
+    Its backward pass adds up dq in FP32, deterministically in as many parts as keep all multiprocessors busy, and makes
+    dk and dv for every query head. (cuDNN's workspace is taken to be the same as without determinism.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, deterministic: bool) -> Tensor:
+        y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, y, sums)
+        ctx.parts = -(-MULTIPROCESSORS // (q.shape[0] * q.shape[2])) if deterministic else 1
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, sums = ctx.saved_tensors
+        batch, length, heads, dim = q.shape
+        padded = -(-length // 128) * 128
+        gradients = [_empty(t, t.device) for t in (q, k, v)]
+        rows = sums.new_empty(batch, heads, padded)
+        dq = sums.new_empty(ctx.parts, batch, padded, heads, -(-dim // 32) * 32)
+        expanded = [_empty(q, q.device) for _ in range(2 if k.shape[2] < heads else 0)]
+        del rows, dq, expanded
+        return *gradients, None
+
+
+def loss(*inputs: Any, fused: bool, **settings: Any) -> Tensor:
+    """`head_cross_entropy` as on CUDA."""
+    return head_cross_entropy(*inputs, **settings, kernels=_LossKernels(fused))
+
+
+class _LossKernels(CudaLossKernels):
+    """Triton's softmax as the allocation of its statistics; sums of products in place (torch copies fake tensors)."""
+
+    def add_product(self, total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+        """As on CUDA."""
+        return super().add_product(None, a, b) if total is None else total
+
+    def losses(self, logits_tv: Tensor, index_t: Tensor, mesh: ParallelMesh) -> Tensor:
+        """As on CUDA."""
+        if not self.fused:
+            return super().losses(logits_tv, index_t, mesh)
         maximum, total, target = logits_tv.new_empty(3, *index_t.shape, dtype=torch.float32)
-        maximum, total, target = cross_entropy._over_ranks(maximum, total, target, mesh)
+        maximum, total, target = over_ranks(maximum, total, target, mesh)
         return total.log_().add_(maximum).sub_(target)
-
-    with ExitStack() as stack:
-        for module, name, replacement in (
-            (torch.Tensor, "is_cuda", property(lambda _: True)),
-            (torch.Tensor, "data_ptr", lambda _: 0),  # aligned
-            (torch.cuda, "device", _no_device),
-            (emulated, "_kernels_available", lambda _: True),
-            (cuda, "_start", lambda *_: None),
-            (cuda, "_processors", lambda _: MULTIPROCESSORS),
-            (cuda, "_sign_bits", lambda _: 0),
-            (fp8_cuda, "_kernels", _NoKernels),
-            (mxfp8_cuda, "_kernels", _NoKernels),
-            (gemm_cuda, "scaled_matmul", _scaled_matmul),
-            (cross_entropy, "_loss_and_gradient", loss_shapes),
-            (cross_entropy, "_add_product", _add_product),
-            (torch, "_fused_adamw_", lambda *_, **__: None),
-        ):
-            stack.enter_context(mock.patch.object(module, name, replacement))
-        yield
-
-
-def _no_device(_: torch.device) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-class _NoKernels:
-    """A module of Triton kernels: `_NoKernels().any_name[grid](...)` does nothing."""
-
-    def __getattr__(self, name: str) -> _NoKernels:
-        return self
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, **constants: Any) -> None:
-            pass
-
-        return launch
-
-
-def _scaled_matmul(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """As `gemm_cuda.scaled_matmul` by cuBLAS."""
-    (a, *_), (b, *_) = gemm_cuda._layout(a), gemm_cuda._layout(b)
-    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """As `cross_entropy._add_product`."""
-    return cross_entropy._product(a, b) if total is None else total

@@ -2,24 +2,42 @@
 
 Three exist: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels of Blackwell and Hopper)
 and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). A linear holds the one that the plan gave
-it, and hands each operand only to the backend that made it.
+it, and hands each operand only to the backend that made it. What each cannot compute is in `refusals.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_fp4.precision.demands import Demands
-from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.recipe import Operand, Place, Recipe
+from megatron_fp4.quantization.rounding import RoundingKey
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.emulated import OperandRequest
+
+@dataclass(frozen=True)
+class OperandRequest:
+    """What to make of a tensor for one GEMM.
+
+    operand: format, block and rounding. rht: size of the Hadamard transform before it (input and result in BF16), 0 for
+    none, and what its signs are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of
+    stochastic rounding; None rounds to nearest. place: which operand it is, for whoever watches; requests that ask for
+    the same are equal.
+    """
+
+    operand: Operand
+    rht: int = 0
+    signs: str = "fixed"
+    key: RoundingKey | None = None
+    signs_key: RoundingKey | None = None
+    place: Place | None = field(default=None, compare=False)
 
 
 class BackendOperand(Protocol):
@@ -30,35 +48,33 @@ class BackendOperand(Protocol):
         """Whether it came out of a quantizer."""
 
     @property
-    def kind(self) -> Any:
-        """What is left of it without its tensors."""
+    def layout(self) -> Any:
+        """Non-tensor metadata: how the tensors are to be read."""
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What an autograd function has to save: three tensors, some of them None."""
 
-    def transposed(self) -> Any:
-        """The same codes with rows and columns exchanged; only of a backend that borrows codes."""
 
-
-Maker = Callable[[], BackendOperand]
+MakeOperand = Callable[[], BackendOperand]
 
 
 class Backend(Protocol):
-    """See the three classes.
+    """What a linear asks of a backend.
 
-    name: as in `precision.backend`. borrows_codes: whether codes made along one dimension may serve a GEMM along the
-    other; tensor cores want scales along the dot product. accumulates: whether wgrad's GEMM adds to the gradient of
-    earlier micro-batches itself; that rounds once where a GEMM and an addition round twice.
+    name: as in `precision.backend`. accumulates: whether wgrad's GEMM adds to the gradient of earlier micro-batches
+    itself; that rounds once where a GEMM and an addition round twice. transposed: exchanges rows and columns of an
+    operand, so that codes made along one dimension serve a GEMM along the other; None where they cannot, because tensor
+    cores want scales along the dot product.
     """
 
     @property
     def name(self) -> str: ...
 
     @property
-    def borrows_codes(self) -> bool: ...
+    def accumulates(self) -> bool: ...
 
     @property
-    def accumulates(self) -> bool: ...
+    def transposed(self) -> Callable[[Any], Any] | None: ...
 
     def demands(self, recipe: Recipe) -> Demands:
         """What its kernels demand of a linear's local sizes under `recipe`."""
@@ -87,5 +103,5 @@ class Backend(Protocol):
         total: contiguous [m, n] in `out_dtype`, to add the product to and to return.
         """
 
-    def restored(self, tensors: Sequence[Tensor | None], kind: Any) -> Any:
-        """An operand again from its `tensors()` and its `kind`."""
+    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
+        """An operand again from its `tensors()` and its `layout`."""

@@ -8,6 +8,7 @@ where a backend promises our own bytes (`bytes_fault`) is it not.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ from megatron_fp4.quantization.tensor import FP8Tensor, MXFP4Tensor, MXFP8Tensor
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import _Call
+    from megatron_fp4.precision.backend import OperandRequest
     from megatron_fp4.precision.torch_scaled_mm import PackedOperand
 
 Quantized = NVFP4Tensor | MXFP4Tensor | MXFP8Tensor | FP8Tensor
@@ -81,16 +82,13 @@ def expected_parts(quantized: Quantized, made: object) -> dict[str, Tensor]:
     return {"values": quantized.dequantize() + 0.0}
 
 
-def bytes_fault(made: PackedOperand, rows: Tensor, call: _Call, name: str) -> str:
-    """What of the operand `name` differs from the reference of `rows` [n, k] (after the transform), draws included."""
-    operand: Operand = getattr(call.recipe, name)
+def bytes_fault(made: PackedOperand, rows: Tensor, request: OperandRequest) -> str:
+    """What of an operand differs from the reference of `rows` [n, k] (after the transform), draws included."""
     amax = rows.abs().amax().to(torch.float32)
     codes, scales = made.plain()
-    drawn = operand.rounding == "stochastic"
 
     def expected(chunk: slice) -> dict[str, Tensor]:
-        key = call.numerics.key(call.step, call.micro_batch, name, chunk.start, 0) if drawn else None
-        right = reference(rows[chunk], operand, amax, key)
+        right = reference(rows[chunk], request.operand, amax, further(request.key, chunk.start))
         parts = {"codes": right.codes, "scales": right.scales.view(scales.dtype)}
         return parts | ({"tensor scale": right.decode_scale()} if isinstance(right, NVFP4Tensor) else {})
 
@@ -99,6 +97,11 @@ def bytes_fault(made: PackedOperand, rows: Tensor, call: _Call, name: str) -> st
         return parts | ({} if made.scale is None else {"tensor scale": made.scale})
 
     return parts_fault(rows, actual, expected)
+
+
+def further(key: RoundingKey | None, rows: int) -> RoundingKey | None:
+    """The draws of a tensor from its row `rows` on."""
+    return None if key is None else replace(key, row_offset=key.row_offset + rows)
 
 
 def row_chunks(rows: Tensor) -> Iterator[slice]:

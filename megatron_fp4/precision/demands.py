@@ -58,9 +58,9 @@ def block_demands(recipe: Recipe) -> Demands:
 
     Raises ValueError for a format that nobody knows.
     """
-    formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
+    formats = recipe.formats
     if unknown := formats - TILES.keys():
         raise ValueError(f"operand format {min(unknown)!r} is not one of bf16, {', '.join(TILES)}")
     tile = max((TILES[name] for name in formats), default=1)
-    outputs = max(tile, recipe.dgrad_rht)
-    return Demands(max(tile, recipe.wgrad_rht), max(tile, recipe.fprop_rht), outputs, outputs)
+    outputs = max(tile, recipe.dgrad.rht)
+    return Demands(max(tile, recipe.wgrad.rht), max(tile, recipe.fprop.rht), outputs, outputs)

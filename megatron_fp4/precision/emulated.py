@@ -20,13 +20,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.quantization.cuda import Measured, PackedColumns, Side, kernels_unavailable
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 _EIGHT_BITS = ("fp8", "mxfp8")
 
-Maker = Callable[[], "GemmOperand"]
+MakeOperand = Callable[[], "GemmOperand"]
 
 
 @dataclass(frozen=True)
@@ -77,18 +78,18 @@ class GemmOperand:
         return self.values.codes, self.values.scales, self.scale
 
     @property
-    def kind(self) -> tuple[str | int | None, bool]:
-        """What is left of an operand without its tensors: the format of packed codes, the block rows of FP8 codes, or
-        None for plain values; and `quantized`.
+    def layout(self) -> tuple[str | int | None, bool]:
+        """Non-tensor metadata: the format of packed codes, the block rows of FP8 codes, or None for plain values; and
+        `quantized`.
         """
         values = self.values
         packing = values.format if isinstance(values, PackedColumns | PackedMXFP8) else None
         return values.block_rows if isinstance(values, BlockScaled) else packing, self.quantized
 
     @staticmethod
-    def from_tensors(tensors: Sequence[Tensor | None], kind: tuple[str | int | None, bool]) -> GemmOperand:
-        """The operand again from its `tensors()` and its `kind`."""
-        (values, scales, scale), (packing, quantized) = tensors, kind
+    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[str | int | None, bool]) -> GemmOperand:
+        """The operand again from its `tensors()` and its `layout`."""
+        (values, scales, scale), (packing, quantized) = tensors, layout
         assert values is not None
         if packing is None or scales is None:
             return GemmOperand(values, scale, quantized)
@@ -105,28 +106,10 @@ class GemmOperand:
         return self.values.values() if isinstance(self.values, BlockScaled) else self.values
 
 
-@dataclass(frozen=True)
-class OperandRequest:
-    """What to make of a tensor for one GEMM.
-
-    rht, signs: size of the Hadamard transform applied first (input and result in BF16), 0 for none, and what its signs
-    are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of stochastic rounding; None rounds
-    to nearest. name: of the operand in its recipe, for whoever watches; requests that ask for the same are equal.
-    """
-
-    operand: Operand
-    rht: int = 0
-    signs: str = "fixed"
-    key: RoundingKey | None = None
-    signs_key: RoundingKey | None = None
-    name: str = field(default="", compare=False)
-
-
 class EmulatedBackend:
-    """The backend of this file (`precision/backend.py` says what a backend is)."""
+    """Exact arithmetic in PyTorch, or by the fused kernels where these make the same codes."""
 
     name = "emulated"
-    borrows_codes = True
     accumulates = False
 
     def demands(self, recipe: Recipe) -> Demands:
@@ -142,9 +125,9 @@ class EmulatedBackend:
         dtype: torch.dtype,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
-    ) -> tuple[Maker | None, Maker | None]:
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By the fused kernels as far as they go, by PyTorch what is left."""
-        fused: tuple[Maker | None, Maker | None] = (None, None)
+        fused: tuple[MakeOperand | None, MakeOperand | None] = (None, None)
         if dtype == torch.bfloat16:
             fused = fused_operands(x, columns, rows, pack_rows=keep_rows, amax_group=amax_group)
 
@@ -159,7 +142,7 @@ class EmulatedBackend:
                 amax_group=amax_group,
             )
 
-        makers: list[Maker | None] = list(fused)
+        makers: list[MakeOperand | None] = list(fused)
         for i, request in enumerate((columns, rows)):
             if request is not None and fused[i] is None:
                 makers[i] = functools.partial(plain, request, i == 1)
@@ -170,9 +153,15 @@ class EmulatedBackend:
         product = gemm(a, b, out_dtype)
         return product if total is None else total.add_(product)
 
-    def restored(self, tensors: Sequence[Tensor | None], kind: tuple[str | None, bool]) -> GemmOperand:
-        """An operand again from its `tensors()` and its `kind`."""
-        return GemmOperand.from_tensors(tensors, kind)
+    def transposed(self, operand: GemmOperand) -> GemmOperand:
+        """The same codes with rows and columns exchanged."""
+        return operand.transposed()
+
+    def operand_from_saved(
+        self, tensors: Sequence[Tensor | None], layout: tuple[str | int | None, bool]
+    ) -> GemmOperand:
+        """An operand again from its `tensors()` and its `layout`."""
+        return GemmOperand.from_tensors(tensors, layout)
 
 
 EMULATED = EmulatedBackend()
@@ -195,7 +184,7 @@ def fused_operands(
     *,
     pack_rows: bool = False,
     amax_group: ProcessGroup | None = None,
-) -> tuple[Maker | None, Maker | None]:
+) -> tuple[MakeOperand | None, MakeOperand | None]:
     """What makes `x` [n, m] an operand [n, k = m] (`columns`), and transposed an operand [m, k = n] (`rows`).
 
     Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
@@ -240,7 +229,7 @@ def codes_transpose(request: OperandRequest) -> bool:
     return square and not request.rht and request.key is None
 
 
-def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> Maker | None:
+def _eight_bit_maker(x: Tensor, request: OperandRequest | None, along_rows: bool, keep: bool) -> MakeOperand | None:
     """What makes an FP8 or MXFP8 operand by the kernels, or None if PyTorch has to do it or it is neither."""
     if request is None or not fused_eight_bits(x, request):
         return None

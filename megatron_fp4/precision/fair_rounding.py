@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.recipe import Operand, Place, Recipe
 from megatron_fp4.precision.transformer_engine import NativeOperand
 from megatron_fp4.quantization.formats import E2M1_MAX, FP32_MAX, round_e2m1_stochastic
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale, quantize_nvfp4
@@ -63,12 +63,11 @@ class _Grid:
         return torch.where(self.between, ups - self.position, 0.0), self.position * (1 - self.position)
 
 
-def rounding_faults(rows: Tensor, draws: Draws, recipe: Recipe, name: str) -> str:
-    """What is unfair about the operand `name` of `recipe` made from `rows` [n, k], or an empty string.
+def rounding_faults(rows: Tensor, draws: Draws, operand: Operand) -> str:
+    """What is unfair about an `operand` made from `rows` [n, k], or an empty string.
 
     Only NVFP4 has native stochastic rounding; of other formats nothing is tested here.
     """
-    operand: Operand = getattr(recipe, name)
     if operand.format != "nvfp4":
         return ""
     first = draws.make(0)
@@ -120,10 +119,12 @@ def _scale_fault(made: object, exact: NVFP4Tensor) -> str:
     return ""
 
 
-def dependence_fault(rows: Mapping[str, Tensor], draw: Callable[[int], Mapping[str, object]], recipe: Recipe) -> str:
+def dependence_fault(
+    rows: Mapping[Place, Tensor], draw: Callable[[int], Mapping[Place, object]], recipe: Recipe
+) -> str:
     """What the draws of two operands of one tensor have in common, or an empty string.
 
-    rows: what each operand, by its name, is made from: [n, k], and of the transposed tensor [k, n]. draw: both of
+    rows: what each operand is made from: [n, k], and of the transposed tensor [k, n]. draw: both of
     draw 0, 1, ...
 
     Independent draws are uncorrelated whichever elements are paired. Three pairings show what kernels might share: the
@@ -131,7 +132,7 @@ def dependence_fault(rows: Mapping[str, Tensor], draw: Callable[[int], Mapping[s
     element of the tensor (one draw for both).
     """
     (first, rows_first), (second, rows_second) = rows.items()
-    operands: tuple[Operand, Operand] = (getattr(recipe, first), getattr(recipe, second))
+    operands = (recipe[first], recipe[second])
     if any(operand.format != "nvfp4" for operand in operands):
         return ""
     grids = [_Grid.of(x, quantize_nvfp4(x, op.block)) for x, op in zip(rows.values(), operands, strict=True)]

@@ -10,15 +10,16 @@ step, a block scale by one E4M3 step, and codes must follow from values within o
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.comparison import (
     difference,
     expected_parts,
+    further,
     operand_scale,
     operand_values,
     parts_by_rows,
@@ -26,7 +27,7 @@ from megatron_fp4.precision.comparison import (
     reference,
     row_chunks,
 )
-from megatron_fp4.precision.emulated import OperandRequest, shared_amax, transform_signs
+from megatron_fp4.precision.emulated import shared_amax, transform_signs
 from megatron_fp4.precision.transformer_engine import NativeOperand
 from megatron_fp4.quantization.formats import E2M1_MAX, E2M1_VALUES, FP32_MAX, e2m1_values, unpack_codes
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -67,8 +68,7 @@ def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: Pr
         return next(filter(None, faults), "")
 
     def expected(chunk: slice) -> dict[str, Tensor]:
-        key = request.key and replace(request.key, row_offset=request.key.row_offset + chunk.start)
-        return expected_parts(reference(source(chunk), operand, amax, key), made)
+        return expected_parts(reference(source(chunk), operand, amax, further(request.key, chunk.start)), made)
 
     return parts_fault(rows, parts_by_rows(made), expected)
 

@@ -9,46 +9,53 @@ are never quantized and do not appear.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from megatron_fp4.config.schema import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
-
-if TYPE_CHECKING:
-    from megatron_fp4.precision.backend import Backend
-    from megatron_fp4.precision.linear import LinearNumerics
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear as the plan sees it: its name (`blocks.<index>.mixer.<projection>`), block, global shape, and the letter
-    of its block in `model.pattern`, which exceptions go by."""
+    """A linear before it is built: its name (`blocks.<index>.mixer.<projection>`), block and global shape.
+
+    letter: of its block in `model.pattern`, which exceptions go by. input_key: the configuration's key of
+    `in_features`; input_sharded: whether tensor-parallel ranks share them. title: what it is, in words.
+    """
 
     name: str
     block: int
     in_features: int
     out_features: int
-    kind: str = ""
+    letter: str = ""
+    input_key: str = ""
+    input_sharded: bool = False
+    title: str = ""
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        return self.in_features * self.out_features
 
     @property
     def flops_per_token(self) -> int:
         """Of the forward GEMM, a multiply and an add counted as two; training takes three times that."""
-        return 2 * self.in_features * self.out_features
+        return 2 * self.parameters
 
 
 @dataclass(frozen=True)
 class PlannedLinear:
-    """One row of the plan."""
+    """One row of the plan. key: what the recipe is called in the configuration."""
 
     linear: LinearShape
     recipe: Recipe
     reason: str
+    key: str = "precision"
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Plan:
                 rows.append(now)
             else:
                 recipe = switched_recipe(now.recipe, then.recipe, scope)
-                rows.append(PlannedLinear(now.linear, recipe, f"precision switch ({scope})"))
+                rows.append(PlannedLinear(now.linear, recipe, f"precision switch ({scope})", then.key))
         return Plan(tuple(rows))
 
     @property
@@ -117,33 +124,36 @@ def build_plan(
     bf16: Bf16BlocksConfig,
     num_blocks: int,
     exceptions: Sequence[ExceptionConfig] = (),
+    key: str = "precision",
 ) -> Plan:
-    """The plan of a model with `num_blocks` blocks. exceptions: those of a composed configuration.
+    """The plan of a model with `num_blocks` blocks. exceptions: those of a composed configuration. key: what messages
+    call the precision that all this is of.
 
-    An exception for kinds of blocks that the model does not have changes nothing. Raises ValueError if a name pattern
+    An exception for block types that the model does not have changes nothing. Raises ValueError if a name pattern
     or a plan file names no linear of this model, the file cannot be read, or an exception matches only linears that
     earlier ones take.
     """
     shapes = list(linears)
     recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
-    listed = _read_plan_file(bf16.file, {shape.name for shape in shapes}) if bf16.file else frozenset()
-    _refuse_unmatched("precision.bf16_blocks.names", bf16.names, shapes, num_blocks)
+    listed = _read_plan_file(bf16.file, {shape.name for shape in shapes}, key) if bf16.file else frozenset()
+    _refuse_unmatched(f"{key}.bf16_blocks.names", bf16.names, shapes, num_blocks)
     for i, exception in enumerate(exceptions):
-        among = [shape for shape in shapes if not exception.blocks or shape.kind in exception.blocks]
-        _refuse_unmatched(f"precision.exceptions[{i}].names", exception.names, among, num_blocks)
-    _refuse_covered(exceptions, shapes)
+        among = [shape for shape in shapes if not exception.blocks or shape.letter in exception.blocks]
+        _refuse_unmatched(f"{key}.exceptions[{i}].names", exception.names, among, num_blocks)
+    _refuse_covered(exceptions, shapes, key)
     quantized = recipe.quantized or any(other.quantized for other in recipes)
     rows = []
     for shape in shapes:
-        planned, reason = recipe, "the run's recipe"
+        planned, reason, where = recipe, "the run's recipe", key
         if quantized and (why := _bf16_reason(shape, bf16, num_blocks, listed)):
             planned, reason = BF16, why
-        elif match := first_exception(shape.name, shape.kind, exceptions):
+        elif match := first_exception(shape.name, shape.letter, exceptions):
             index, pattern = match
             planned, reason = recipes[index], f"its name matches {pattern}"
+            where = f"{key}.exceptions[{index}].precision={exceptions[index].precision}: precision"
             if exceptions[index].blocks:
                 reason += f" in blocks {exceptions[index].blocks}"
-        rows.append(PlannedLinear(shape, planned, reason))
+        rows.append(PlannedLinear(shape, planned, reason, where))
     return Plan(tuple(rows))
 
 
@@ -153,10 +163,10 @@ def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
     return exception.recipe
 
 
-def first_exception(name: str, kind: str, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
-    """The first exception that a linear of a `kind` of block falls under, with the pattern that its name matches."""
+def first_exception(name: str, letter: str, exceptions: Sequence[ExceptionConfig]) -> tuple[int, str] | None:
+    """The first exception that covers a linear in a block of this letter, and the pattern that its name matches."""
     for i, exception in enumerate(exceptions):
-        if not exception.blocks or kind in exception.blocks:
+        if not exception.blocks or letter in exception.blocks:
             for pattern in exception.names:
                 if fnmatch.fnmatchcase(name, pattern):
                     return i, pattern
@@ -173,32 +183,16 @@ def _refuse_unmatched(key: str, patterns: Sequence[str], shapes: Sequence[Linear
             )
 
 
-def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape]) -> None:
+def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[LinearShape], key: str) -> None:
     for i, exception in enumerate(exceptions):
-        matched = [shape for shape in shapes if first_exception(shape.name, shape.kind, [exception])]
-        takers = {found[0] for shape in matched if (found := first_exception(shape.name, shape.kind, exceptions))}
+        matched = [shape for shape in shapes if first_exception(shape.name, shape.letter, [exception])]
+        takers = {found[0] for shape in matched if (found := first_exception(shape.name, shape.letter, exceptions))}
         if matched and i not in takers:
-            earlier = " and ".join(f"precision.exceptions[{taker}]" for taker in sorted(takers))
+            earlier = " and ".join(f"{key}.exceptions[{taker}]" for taker in sorted(takers))
             raise ValueError(
-                f"precision.exceptions[{i}].names={exception.names} has no effect: every linear that it matches falls "
+                f"{key}.exceptions[{i}].names={exception.names} has no effect: every linear that it matches falls "
                 f"under {earlier} before it; put it first, or drop it"
             )
-
-
-def apply_plan(
-    linears: Mapping[str, LinearNumerics], plan: Plan, clock: RunClock, backend: Backend | None = None
-) -> None:
-    """Put `plan` into effect from the next forward pass on; `linears` maps names to the layers' numerics.
-
-    backend: who computes from now on; None leaves that as it is (`emulated` at first).
-    Quantized weights that a layer kept are dropped: they belong to the recipe before.
-    """
-    rows = {row.linear.name: row for row in plan.rows}
-    assert rows.keys() == linears.keys(), "the plan is of another model"
-    for name, numerics in linears.items():
-        numerics.name, numerics.recipe, numerics.clock = name, rows[name].recipe, clock
-        numerics.backend = numerics.backend if backend is None else backend
-        numerics.weight_cache = None
 
 
 def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:
@@ -213,17 +207,17 @@ def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, li
     return f"listed in {Path(bf16.file or '').name}" if shape.name in listed else ""
 
 
-def _read_plan_file(path: str, known: set[str]) -> frozenset[str]:
+def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"precision.bf16_blocks.file={path} cannot be read: {error}") from error
+        raise ValueError(f"{key}.bf16_blocks.file={path} cannot be read: {error}") from error
     names = content.get("bf16") if isinstance(content, dict) else None
     if not isinstance(names, list):
-        raise ValueError(f"precision.bf16_blocks.file={path} has no list of linears under the key `bf16`")
+        raise ValueError(f"{key}.bf16_blocks.file={path} has no list of linears under the key `bf16`")
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
-            f"precision.bf16_blocks.file={path} lists {unknown[0]!r}, which is no linear of this model; was the file "
+            f"{key}.bf16_blocks.file={path} lists {unknown[0]!r}, which is no linear of this model; was the file "
             f"made for another model?"
         )
     return frozenset(names)

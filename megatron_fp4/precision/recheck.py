@@ -28,18 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.emulated import OperandRequest
+from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.products import product_errors
 from megatron_fp4.precision.selftest import SelfTestError
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import LinearNumerics
+    from megatron_fp4.precision.linear_call import LinearContext
 
 # Of each product, other ones at each of a linear's turns.
 _PRODUCT_ROWS = 64
-_LEFT_SIDES = {"fprop_activation": "fprop", "dgrad_gradient": "dgrad", "wgrad_gradient": "wgrad"}
 
 
 class RecheckError(SelfTestError):
@@ -64,17 +62,17 @@ class Rechecked:
 
 
 class Recheck:
-    """Rechecks `linears` (name -> numerics, in the plan's order, the same on all ranks) every `interval` steps; 0:
+    """Rechecks `linears` (name -> context, in the plan's order, the same on all ranks) every `interval` steps; 0:
     never. device: of this rank."""
 
-    def __init__(self, interval: int, linears: Mapping[str, LinearNumerics], device: torch.device) -> None:
+    def __init__(self, interval: int, linears: Mapping[str, LinearContext], device: torch.device) -> None:
         self.interval, self.device = interval, device
         self._linears = dict(linears)
         self._watcher: _Watcher | None = None
 
     def due(self, step: int) -> tuple[str, int] | None:
         """The linear to recheck in `step` (from 0) and how many turns it had before; None if none is due."""
-        names = [name for name, numerics in self._linears.items() if numerics.recipe.quantized]
+        names = [name for name, context in self._linears.items() if context.recipe.quantized]
         if not self.interval or step % self.interval or not names:
             return None
         turn, index = divmod(step // self.interval, len(names))
@@ -87,23 +85,23 @@ class Recheck:
         if due is None:
             yield
             return
-        numerics, turn = self._linears[due[0]], due[1]
-        backend = numerics.backend
+        context, turn = self._linears[due[0]], due[1]
+        backend = context.backend
         # Codes that were kept from before would not be seen being made; made again they are the same.
-        numerics.weight_cache = None
-        self._watcher = _Watcher(backend, numerics, step, turn)
-        numerics.backend = cast(Backend, self._watcher)
+        context.weight_cache = None
+        self._watcher = _Watcher(backend, context, step, turn)
+        context.backend = cast(Backend, self._watcher)
         try:
             yield
         finally:
-            numerics.backend = backend
+            context.backend = backend
 
     def collect(self) -> Rechecked | None:
         """What the step found, over all ranks; None if none was due. A collective after a due step."""
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return None
-        assert watcher.comparisons, f"nothing of {watcher.numerics.name} was seen"
+        assert watcher.comparisons, f"nothing of {watcher.context.name} was seen"
         count = torch.tensor(len(watcher.faults), device=self.device)
         dist.all_reduce(count)
         faults: list[str] = []
@@ -112,7 +110,7 @@ class Recheck:
             of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(of_ranks, mine)
             faults = [fault for found in of_ranks for fault in found]
-        return Rechecked(watcher.numerics.name, watcher.step, watcher.comparisons, faults)
+        return Rechecked(watcher.context.name, watcher.step, watcher.comparisons, faults)
 
 
 @dataclass
@@ -120,7 +118,7 @@ class _Watcher:
     """A linear's backend for one step: does what the backend does, and looks at the first operand of each name."""
 
     backend: Backend
-    numerics: LinearNumerics
+    context: LinearContext
     step: int
     turn: int
     faults: list[str] = field(default_factory=list)
@@ -137,20 +135,21 @@ class _Watcher:
         """The backend's operands, compared when they are made."""
         makers = self.backend.operands(x, columns, rows, **settings)
 
-        def watched(maker: Callable[[], Any], request: OperandRequest, transposed: bool) -> Any:
-            made = maker()
-            if request.name in _LEFT_SIDES:
-                self._left_sides.append((made, f"{_LEFT_SIDES[request.name]} product"))
+        def watched(maker: Callable[[], Any], request: OperandRequest) -> Any:
+            made, place = maker(), request.place
+            assert place is not None
+            if place.side == "left":
+                self._left_sides.append((made, f"{place.gemm} product"))
             # Later micro-batches come by too, and recomputed blocks twice.
-            if made.quantized and request.name not in self._seen:
+            if made.quantized and place.name not in self._seen:
                 rounded = x.to(settings["dtype"])
-                source = rounded.t() if transposed else rounded
-                self._note(request.name, operand_fault(made, source, request, settings.get("amax_group")))
+                source = rounded.t() if place.transposed else rounded
+                self._note(place.name, operand_fault(made, source, request, settings.get("amax_group")))
             return made
 
         return (
-            None if makers[0] is None or columns is None else functools.partial(watched, makers[0], columns, False),
-            None if makers[1] is None or rows is None else functools.partial(watched, makers[1], rows, True),
+            None if makers[0] is None or columns is None else functools.partial(watched, makers[0], columns),
+            None if makers[1] is None or rows is None else functools.partial(watched, makers[1], rows),
         )
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:

@@ -25,7 +25,46 @@ from megatron_fp4.config.schema import (
     WgradConfig,
 )
 
+# The tensors that each GEMM multiplies: left, right.
 GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is an operand. gemm: `fprop`, `dgrad`, `wgrad`. side: `left`, `right`. tensor: as in `GEMMS`."""
+
+    gemm: str
+    side: str
+    tensor: str
+
+    @property
+    def name(self) -> str:
+        """The label of the operand in keys of draws, records and plans, such as `dgrad_gradient`."""
+        return f"{self.gemm}_{self.tensor}"
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the operand is the transposed tensor: its dot product lies along the tensor's rows."""
+        return self == USES[self.tensor][1]
+
+    @property
+    def key(self) -> str:
+        """Where the configuration has the operand, below `precision`: `dgrad.gradient`."""
+        return f"{self.gemm}.{self.tensor}"
+
+
+PLACES = tuple(
+    Place(gemm, side, tensor)
+    for gemm, tensors in GEMMS.items()
+    for side, tensor in zip(("left", "right"), tensors, strict=True)
+)
+FPROP_ACTIVATION, FPROP_WEIGHT, DGRAD_GRADIENT, DGRAD_WEIGHT, WGRAD_GRADIENT, WGRAD_ACTIVATION = PLACES
+# Both uses of each tensor: as it is stored, with the dot product along its columns, and transposed.
+USES = {
+    "activation": (FPROP_ACTIVATION, WGRAD_ACTIVATION),
+    "weight": (FPROP_WEIGHT, DGRAD_WEIGHT),
+    "gradient": (DGRAD_GRADIENT, WGRAD_GRADIENT),
+}
 
 
 @dataclass(frozen=True)
@@ -56,53 +95,76 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class Gemm:
+    """One GEMM: its two operands, as `GEMMS` orders them, and the size of their Hadamard transform (0: none)."""
+
+    left: Operand = Operand()
+    right: Operand = Operand()
+    rht: int = 0
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        """Left and right."""
+        return self.left, self.right
+
+    @property
+    def quantized(self) -> bool:
+        """Whether either operand is quantized."""
+        return self.left.quantized or self.right.quantized
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """Six operands, the size of the Hadamard transform of each GEMM (0: none), where its signs come from, and whether
-    tensor-parallel ranks share their tensors' maxima (`amax`: `global` or `shard`)."""
+    """Three GEMMs, where the signs of their Hadamard transforms come from, and whether tensor-parallel ranks share
+    their tensors' maxima (`amax`: `global` or `shard`). `recipe[DGRAD_GRADIENT]` is one of its operands."""
 
     name: str = "bf16"
-    fprop_activation: Operand = Operand()
-    fprop_weight: Operand = Operand()
-    dgrad_gradient: Operand = Operand()
-    dgrad_weight: Operand = Operand()
-    wgrad_gradient: Operand = Operand()
-    wgrad_activation: Operand = Operand()
-    fprop_rht: int = 0
-    dgrad_rht: int = 0
-    wgrad_rht: int = 0
+    fprop: Gemm = Gemm()
+    dgrad: Gemm = Gemm()
+    wgrad: Gemm = Gemm()
     rht_signs: str = "fixed"
     amax: str = "global"
 
+    def __getitem__(self, place: Place) -> Operand:
+        gemm = self.gemms[place.gemm]
+        return gemm.left if place.side == "left" else gemm.right
+
     @property
-    def operands(self) -> dict[str, Operand]:
-        """The six operands by name."""
-        names = ("fprop_activation", "fprop_weight", "dgrad_gradient", "dgrad_weight")
-        return {name: getattr(self, name) for name in (*names, "wgrad_gradient", "wgrad_activation")}
+    def gemms(self) -> dict[str, Gemm]:
+        """The GEMMs by name."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+    @property
+    def operands(self) -> dict[Place, Operand]:
+        """The six operands by their places."""
+        return {place: self[place] for place in PLACES}
+
+    @property
+    def formats(self) -> set[str]:
+        """Of the quantized operands."""
+        return {operand.format for operand in self.operands.values() if operand.quantized}
 
     @property
     def quantized(self) -> bool:
         """Whether any operand of any GEMM is quantized."""
-        return any(operand.quantized for operand in self.operands.values())
+        return bool(self.formats)
 
     def uses(self, option: str, gemms: Iterable[str]) -> bool:
         """Whether `rht_signs` or `amax` makes a difference to any of `gemms`."""
+        asked = [self.gemms[name] for name in gemms]
         if option == "rht_signs":
-            return any(getattr(self, f"{gemm}_rht") for gemm in gemms)
+            return any(gemm.rht for gemm in asked)
         assert option == "amax"
-        return any(getattr(self, f"{gemm}_{name}").format == "nvfp4" for gemm in gemms for name in GEMMS[gemm])
+        return any(operand.format == "nvfp4" for gemm in asked for operand in gemm.operands)
 
     def describe(self) -> list[str]:
         """One line per GEMM, for people."""
-
-        def line(gemm: str, left: Operand, right: Operand, rht: int) -> str:
-            transform = f", RHT {rht} ({self.rht_signs} signs)" if rht else ""
-            return f"{gemm}: {left} | {right}{transform}"
-
-        return [
-            line("fprop x|W", self.fprop_activation, self.fprop_weight, self.fprop_rht),
-            line("dgrad dy|W", self.dgrad_gradient, self.dgrad_weight, self.dgrad_rht),
-            line("wgrad dy|x", self.wgrad_gradient, self.wgrad_activation, self.wgrad_rht),
-        ]
+        symbols = {"fprop": "x|W", "dgrad": "dy|W", "wgrad": "dy|x"}
+        lines = []
+        for name, gemm in self.gemms.items():
+            transform = f", RHT {gemm.rht} ({self.rht_signs} signs)" if gemm.rht else ""
+            lines.append(f"{name} {symbols[name]}: {gemm.left} | {gemm.right}{transform}")
+        return lines
 
 
 BF16 = Recipe()
@@ -110,21 +172,18 @@ BF16 = Recipe()
 
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
     """The recipe of a precision config or of an exception (which `megatron_fp4.checks.combinations` has checked)."""
-    fprop, dgrad, wgrad = config.fprop, config.dgrad, config.wgrad
-    return Recipe(
-        name=config.name,
-        fprop_activation=_operand(fprop.activation),
-        fprop_weight=_operand(fprop.weight),
-        dgrad_gradient=_operand(dgrad.gradient),
-        dgrad_weight=_operand(dgrad.weight),
-        wgrad_gradient=_operand(wgrad.gradient),
-        wgrad_activation=_operand(wgrad.activation),
-        fprop_rht=_rht(fprop),
-        dgrad_rht=_rht(dgrad),
-        wgrad_rht=_rht(wgrad),
-        rht_signs=config.rht_signs,
-        amax=config.amax,
-    )
+    fprop, dgrad, wgrad = (_gemm(getattr(config, name), tensors) for name, tensors in GEMMS.items())
+    return Recipe(config.name, fprop, dgrad, wgrad, config.rht_signs, config.amax)
+
+
+def rounded_to_nearest(recipe: Recipe) -> Recipe:
+    """`recipe` without stochastic rounding."""
+
+    def nearest(gemm: Gemm) -> Gemm:
+        left, right = (replace(operand, rounding="nearest") for operand in gemm.operands)
+        return replace(gemm, left=left, right=right)
+
+    return replace(recipe, fprop=nearest(recipe.fprop), dgrad=nearest(recipe.dgrad), wgrad=nearest(recipe.wgrad))
 
 
 def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
@@ -139,33 +198,20 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
     """
     if scope == "both":
         return target
-    if scope == "forward":
-        return replace(
-            current,
-            name=f"{current.name}, forward {target.name}",
-            rht_signs=_shared("rht_signs", current, target, ("fprop",), scope),
-            amax=_shared("amax", current, target, ("fprop",), scope),
-            fprop_activation=target.fprop_activation,
-            fprop_weight=target.fprop_weight,
-            fprop_rht=target.fprop_rht,
-            dgrad_weight=replace(current.dgrad_weight, reuse_fprop=False),
-            wgrad_activation=replace(current.wgrad_activation, reuse_fprop=False),
-        )
-    if scope != "backward":
+    if scope not in ("forward", "backward"):
         raise ValueError(f"precision.switch.scope={scope!r} is not one of both, forward, backward")
-    weight = current.fprop_weight
-    if not target.dgrad_weight.quantized and weight.block[0] > 1:
-        weight = replace(weight, block=(1, weight.block[1]))
-    return replace(
-        target,
-        name=f"{current.name}, backward {target.name}",
-        fprop_activation=current.fprop_activation,
-        fprop_weight=weight,
-        fprop_rht=current.fprop_rht,
-        dgrad_weight=replace(target.dgrad_weight, reuse_fprop=False),
-        wgrad_activation=replace(target.wgrad_activation, reuse_fprop=False),
-        rht_signs=_shared("rht_signs", current, target, ("dgrad", "wgrad"), scope),
-        amax=_shared("amax", current, target, ("dgrad", "wgrad"), scope),
+    forward, backward = (target, current) if scope == "forward" else (current, target)
+    fprop, weight = forward.fprop, forward.fprop.right
+    if scope == "backward" and not target.dgrad.right.quantized and weight.block[0] > 1:
+        fprop = replace(fprop, right=replace(weight, block=(1, weight.block[1])))
+    taken = ("fprop",) if scope == "forward" else ("dgrad", "wgrad")
+    return Recipe(
+        f"{current.name}, {scope} {target.name}",
+        fprop,
+        replace(backward.dgrad, right=replace(backward.dgrad.right, reuse_fprop=False)),
+        replace(backward.wgrad, right=replace(backward.wgrad.right, reuse_fprop=False)),
+        _shared("rht_signs", current, target, taken, scope),
+        _shared("amax", current, target, taken, scope),
     )
 
 
@@ -183,6 +229,12 @@ def _shared(option: str, current: Recipe, target: Recipe, taken: tuple[str, ...]
     return str(after if takes else before)
 
 
+def _gemm(config: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str]) -> Gemm:
+    """Without a transform where neither operand is quantized, since it would cancel."""
+    left, right = (_operand(getattr(config, tensor)) for tensor in tensors)
+    return Gemm(left, right, config.rht if left.quantized or right.quantized else 0)
+
+
 def _operand(config: OperandConfig) -> Operand:
     if config.format == "bf16":
         return Operand()
@@ -195,9 +247,3 @@ def _operand(config: OperandConfig) -> Operand:
         power_of_two_scales=config.power_of_two_scales,
         reuse_fprop=config.reuse_fprop,
     )
-
-
-def _rht(gemm: FpropConfig | DgradConfig | WgradConfig) -> int:
-    """The transform's size; none where neither operand is quantized, since it would cancel."""
-    left, right = (getattr(gemm, name) for name in ("activation", "weight", "gradient") if hasattr(gemm, name))
-    return gemm.rht if left.format != "bf16" or right.format != "bf16" else 0

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,15 +36,15 @@ from torch import Tensor
 
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.backend import Backend, MakeOperand
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.comparison import bytes_fault, expected_parts, parts_by_rows, parts_fault, reference
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
-from megatron_fp4.precision.linear import LinearNumerics, _Call
+from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.products import product_errors, product_rows
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.recipe import PLACES, USES, Gemm, Operand, Place, Recipe, rounded_to_nearest
 from megatron_fp4.precision.te_releases import outdated
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
@@ -88,17 +88,17 @@ class Finding:
         return f"{self.case}: {self.what}: {self.fault or 'as the reference'}"
 
 
-def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearNumerics], tokens: int) -> list[Case]:
+def cases_of(plans: Iterable[Plan], linears: Mapping[str, LinearContext], tokens: int) -> list[Case]:
     """The different quantized linears of the plans, as this rank computes them. tokens: of a micro-batch."""
     cases: dict[Case, None] = {}
     for plan in plans:
         for row in plan.rows:
-            numerics, linear = linears[row.linear.name], row.linear
+            context, linear = linears[row.linear.name], row.linear
             if row.recipe.quantized:
-                inputs = linear.in_features // _size(numerics.in_shards)
-                outputs = linear.out_features // _size(numerics.out_shards)
-                shards = (numerics.in_shards, numerics.out_shards)
-                cases[Case(tokens, inputs, outputs, numerics.num_groups, row.recipe, *shards)] = None
+                inputs = linear.in_features // _size(context.in_shards)
+                outputs = linear.out_features // _size(context.out_shards)
+                shards = (context.in_shards, context.out_shards)
+                cases[Case(tokens, inputs, outputs, context.num_groups, row.recipe, *shards)] = None
     return list(cases)
 
 
@@ -133,28 +133,21 @@ def _findings(backend: Backend, case: Case, device: torch.device) -> list[Findin
 def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Finding]:
     """All comparisons for one case; a collective of the case's groups."""
     x, w, dy = sample_tensors(case, device)
-    recipe = nearest(case.recipe)
-    numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
-    call = _Call(numerics, w, x)
-    padded = call.pad(dy)
-    tensors = {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": padded}
+    recipe = rounded_to_nearest(case.recipe)
+    call = LinearCall(_context(backend, replace(case, recipe=recipe)), w, x)
+    tensors = {"activation": call.pad_tokens(x), "weight": call.pad_rows(w), "gradient": call.pad(dy)}
     made = {}
-    for first, second in PAIRS:
-        tensor = tensors[first.split("_")[1]]
-        makers = call.prepare(first, second, tensor, (0, 0), None)
-        for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
-            assert maker is not None
-            made[name] = maker()
-            operand: Operand = getattr(recipe, name)
-            if operand.quantized:
-                rows = transformed(source, call, name)
-                yield Finding(case, f"{name} codes", _codes_fault(made[name], rows, operand, _amax(rows)))
-    for gemm, (left, right) in GEMMS.items():
-        dtype = torch.float32 if gemm == "wgrad" else torch.bfloat16
-        if getattr(recipe, left).quantized or getattr(recipe, right).quantized:
-            product = backend.gemm(made[left], made[right], dtype)
-            errors = product_errors(product, made[left], made[right], product_rows(product))
-            yield Finding(case, f"{gemm} product", errors.fault, errors.total)
+    for place, make, source in _makers(call, tensors):
+        made[place] = make()
+        if recipe[place].quantized:
+            rows = transformed(source, call, place)
+            yield Finding(case, f"{place.name} codes", _codes_fault(made[place], rows, recipe[place], _amax(rows)))
+    for name, gemm in recipe.gemms.items():
+        if gemm.quantized:
+            left, right = (made[place] for place in PLACES if place.gemm == name)
+            product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
+            errors = product_errors(product, left, right, product_rows(product))
+            yield Finding(case, f"{name} product", errors.fault, errors.total)
     if isinstance(backend, torch_scaled_mm.TorchBackend):
         yield from _byte_findings(backend, case, tensors)
     else:
@@ -163,21 +156,18 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
     yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
 
 
-PAIRS = (
-    ("fprop_activation", "wgrad_activation"),
-    ("fprop_weight", "dgrad_weight"),
-    ("dgrad_gradient", "wgrad_gradient"),
-)
-GEMMS = {
-    "fprop": ("fprop_activation", "fprop_weight"),
-    "dgrad": ("dgrad_gradient", "dgrad_weight"),
-    "wgrad": ("wgrad_gradient", "wgrad_activation"),
-}
+def _context(backend: Backend, case: Case, step: int = 0) -> LinearContext:
+    return LinearContext("selftest", case.recipe, RunClock(seed=7, step=step), backend, case.num_groups)
 
 
-def nearest(recipe: Recipe) -> Recipe:
-    """The recipe without stochastic rounding."""
-    return replace(recipe, **{name: replace(op, rounding="nearest") for name, op in recipe.operands.items()})  # type: ignore[arg-type]
+def _makers(call: LinearCall, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, MakeOperand, Tensor]]:
+    """Both operands of each tensor (by the name that `USES` gives it): what makes it, and the rows that it is made of,
+    [n, k], before the transform."""
+    for name, tensor in tensors.items():
+        makers = call.prepare(*USES[name], tensor)
+        for place, make in zip(USES[name], makers, strict=True):
+            assert make is not None
+            yield place, make, tensor.t() if place.transposed else tensor
 
 
 def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,13 +188,10 @@ def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Te
 # ------------------------------------------------------------------------------------------------------------- codes
 
 
-def transformed(x: Tensor, call: _Call, name: str) -> Tensor:
-    """`x` [n, k] as the operand `name` is quantized: after the transform, if its GEMM has one."""
-    gemm = name.split("_")[0]
-    size: int = getattr(call.recipe, f"{gemm}_rht")
-    if not size:
-        return x
-    return random_hadamard_transform(x, size, call._signs(size, gemm))
+def transformed(x: Tensor, call: LinearCall, place: Place) -> Tensor:
+    """`x` [n, k] as the operand at `place` is quantized: after the transform, if its GEMM has one."""
+    size = call.recipe.gemms[place.gemm].rht
+    return random_hadamard_transform(x, size, call.signs(place.gemm)) if size else x
 
 
 def _amax(rows: Tensor) -> Tensor:
@@ -224,37 +211,32 @@ def _codes_fault(made: object, rows: Tensor, operand: Operand, amax: Tensor) -> 
 
 def _maximum_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Operands of a tensor whose maximum is shared; each rank's is half as large as that of the one before."""
-    numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend)
-    numerics.in_shards, numerics.out_shards = case.in_shards, case.out_shards
-    groups = (numerics.in_group, numerics.weight_group, numerics.out_group)
-    for (first, second), group in zip(PAIRS, groups, strict=True):
+    context = replace(_context(backend, case), num_groups=1, in_shards=case.in_shards, out_shards=case.out_shards)
+    call = LinearCall(context, tensors["weight"], tensors["activation"])
+    for name in tensors:
+        group = context.amax_group(name)
         if group is None:
             continue
-        tensor = tensors[first.split("_")[1]] * 2.0 ** -dist.get_rank(group)
-        call = _Call(numerics, tensors["weight"], tensors["activation"])
-        makers = call.prepare(first, second, tensor, (0, 0), group)
-        for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
-            operand: Operand = getattr(case.recipe, name)
-            if maker is None or operand.format != "nvfp4":
-                continue
-            rows = transformed(source, call, name)
-            amax = _amax(rows)
-            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-            yield Finding(case, f"{name} of {_size(group)} ranks", _codes_fault(maker(), rows, operand, amax))
+        tensor = tensors[name] * 2.0 ** -dist.get_rank(group)
+        for place, make, source in _makers(call, {name: tensor}):
+            if case.recipe[place].format == "nvfp4":
+                rows = transformed(source, call, place)
+                amax = _amax(rows)
+                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
+                fault = _codes_fault(make(), rows, case.recipe[place], amax)
+                yield Finding(case, f"{place.name} of {_size(group)} ranks", fault)
 
 
 def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor) -> str:
     """NaN and inf in each tensor must show in both products that it is in."""
-    recipe = case.recipe
     for value in (float("nan"), float("inf")):
         for broken, reached in ((0, (0, 2)), (1, (0, 1)), (2, (1, 2))):
             given = [t.clone() for t in (x, w, dy)]
             given[broken][5, 7] = value
-            numerics = LinearNumerics("selftest", recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
-            call = _Call(numerics, given[1], given[0])
+            call = LinearCall(_context(backend, case), given[1], given[0])
             w_fprop, w_dgrad = call.weight_operands()
-            makers = call.prepare("fprop_activation", "wgrad_activation", call.pad_tokens(given[0]), (0, 0), None)
-            gradients = call.prepare("dgrad_gradient", "wgrad_gradient", call.pad(given[2]), (0, 0), None)
+            makers = call.prepare(*USES["activation"], call.pad_tokens(given[0]))
+            gradients = call.prepare(*USES["gradient"], call.pad(given[2]))
             assert makers[0] and makers[1] and gradients[0] and gradients[1]
             products = (
                 backend.gemm(makers[0](), w_fprop, torch.bfloat16),
@@ -272,48 +254,42 @@ def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor
 
 def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Operands that round stochastically, by the statistics of some draws."""
-    for pair in PAIRS:
-        stochastic = [name for name in pair if getattr(case.recipe, name).rounding == "stochastic"]
+    ungrouped = replace(case, num_groups=1)
+    for name, places in USES.items():
+        stochastic = [place for place in places if case.recipe[place].rounding == "stochastic"]
         if not stochastic:
             continue
-        tensor = tensors[pair[0].split("_")[1]]
+        tensor = tensors[name]
         count = max(128, min(tensor.shape[0], _DRAW_ELEMENTS // tensor.shape[1] // 128 * 128))
         tensor = tensor[: min(count, tensor.shape[0])]
 
-        def draw(step: int, tensor: Tensor = tensor, pair: tuple[str, str] = pair) -> dict[str, object]:
-            clock = RunClock(seed=7, step=step)
-            numerics = LinearNumerics("selftest", case.recipe, clock, backend)
-            call = _Call(numerics, tensors["weight"], tensor)
-            made = call.prepare(*pair, tensor, (0, 0), None)
-            return {name: maker() for name, maker in zip(pair, made, strict=True) if maker is not None}
+        def draw(step: int, name: str = name, tensor: Tensor = tensor) -> dict[Place, object]:
+            call = LinearCall(_context(backend, ungrouped, step), tensors["weight"], tensor)
+            return {place: make() for place, make, _ in _makers(call, {name: tensor})}
 
-        numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend)
-        call = _Call(numerics, tensors["weight"], tensor)
-        sources = {pair[0]: tensor, pair[1]: tensor.t()}
-        rows = {name: transformed(sources[name], call, name).contiguous() for name in stochastic}
-        for name in stochastic:
+        call = LinearCall(_context(backend, ungrouped), tensors["weight"], tensor)
+        sources = {place: tensor.t() if place.transposed else tensor for place in stochastic}
+        rows = {place: transformed(source, call, place).contiguous() for place, source in sources.items()}
+        for place in stochastic:
 
-            def make(step: int, name: str = name) -> object:
-                return draw(step)[name]
+            def make(step: int, place: Place = place, draw: Callable[[int], dict[Place, object]] = draw) -> object:
+                return draw(step)[place]
 
-            fault = rounding_faults(rows[name], Draws(make, _DRAWS), case.recipe, name)
-            yield Finding(case, f"{name} rounding", fault)
+            fault = rounding_faults(rows[place], Draws(make, _DRAWS), case.recipe[place])
+            yield Finding(case, f"{place.name} rounding", fault)
         if len(stochastic) == 2:
-            fault = dependence_fault(rows, draw, case.recipe)
-            yield Finding(case, f"{pair[0]} and {pair[1]} draws", fault)
+            what = " and ".join(place.name for place in places)
+            yield Finding(case, f"{what} draws", dependence_fault(rows, draw, case.recipe))
 
 
 def _byte_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """Every operand against the reference with the same key."""
-    numerics = LinearNumerics("selftest", case.recipe, RunClock(seed=7), backend, num_groups=case.num_groups)
-    call = _Call(numerics, tensors["weight"], tensors["activation"])
-    for first, second in PAIRS:
-        tensor = tensors[first.split("_")[1]]
-        makers = call.prepare(first, second, tensor, (0, 0), None)
-        for name, maker, source in ((first, makers[0], tensor), (second, makers[1], tensor.t())):
-            made = None if maker is None else maker()
-            if isinstance(made, torch_scaled_mm.PackedOperand):
-                yield Finding(case, f"{name} bytes", bytes_fault(made, transformed(source, call, name), call, name))
+    call = LinearCall(_context(backend, case), tensors["weight"], tensors["activation"])
+    for place, make, source in _makers(call, tensors):
+        made = make()
+        if isinstance(made, torch_scaled_mm.PackedOperand):
+            fault = bytes_fault(made, transformed(source, call, place), call.request(place))
+            yield Finding(case, f"{place.name} bytes", fault)
 
 
 # ----------------------------------------------------------------------------------------------------------- command
@@ -323,10 +299,10 @@ _M8 = Operand("mxfp8", (1, 32))
 _F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 _F8P, _F8P_W = replace(_F8, power_of_two_scales=True), replace(_F8_W, power_of_two_scales=True)
 RECIPES = (
-    Recipe("nvfp4", _X, _W, _DY, _W, _DY, _X, wgrad_rht=16),
-    Recipe("fp8_block", _F8, _F8_W, _F8, _F8_W, _F8, _F8),
-    Recipe("fp8_block, powers of two", _F8P, _F8P_W, _F8P, _F8P_W, _F8P, _F8P),
-    Recipe("mxfp8", _M8, _M8, _M8, _M8, _M8, _M8),
+    Recipe("nvfp4", Gemm(_X, _W), Gemm(_DY, _W), Gemm(_DY, _X, 16)),
+    Recipe("fp8_block", Gemm(_F8, _F8_W), Gemm(_F8, _F8_W), Gemm(_F8, _F8)),
+    Recipe("fp8_block, powers of two", Gemm(_F8P, _F8P_W), Gemm(_F8P, _F8P_W), Gemm(_F8P, _F8P)),
+    Recipe("mxfp8", Gemm(_M8, _M8), Gemm(_M8, _M8), Gemm(_M8, _M8)),
 )
 SHAPES = [[1024, 512, 2048], [512, 2048, 512], [256, 1024, 1280]]
 
@@ -371,7 +347,7 @@ def _untestable(recipe: Recipe, backend_name: str, device: torch.device) -> str 
     if device.type != "cuda":
         return "there is no CUDA device"
     if backend_name == "torch":
-        if any(op.quantized and op.format not in torch_scaled_mm.FORMATS for op in recipe.operands.values()):
+        if recipe.formats - torch_scaled_mm.FORMATS.keys():
             return f"it multiplies {' and '.join(torch_scaled_mm.FORMATS)} alone"
         return torch_scaled_mm.unsupported(recipe, torch.cuda.get_device_capability(device))
     capability = torch.cuda.get_device_capability(device)

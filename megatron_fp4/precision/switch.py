@@ -12,7 +12,8 @@ function of the step number, or of a measurement that all ranks share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_fp4.config.schema import SwitchConfig
@@ -51,19 +52,19 @@ def _step_or_fraction(when: str, num_steps: int) -> int:
 
 @dataclass
 class PrecisionSwitch:
-    """Decides, before each step, whether the switch happens now; remembers that it did.
+    """Decides, before each step, whether the switch happens now, and remembers that it did; by default it never does.
 
     at_step: as `switch_step` returns it. switched_at: the first step computed under the new plan, or None.
     num_below: measurements in a row that lay below the threshold (`gradient_noise`).
     """
 
-    config: SwitchConfig
-    at_step: int | None
+    config: SwitchConfig = field(default_factory=SwitchConfig)
+    at_step: int | None = None
     switched_at: int | None = None
     num_below: int = 0
 
-    def due(self, step: int) -> bool:
-        """Whether the plan has to change before `step` is computed. Records the switch."""
+    def try_switch(self, step: int) -> bool:
+        """Switch before `step` is computed if it is time, once; returns whether it did."""
         if self.switched_at is not None:
             return False
         by_noise = self.config.when == "gradient_noise" and self.num_below >= self.config.patience
@@ -85,6 +86,6 @@ class PrecisionSwitch:
         """For the checkpoint."""
         return {"switched_at": self.switched_at, "num_below": self.num_below}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.switched_at, self.num_below = state["switched_at"], state["num_below"]

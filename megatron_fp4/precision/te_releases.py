@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.recipe import Recipe
 
 Release = tuple[int, int]
 
@@ -25,16 +25,8 @@ class _Need:
     of: Callable[[Recipe, tuple[int, int]], bool]
 
 
-def _operands(recipe: Recipe) -> Iterable[Operand]:
-    return recipe.operands.values()
-
-
-def _nvfp4(recipe: Recipe) -> bool:
-    return any(operand.format == "nvfp4" for operand in _operands(recipe))
-
-
 def _stochastic(recipe: Recipe) -> bool:
-    return any(operand.rounding == "stochastic" for operand in _operands(recipe))
+    return any(operand.rounding == "stochastic" for operand in recipe.operands.values())
 
 
 _NEEDS = (
@@ -42,23 +34,23 @@ _NEEDS = (
     _Need(
         (2, 12),
         "dgrad's and wgrad's copies of a gradient are rounded by the same draws",
-        lambda recipe, _: _stochastic(recipe) and recipe.wgrad_rht > 0,
+        lambda recipe, _: _stochastic(recipe) and recipe.wgrad.rht > 0,
     ),
-    _Need((2, 14), "NVFP4 block scales are rounded in another order", lambda recipe, _: _nvfp4(recipe)),
+    _Need((2, 14), "NVFP4 block scales are rounded in another order", lambda recipe, _: "nvfp4" in recipe.formats),
     _Need(
         (2, 16),
         "the Hadamard transform takes a kernel that 12.x cannot run",
-        lambda recipe, capability: capability[0] == 12 and recipe.wgrad_rht > 0,
+        lambda recipe, capability: capability[0] == 12 and recipe.wgrad.rht > 0,
     ),
     _Need(
         (2, 17),
         "there is no four-over-six",
-        lambda recipe, _: any(operand.four_over_six for operand in _operands(recipe)),
+        lambda recipe, _: any(operand.four_over_six for operand in recipe.operands.values()),
     ),
     _Need(
         (2, 20),
         "square MXFP8 blocks were not seen in the sources",
-        lambda recipe, _: any(operand.format == "mxfp8" and operand.block[0] > 1 for operand in _operands(recipe)),
+        lambda recipe, _: any(op.format == "mxfp8" and op.block[0] > 1 for op in recipe.operands.values()),
     ),
     _Need(
         (2, 19),

@@ -34,11 +34,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from megatron_fp4.precision.backend import Maker
+from megatron_fp4.precision.backend import MakeOperand, OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import (
     GemmOperand,
-    OperandRequest,
     codes_transpose,
     encode_with_scale,
     fused_eight_bits,
@@ -120,13 +119,13 @@ class PackedOperand:
     """One side of a GEMM of codes, [rows, k] with the dot product along k.
 
     codes: uint8 [rows, bytes of k codes, in nvfp4 filled up to whole 16]. scales: E4M3 or UE8M0 in tiles, flat. scale:
-    FP32 0-dim factor from `code * block scale` to real values, None for 1 (mxfp8). kind: (how it was quantized, k).
+    FP32 0-dim factor from `code * block scale` to real values, None for 1 (mxfp8). layout: (how it was quantized, k).
     """
 
     codes: Tensor
     scales: Tensor
     scale: Tensor | None
-    kind: tuple[Operand, int]
+    layout: tuple[Operand, int]
     quantized: bool = True
 
     @staticmethod
@@ -142,11 +141,11 @@ class PackedOperand:
     @property
     def form(self) -> _Format:
         """How `scaled_mm` takes it."""
-        return FORMATS[self.kind[0].format]
+        return FORMATS[self.layout[0].format]
 
     def plain(self) -> tuple[Tensor, Tensor]:
         """Codes, uint8 [rows, k / 2] or E4M3 [rows, k], and block scales [rows, k / block] in their plain order."""
-        rows, size, form = self.codes.shape[0], self.kind[1], self.form
+        rows, size, form = self.codes.shape[0], self.layout[1], self.form
         codes = self.codes[:, : size // form.per_byte]
         codes = codes if form.per_byte == 2 else codes.view(form.codes)
         return codes, unswizzle_scales(self.scales, rows, size // form.block)
@@ -154,7 +153,7 @@ class PackedOperand:
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
         codes, scales = self.plain()
-        if self.kind[0].format == "mxfp8":
+        if self.layout[0].format == "mxfp8":
             values, factors = codes.to(torch.float32), ue8m0_values(scales.view(torch.uint8))
         else:
             values, factors = e2m1_values(unpack_codes(codes)), scales.to(torch.float32)
@@ -162,7 +161,7 @@ class PackedOperand:
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
-        operand = self.kind[0]
+        operand = self.layout[0]
         assert operand.block[0] == operand.block[1], "the scales of other blocks lie along the dot product"
         (codes, scales), block = self.plain(), self.form.block
         # Of a block's rows under one scale the first, for the columns that they become.
@@ -180,8 +179,8 @@ class TorchBackend:
     """See the top of this file. `unsupported` says beforehand where it cannot run."""
 
     name = "torch"
-    borrows_codes = False
     accumulates = False  # scaled_mm has no beta
+    transposed = None
 
     def demands(self, recipe: Recipe) -> Demands:
         """Whole blocks are enough, as for the emulation: with other padding the draws would be others."""
@@ -196,7 +195,7 @@ class TorchBackend:
         dtype: torch.dtype,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
-    ) -> tuple[Maker | None, Maker | None]:
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By the fused kernels as far as they go, by PyTorch what is left (`keep_rows` changes nothing)."""
         if rows is None or not _exchangeable(columns, rows):
             return _makers(x, columns, rows, dtype, amax_group)
@@ -229,13 +228,13 @@ class TorchBackend:
             output_dtype=out_dtype,
         )
 
-    def restored(self, tensors: Sequence[Tensor | None], kind: Any) -> Any:
-        """An operand again from its `tensors()` and its `kind`."""
+    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
+        """An operand again from its `tensors()` and its `layout`."""
         codes, scales, scale = tensors
-        if not isinstance(kind[0], Operand):
-            return GemmOperand.from_tensors(tensors, kind)
+        if not isinstance(layout[0], Operand):
+            return GemmOperand.from_tensors(tensors, layout)
         assert codes is not None and scales is not None
-        return PackedOperand(codes, scales, scale, kind)
+        return PackedOperand(codes, scales, scale, layout)
 
 
 def _makers(
@@ -244,7 +243,7 @@ def _makers(
     rows: OperandRequest | None,
     dtype: torch.dtype,
     amax_group: ProcessGroup | None,
-) -> tuple[Maker | None, Maker | None]:
+) -> tuple[MakeOperand | None, MakeOperand | None]:
     """As `TorchBackend.operands`, each operand quantized by itself."""
     sides: tuple[Side | None, Side | None] = (None, None)
     if dtype == torch.bfloat16:
@@ -266,7 +265,7 @@ def _makers(
         rounded = x.to(dtype)
         return _plain(rounded.t() if along_rows else rounded, request, amax_group)
 
-    def maker(request: OperandRequest | None, side: Side | None, along_rows: bool) -> Maker | None:
+    def maker(request: OperandRequest | None, side: Side | None, along_rows: bool) -> MakeOperand | None:
         if request is None:
             return None
         make: Callable[..., Any] = plain if side is None else packed

@@ -37,7 +37,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -46,9 +46,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.backend import MakeOperand, OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
-from megatron_fp4.precision.emulated import GemmOperand, OperandRequest, gemm, quantize_operand
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
+from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.quantization.formats import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
@@ -75,7 +76,7 @@ def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
     A release new enough is presumed; `te_releases.outdated` asks the installed one.
     """
     chip = f"this GPU has {capability[0]}.{capability[1]}"
-    formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
+    formats = recipe.formats
     if "nvfp4" in formats and capability not in NVFP4_CAPABILITIES:
         return f"native NVFP4 training needs compute capability 10.0, 10.3, 12.0 or 12.1 and {chip}"
     if "mxfp8" in formats and capability[0] != 10:
@@ -93,11 +94,10 @@ def unsupported(recipe: Recipe, capability: tuple[int, int]) -> str | None:
 
 def demands(recipe: Recipe) -> Demands:
     """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
-    formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
-    multiple = max((GEMM_MULTIPLES[form] for form in formats if form in GEMM_MULTIPLES), default=1)
+    multiple = max((GEMM_MULTIPLES[form] for form in recipe.formats if form in GEMM_MULTIPLES), default=1)
     blocks = block_demands(recipe)
     tokens, inputs, outputs = (math.lcm(multiple, size) for size in (blocks.tokens, blocks.inputs, blocks.outputs))
-    transformed = recipe.wgrad_rht > 0 and recipe.wgrad_gradient.format == "nvfp4"
+    transformed = recipe.wgrad.rht > 0 and recipe[WGRAD_GRADIENT].format == "nvfp4"
     return Demands(tokens, inputs, outputs, blocks.group_outputs, FUSED_TRANSFORM_COLUMNS if transformed else 1)
 
 
@@ -149,8 +149,8 @@ def _library() -> SimpleNamespace:
 
 
 @dataclass(frozen=True)
-class _Form:
-    """A native operand without its tensors.
+class _Layout:
+    """Non-tensor metadata of a native operand.
 
     along: `columns` for rowwise data, `rows` for columnwise data. storage, settings: the class that Transformer Engine
     keeps it in, and the arguments of that class that are no tensors.
@@ -173,37 +173,33 @@ class NativeOperand:
     data: Tensor
     scales: Tensor
     amax: Tensor | None
-    kind: _Form
+    layout: _Layout
     quantized: bool = True
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Data, scales, amax."""
         return self.data, self.scales, self.amax
 
-    def transposed(self) -> NativeOperand:
-        """Scales lie along the dot product: there is no such thing."""
-        raise NotImplementedError("native operands cannot be transposed")
-
     def storage(self) -> Any:
         """As the GEMM takes it."""
-        name, other = ("rowwise", "columnwise") if self.kind.along == "columns" else ("columnwise", "rowwise")
+        name, other = ("rowwise", "columnwise") if self.layout.along == "columns" else ("columnwise", "rowwise")
         parts: dict[str, Any] = {f"{name}_data": self.data, f"{name}_scale_inv": self.scales}
         parts |= {f"{other}_data": None, f"{other}_scale_inv": None}
-        if self.kind.operand.format == "nvfp4":
+        if self.layout.operand.format == "nvfp4":
             parts |= {f"amax_{name}": self.amax, f"amax_{other}": None}
-        return self.kind.storage(**parts, **dict(self.kind.settings))
+        return self.layout.storage(**parts, **dict(self.layout.settings))
 
     def decoded(self) -> NVFP4Tensor | MXFP8Tensor | FP8Tensor:
         """Codes and scales in our layout."""
-        operand, rows = self.kind.operand, self.data.shape[0]
+        operand, rows = self.layout.operand, self.data.shape[0]
         if operand.format == "mxfp8":
             codes, scales = self.data.view(torch.float8_e4m3fn), self.scales.view(torch.uint8)
-            if self.kind.along == "rows":
+            if self.layout.along == "rows":
                 codes, scales = codes.t(), scales.t()
             return MXFP8Tensor(codes, scales[: codes.shape[0], : codes.shape[1] // 32], operand.block)
         if operand.format == "nvfp4":
             assert self.amax is not None
-            swizzled = dict(self.kind.settings).get("with_gemm_swizzled_scales", False)
+            swizzled = dict(self.layout.settings).get("with_gemm_swizzled_scales", False)
             scales = unswizzle_scales(self.scales.flatten(), *self.scales.shape) if swizzled else self.scales
             scales = scales[:rows, : self.data.shape[1] // 8].view(torch.float8_e4m3fn)
             scale_max = FOUR_OVER_SIX_SCALE_MAX if operand.four_over_six else E4M3_MAX
@@ -230,8 +226,8 @@ class TransformerEngineBackend:
     """See the top of this file. `not_installed` and `unsupported` say beforehand where it cannot run."""
 
     name = "transformer_engine"
-    borrows_codes = False
     accumulates = True
+    transposed = None
 
     def __init__(self) -> None:
         _library()
@@ -251,11 +247,11 @@ class TransformerEngineBackend:
         dtype: torch.dtype,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
-    ) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By one quantizer if both are wanted of one kind, else each by its own (`keep_rows` changes nothing)."""
         if columns is not None and rows is not None and columns.operand == rows.operand and columns.operand.quantized:
-            along_columns, along_rows = self._quantize(x.to(dtype), columns, rows, amax_group)
-            return lambda: along_columns, lambda: along_rows
+            made: tuple[Any, Any] = self._quantize(x.to(dtype), columns, rows, amax_group)
+            return lambda: made[0], lambda: made[1]
 
         def alone(request: OperandRequest, along: str) -> Any:
             rounded = x.to(dtype)
@@ -277,7 +273,7 @@ class TransformerEngineBackend:
             return product if total is None else total.add_(product)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
         # As general_gemm counts: its A is our b, T where the dot product lies along stored rows.
-        layout = ("T" if b.kind.along == "columns" else "N") + ("N" if a.kind.along == "columns" else "T")
+        layout = ("T" if b.layout.along == "columns" else "N") + ("N" if a.layout.along == "columns" else "T")
         left, right = b.storage(), a.storage()
         out = _library().general_gemm(
             left,
@@ -291,13 +287,13 @@ class TransformerEngineBackend:
         )
         return out[0]
 
-    def restored(self, tensors: Sequence[Tensor | None], kind: Any) -> Any:
-        """An operand again from its `tensors()` and its `kind`."""
-        if not isinstance(kind, _Form):
-            return GemmOperand.from_tensors(tensors, kind)
+    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
+        """An operand again from its `tensors()` and its `layout`."""
+        if not isinstance(layout, _Layout):
+            return GemmOperand.from_tensors(tensors, layout)
         data, scales, amax = tensors
         assert data is not None and scales is not None
-        return NativeOperand(data, scales, amax, kind)
+        return NativeOperand(data, scales, amax, layout)
 
     def _quantize(
         self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None, group: ProcessGroup | None
@@ -322,8 +318,8 @@ class TransformerEngineBackend:
                 scales.masked_fill_(~largest.isfinite(), 255)  # a byte takes no NaN by addition
             else:
                 (scales if amax is None else amax).add_(largest, alpha=0)
-            form = _Form(request.operand, along, type(storage), plain)
-            return NativeOperand(parts[f"{name}_data"], scales, amax, form)
+            layout = _Layout(request.operand, along, type(storage), plain)
+            return NativeOperand(parts[f"{name}_data"], scales, amax, layout)
 
         return side("rowwise", "columns"), None if rows is None else side("columnwise", "rows")
 

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 
-matplotlib.use("Agg")  # no display on a cluster's node
+from megatron_fp4.report.metrics import records_of_run, steps_of
+from megatron_fp4.report.picture import COLORS, open_frame, picture
+from megatron_fp4.report.plot import smooth, training_losses
 
-import matplotlib.pyplot as plt
-
-from megatron_fp4.report.metrics import records_of_run
-from megatron_fp4.report.plot import smooth
-
-_COLORS = ("#1f4e79", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#2a9d8f")
 # Of a run's steps: what its last training loss is the mean of.
 _LAST_FRACTION = 0.02
 
@@ -51,7 +45,9 @@ def read_run(run_dir: str | Path) -> RunCurve:
 
     Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
-    records, steps = records_of_run(run_dir)
+    records = records_of_run(run_dir)
+    steps = steps_of(records, run_dir)
+    numbers, losses = training_losses(steps)
     validation: dict[str, dict[int, float]] = {}
     for record in records:
         for source, loss in record.get("losses", {}).items() if record["kind"] == "validation" else ():
@@ -59,8 +55,8 @@ def read_run(run_dir: str | Path) -> RunCurve:
                 validation.setdefault(source, {})[record["step"]] = loss
     return RunCurve(
         name=Path(run_dir).resolve().name,
-        steps=np.array([record["step"] for record in steps]),
-        loss=np.array([math.nan if record["loss"] is None else record["loss"] for record in steps]),
+        steps=numbers,
+        loss=losses,
         validation=validation,
         switches=[r["step"] for r in records if r["kind"] == "event" and r["event"] == "switch"],
         tokens=steps[-1]["tokens"],
@@ -122,13 +118,11 @@ def plot_comparison(runs: Sequence[RunCurve], target: str | Path) -> Path:
     The gap is of the training losses of the same steps (the same tokens, if data and seed were the same), smoothed, and
     as dots that of the validation losses averaged over sources. Switches of precision are marked.
     """
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(10, 7.2), dpi=150, layout="constrained", sharex=True, height_ratios=(3, 2)
-    )
-    first = runs[0]
-    try:
+    first, target = runs[0], Path(target)
+    settings = {"figsize": (10, 7.2), "dpi": 150, "sharex": True, "height_ratios": (3, 2)}
+    with picture(target, 2, 1, **settings) as (_, (above, below)):
         for index, run in enumerate(runs):
-            color = _COLORS[index % len(_COLORS)]
+            color = COLORS[index % len(COLORS)]
             above.plot(run.steps, smooth(run.loss), color=color, linewidth=1.5, label=run.name)
             for step in run.switches:
                 for axes in (above, below):
@@ -146,17 +140,13 @@ def plot_comparison(runs: Sequence[RunCurve], target: str | Path) -> Path:
         above.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
         above.set_ylabel("training loss, smoothed (nats per token)")
         above.set_title(f"{', '.join(run.name for run in runs)}", loc="left")
-        below.axhline(0, color=_COLORS[0], linewidth=1.0)
+        below.axhline(0, color=COLORS[0], linewidth=1.0)
         below.set_ylabel(f"loss above {first.name} (%)")
         below.set_xlabel("step")
         for axes in (above, below):
-            axes.grid(axis="y", color="#000000", alpha=0.08)
-            axes.spines[["top", "right"]].set_visible(False)
+            open_frame(axes)
             axes.legend(frameon=False)
-        figure.savefig(target)
-    finally:
-        plt.close(figure)
-    return Path(target)
+    return target
 
 
 def _validation_gaps(run: RunCurve, first: RunCurve) -> dict[int, float]:

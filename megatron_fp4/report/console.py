@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
+from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report.metrics import StepMetrics
 
 _FILE_WIDTH = 120
@@ -34,16 +35,6 @@ class ModelPart:
     count: int
     parameters: int
     detail: str = ""
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """One linear: its name, global weight shape (out, in), what it gets, and why."""
-
-    linear: str
-    shape: tuple[int, int]
-    recipe: str
-    why: str
 
 
 @dataclass(frozen=True)
@@ -165,38 +156,34 @@ def model_table(name: str, pattern: str, parts: Sequence[ModelPart], flops_per_t
     return table
 
 
-def plan_table(rows: Sequence[PlanRow], name: str, compact_above: int = 24) -> Table:
-    """Which linear gets what, and why, in order of execution.
+def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
+    """Which linear gets what, and why, in order of execution. Recipes go by `Plan.recipe_names`.
 
     A model of more than `compact_above` linears has those of the same kind, shape, recipe and reason in one row, with
     their blocks: `blocks.{2..51}.mixer.in_proj` is this linear of every block from 2 to 51 that has it.
     """
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row.recipe] = counts.get(row.recipe, 0) + 1
-    weights = sum(math.prod(row.shape) for row in rows)
-    shares = ", ".join(
-        f"{count} of {len(rows)} linears in {recipe} "
-        f"({sum(math.prod(row.shape) for row in rows if row.recipe == recipe) / weights:.1%} of their weights)"
-        for recipe, count in counts.items()
-    )
-    table = _table(f"Precision plan {name}", shares)
-    compact = len(rows) > compact_above
+    names, total = plan.recipe_names, plan.linear_flops_per_token  # FLOPs are proportional to weights
+    shares = []
+    for recipe, recipe_name in names.items():
+        its = [row.linear.flops_per_token for row in plan.rows if row.recipe == recipe]
+        share = f"{sum(its) / total:.1%} of their weights"
+        shares.append(f"{len(its)} of {len(plan.rows)} linears in {recipe_name} ({share})")
+    table = _table(f"Precision plan {name}", ", ".join(shares))
+    compact = len(plan.rows) > compact_above
     _columns(table, "linear", *(["count>"] if compact else []), "out x in>", "recipe", "why")
     # Blocks of one kind alternate with others, so "neighbours" means in the sequence of blocks that have the linear.
-    have: dict[tuple[str, tuple[int, int]], list[int]] = {}
-    groups: dict[tuple[str, tuple[int, int], str, str], list[int]] = {}
-    for row in rows:
-        number = re.search(r"\d+", row.linear)
-        kind = re.sub(r"\d+", "#", row.linear, count=1) if compact else row.linear
+    have: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
+    for row in plan.rows:
+        linear, shape = row.linear, f"{row.linear.out_features} x {row.linear.in_features}"
+        kind = re.sub(r"\d+", "#", linear.name, count=1) if compact else linear.name
         # The reason names the block, which the row's numbers already say.
-        why = re.sub(r"^block \d+ is", "is", row.why) if compact else row.why
-        have.setdefault((kind, row.shape), []).append(int(number[0]) if number else 0)
-        groups.setdefault((kind, row.shape, row.recipe, why), []).append(int(number[0]) if number else 0)
-    for (kind, shape, recipe, why), numbers in groups.items():
-        linear = kind.replace("#", _ranges(numbers, have[kind, shape])) if compact else kind
-        count = [str(len(numbers))] if compact else []
-        table.add_row(linear, *count, f"{shape[0]} x {shape[1]}", recipe, why)
+        why = re.sub(r"^block \d+ is", "is", row.reason) if compact else row.reason
+        have.setdefault((kind, shape), []).append(linear.block)
+        groups.setdefault((kind, shape, names[row.recipe], why), []).append(linear.block)
+    for (kind, shape, recipe_name, why), blocks in groups.items():
+        shown = kind.replace("#", _ranges(blocks, have[kind, shape])) if compact else kind
+        table.add_row(shown, *([str(len(blocks))] if compact else []), shape, recipe_name, why)
     return table
 
 

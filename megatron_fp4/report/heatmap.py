@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")  # no display on a cluster's node
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from megatron_fp4.measure.probe import GEMMS, OPERANDS
-from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
+from megatron_fp4.precision.recipe import GEMMS, PLACES
+from megatron_fp4.report.metrics import records_of_run
+from megatron_fp4.report.picture import picture
 
 DEFAULT_QUANTITIES = ("wgrad_gradient.snr_db", "wgrad.error")
 
@@ -33,6 +29,7 @@ _STATISTICS = {
     "rms_rht": "root mean square behind the transform",
     "crest_rht": "largest over rms behind the transform",
 }
+_OPERANDS = {place.name: place for place in PLACES}
 _MAX_LABELS = 64
 _TALL = 24  # linears
 
@@ -51,10 +48,7 @@ def plot_heatmap(
     """
     for quantity in quantities:
         _check(quantity)
-    path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
-    records = [record for record in read_metrics(path) if record["kind"] == "diagnostics"]
+    records = [record for record in records_of_run(run_dir) if record["kind"] == "diagnostics"]
     if not records:
         return None
     linears = _names(records)
@@ -63,20 +57,15 @@ def plot_heatmap(
     height = 1.1 + min(14.0, max(1.6, 0.16 * len(linears)))
     rows, columns = (1, count) if tall else (count, 1)
     size = (2.5 + 6.0 * count, height) if tall else (10, height * count)
-    figure, panels = plt.subplots(
-        rows, columns, figsize=size, dpi=130, layout="constrained", squeeze=False, sharex=True, sharey=True
-    )
-    try:
+    written = Path(target) if target is not None else Path(run_dir) / "diagnostics.png"
+    settings = {"figsize": size, "dpi": 130, "squeeze": False, "sharex": True, "sharey": True}
+    with picture(written, rows, columns, **settings) as (figure, panels):
         for axes, quantity in zip(panels.flat, quantities, strict=True):
             _draw(figure, axes, records, linears, quantity)
         panels[0, 0].invert_yaxis()
         for axes in panels[-1]:
             axes.set_xlabel("step")
         figure.suptitle(f"{Path(run_dir).resolve().name}: what quantization does", x=0.01, ha="left")
-        written = Path(target) if target is not None else Path(run_dir) / "diagnostics.png"
-        figure.savefig(written)
-    finally:
-        plt.close(figure)
     return written
 
 
@@ -158,16 +147,16 @@ def _title(quantity: str) -> str:
     part, statistic = quantity.split(".")
     if part in GEMMS:
         return f"relative error of {part}"
-    gemm, tensor = part.split("_")
-    return f"{tensor} in {gemm}: {_STATISTICS[statistic]}"
+    place = _OPERANDS[part]
+    return f"{place.tensor} in {place.gemm}: {_STATISTICS[statistic]}"
 
 
 def _check(quantity: str) -> None:
     part, _, statistic = quantity.partition(".")
     known = quantity == "gradient_to_noise" or (part in GEMMS and statistic == "error")
-    if not known and not (part in OPERANDS and statistic in _STATISTICS):
+    if not known and not (part in _OPERANDS and statistic in _STATISTICS):
         raise ValueError(
             f"{quantity!r} is no quantity of the diagnostics; give <operand>.<statistic> with an operand of "
-            f"{', '.join(OPERANDS)} and a statistic of {', '.join(_STATISTICS)}, or <gemm>.error with a GEMM of "
+            f"{', '.join(_OPERANDS)} and a statistic of {', '.join(_STATISTICS)}, or <gemm>.error with a GEMM of "
             f"{', '.join(GEMMS)}, or gradient_to_noise"
         )

@@ -178,6 +178,24 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def records_of_run(run_dir: str | Path) -> list[dict[str, Any]]:
+    """All records of the run in `run_dir`. Raises FileNotFoundError if there is no metrics.jsonl."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
+    return read_metrics(path)
+
+
+def steps_of(records: list[dict[str, Any]], run_dir: str | Path) -> list[dict[str, Any]]:
+    """Those of `records_of_run` that are training steps. Raises ValueError if there are none yet."""
+    steps = [record for record in records if record["kind"] == "step"]
+    if not steps:
+        raise ValueError(
+            f"{Path(run_dir) / METRICS_FILE} has no training steps yet; come back once the run has made some"
+        )
+    return steps
+
+
 def cut_after(path: str | Path, step: int) -> int:
     """Remove the records of steps after `step`, and an unfinished last line; returns how many records were removed.
 
@@ -255,18 +273,3 @@ def _open_wandb(directory: Path, mode: str, project: str, run_id: str | None, co
         )
     except wandb.Error as error:
         raise ValueError(f"logging.wandb={mode} did not start ({error}); run `wandb login`, or use offline") from error
-
-
-def records_of_run(run_dir: str | Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """All records of the run in `run_dir`, and those of its training steps.
-
-    Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
-    """
-    path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
-    records = read_metrics(path)
-    steps = [record for record in records if record["kind"] == "step"]
-    if not steps:
-        raise ValueError(f"{path} has no training steps yet; come back once the run has made some")
-    return records, steps

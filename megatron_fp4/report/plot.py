@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")  # no display on a cluster's node
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from megatron_fp4.report.console import short_number
-from megatron_fp4.report.metrics import records_of_run
+from megatron_fp4.report.metrics import records_of_run, steps_of
+from megatron_fp4.report.picture import COLORS, open_frame, picture
 
-_TRAINING = "#1f4e79"
-_SOURCES = ("#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#2a9d8f", "#6c757d")
+_TRAINING, *_SOURCES = COLORS
 _PHASES = ("#eef3f8", "#fbf3e6", "#eef6ee", "#f6eef5")
 # Of the steps: long enough to show the trend, short enough to follow the decay.
 _SMOOTHING_FRACTION = 0.02
@@ -34,29 +30,31 @@ def plot_loss(run_dir: str | Path) -> Path:
 
     Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
-    records, steps = records_of_run(run_dir)
+    records = records_of_run(run_dir)
+    steps = steps_of(records, run_dir)
     facts = {key: value for record in records if record["kind"] == "run" for key, value in record.items()}
-
-    figure, axes = plt.subplots(figsize=(10, 5.6), dpi=150, layout="constrained")
-    try:
-        x = np.array([record["step"] for record in steps])
-        loss = np.array([math.nan if record["loss"] is None else record["loss"] for record in steps])
+    target = Path(run_dir) / "loss.png"
+    with picture(target, figsize=(10, 5.6), dpi=150) as (_, axes):
+        x, loss = training_losses(steps)
         axes.plot(x, loss, color=_TRAINING, alpha=0.22, linewidth=0.8)
         axes.plot(x, smooth(loss), color=_TRAINING, linewidth=1.8, label="training (smoothed)")
-        _draw_validation(axes, [record for record in records if record["kind"] == "validation"])
+        validations = [record for record in records if record["kind"] == "validation"]
+        _draw_validation(axes, validations)
         _draw_entropy(axes, facts.get("unigram_entropy"))
-        _frame(axes, x, loss, records)
+        _frame(axes, x, loss, validations)
         _shade_phases(axes, steps)
         _mark_events(axes, facts.get("decay_start"), [record for record in records if record["kind"] == "event"])
         tokens = short_number(steps[-1]["tokens"])
         plans = ", then ".join(dict.fromkeys(record["plan"] for record in steps))
         axes.set_title(f"{Path(run_dir).resolve().name}: {plans}; {tokens} tokens", loc="left", pad=22)
         axes.legend(frameon=True, framealpha=0.9, edgecolor="none", loc="upper right")
-        target = Path(run_dir) / "loss.png"
-        figure.savefig(target)
-    finally:
-        plt.close(figure)
     return target
+
+
+def training_losses(steps: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the steps, and their losses, NaN where one was not finite: both [n]."""
+    losses = [math.nan if record["loss"] is None else record["loss"] for record in steps]
+    return np.array([record["step"] for record in steps]), np.array(losses)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -98,21 +96,19 @@ def _draw_entropy(axes: Axes, entropy: float | dict[str, float] | None) -> None:
         axes.axhline(value, color=color, linewidth=1.0, linestyle=(0, (5, 3)), alpha=0.75, label=label)
 
 
-def _frame(axes: Axes, x: np.ndarray, loss: np.ndarray, records: list[dict[str, Any]]) -> None:
+def _frame(axes: Axes, x: np.ndarray, loss: np.ndarray, validations: list[dict[str, Any]]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.set_xlim(0, max(1, x[-1]) * 1.01)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     finite = loss[np.isfinite(loss)]
     if finite.size:
-        validations = [record for record in records if record["kind"] == "validation"]
         shown = [value for record in validations for value in record["losses"].values() if value is not None]
         # The first steps fall from ln(vocabulary), and a spike would flatten everything else.
         top = max(np.percentile(finite, 99.5), *shown, finite.min() + 0.1)
         bottom = min(finite.min(), *shown, top)
         axes.set_ylim(bottom - 0.06 * (top - bottom), top + 0.04 * (top - bottom))
-    axes.grid(axis="y", color="#000000", alpha=0.08)
-    axes.spines[["top", "right"]].set_visible(False)
+    open_frame(axes)
 
 
 def _shade_phases(axes: Axes, steps: list[dict[str, Any]]) -> None:

@@ -31,11 +31,7 @@ def introduce(
     numerics and kernels.
     """
     console.table(show.model_table(config.model.name, config.model.pattern, parts, 3 * flops_per_token))
-    rows = [
-        show.PlanRow(row.linear.name, (row.linear.out_features, row.linear.in_features), row.recipe.name, row.reason)
-        for row in plan.rows
-    ]
-    console.table(show.plan_table(rows, config.precision.name))
+    console.table(show.plan_table(plan, config.precision.name))
     quantized = {
         "linears quantized": f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})",
         "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops_per_token:.1%}",

@@ -65,6 +65,33 @@ class PinnedKernels:
         write_record(run_dir / RECORD_FILE, self.record())
 
 
+class KernelChoices:
+    """The choices of one run from checkpoint to checkpoint: what one held, and what is pinned once `pin` was called."""
+
+    def __init__(self) -> None:
+        self._saved: Mapping[str, Any] | None = None
+        self._pinned: PinnedKernels | None = None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """For the checkpoint; None if nothing is pinned."""
+        return None if self._pinned is None else self._pinned.record()
+
+    def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
+        """What a checkpoint held, for `pin`."""
+        self._saved = saved
+
+    def pin(self, rehearse: Callable[[], object], machine_folder: Path, resumed: bool) -> list[str]:
+        """See `pin_kernels`; returns lines for the log. resumed: whether the run goes on from a checkpoint."""
+        self._pinned = pin_kernels(rehearse, self._saved, machine_folder)
+        unknown = ["kernels: the checkpoint does not say which configurations it was made with"]
+        return [*(unknown if resumed and self._saved is None else []), *self._pinned.lines]
+
+    def write(self, run_dir: Path) -> None:
+        """Replace `run_dir`/autotuning.json, if anything is pinned."""
+        if self._pinned is not None:
+            self._pinned.write(run_dir)
+
+
 def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None, machine_folder: Path) -> PinnedKernels:
     """Fix the configurations of mamba-ssm's kernels on all ranks; a collective, before the first kernel runs.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,16 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.step import MicroBatch
-
-
-@dataclass(frozen=True)
-class _Filler:
-    """A micro-batch that counts nothing, for ranks that have fewer than others."""
-
-    index: int
-    tokens: torch.Tensor
-    targets: torch.Tensor
+from megatron_fp4.training.accumulate import MicroBatch
 
 
 @torch.no_grad()
@@ -31,9 +21,9 @@ def evaluate(
     """Mean NLL per token, in nats, of each source; the same numbers on all ranks.
 
     model(tokens, targets) returns the mean loss over the micro-batch's targets. sources: the same names in the
-    same order on all ranks, this data-parallel rank's micro-batches of each; ranks may have different numbers of
-    them, also none. Sums are FP64. Training is not disturbed: mode and clock are as before afterwards, and
-    parameters are sharded.
+    same order on all ranks, this data-parallel rank's micro-batches of each. Ranks may have different numbers of
+    them, also none, and micro-batches different numbers of rows. Sums are FP64. Training is not disturbed: mode and
+    clock are as before afterwards, and parameters are sharded.
 
     Raises ValueError if a source has no tokens on any rank.
     """
@@ -41,17 +31,21 @@ def evaluate(
     counts, filler = _common_shape(batches, mesh)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=mesh.device)  # NLL, tokens
 
+    def mean_loss(index: int, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        clock.micro_batch = index
+        return model(tokens.to(mesh.device, non_blocking=True), targets.to(mesh.device, non_blocking=True))
+
     was_training, step, micro_batch = model.training, clock.step, clock.micro_batch
     model.eval()
     try:
         for row, mine, count in zip(sums, batches.values(), counts, strict=True):
             for batch in mine:
                 num_tokens = batch.targets.numel()
-                row[0] += _loss(model, batch, mesh, clock).double() * num_tokens
+                row[0] += mean_loss(batch.index, batch.tokens, batch.targets).double() * num_tokens
                 row[1] += num_tokens
             # FSDP gathers parameters in every forward, which all ranks must take part in.
             for _ in range(count - len(mine)):
-                _loss(model, filler, mesh, clock)
+                mean_loss(0, filler, filler)
     finally:
         model.train(was_training)
         clock.step, clock.micro_batch = step, micro_batch
@@ -66,20 +60,15 @@ def evaluate(
     return losses
 
 
-def _loss(model: nn.Module, batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> torch.Tensor:
-    clock.micro_batch = batch.index
-    return model(batch.tokens.to(mesh.device, non_blocking=True), batch.targets.to(mesh.device, non_blocking=True))
-
-
-def _common_shape(batches: Mapping[str, Sequence[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], _Filler]:
-    """How many forwards of each source every rank runs, and a filler as large as the largest of them."""
+def _common_shape(batches: Mapping[str, Sequence[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], torch.Tensor]:
+    """How many forwards of each source every rank runs, and tokens for those that count nothing, zeros in the shape
+    of the largest micro-batch."""
     shapes = [batch.tokens.shape for mine in batches.values() for batch in mine]
     rows, length = (max((shape[dim] for shape in shapes), default=0) for dim in (0, 1))
     agreed = torch.tensor([rows, length, *map(len, batches.values())], device=mesh.device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.dp_group)
     rows, length, *counts = agreed.tolist()
-    tokens = torch.zeros(rows, length, dtype=torch.int64)
-    return counts, _Filler(0, tokens, tokens)
+    return counts, torch.zeros(rows, length, dtype=torch.int64)
 
 
 def _reshard(model: nn.Module) -> None:

@@ -5,7 +5,6 @@ A gradient is a DTensor placed like its parameter, already summed over data-para
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import is_replicated
+from megatron_fp4.precision.fp32_gradients import local_part
 
 
 @torch.no_grad()
@@ -28,7 +28,7 @@ def sum_replicated_gradients(parameters: Sequence[nn.Parameter], mesh: ParallelM
     """
     if not mesh.sequence_parallel or mesh.tp_size == 1:
         return
-    parts = [_local(p.grad) for p in parameters if p.grad is not None and is_replicated(p)]
+    parts = [local_part(p.grad) for p in parameters if p.grad is not None and is_replicated(p)]
     if not parts:
         return
     flat = torch.cat([part.flatten() for part in parts])
@@ -44,7 +44,7 @@ def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -
     The sum of the shares over all ranks counts every element once: of the ranks that hold the same shard, only
     the first contributes. The caller reduces, so that the sum can travel with other numbers.
     """
-    mine = [_local(p.grad) for p in parameters if p.grad is not None and _holds_first_copy(p, mesh)]
+    mine = [local_part(p.grad) for p in parameters if p.grad is not None and holds_first_copy(p, mesh)]
     if not mine:
         return torch.zeros((), dtype=torch.float64, device=mesh.device)
     # Accumulated in FP64: squares of FP32 gradients neither overflow nor vanish in it.
@@ -52,26 +52,16 @@ def squared_norm_share(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -
     return torch.stack(norms).square().sum()
 
 
-def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> float:
-    """The global L2 norm of all gradients, the same number on all ranks. One all-reduce, one host sync."""
-    total = squared_norm_share(parameters, mesh)
-    dist.all_reduce(total)
-    return math.sqrt(total.item())
-
-
 @torch.no_grad()
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, clip_norm: float) -> None:
     """Scale all gradients so that their global norm, `norm` before, becomes at most `clip_norm` (0: no limit)."""
     if clip_norm > 0 and norm > clip_norm:
-        gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         torch._foreach_mul_(gradients, clip_norm / norm)  # type: ignore[attr-defined]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _holds_first_copy(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
+def holds_first_copy(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
+    """Whether this rank is the first of those that hold the same shard of `parameter`."""
     all_names = mesh.device_mesh.mesh_dim_names
     assert all_names is not None
     sharded: set[str] = set()

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from megatron_fp4.precision.fp32_gradients import local_part
 
 # multi_tensor_applier(kernel, overflow, [gradients, parameters, moments, squares], *hyperparameters)
 Applier = Callable[..., Any]
@@ -44,18 +45,17 @@ class MultiTensorAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         assert closure is None, "gradients are computed before the step"
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
             by_step: dict[int, list[Tensor]] = {}
-            for parameter in parameters:
+            for parameter in (p for p in group["params"] if p.grad is not None):
                 step = self.state[parameter]["step"]
                 step += 1
                 by_step.setdefault(int(step.item()), []).append(parameter)
             for step, alike in by_step.items():
                 lists = [
-                    [_local(p.grad) for p in alike],
-                    [_local(p) for p in alike],
-                    [_local(self.state[p]["exp_avg"]) for p in alike],
-                    [_local(self.state[p]["exp_avg_sq"]) for p in alike],
+                    [local_part(p.grad) for p in alike if p.grad is not None],
+                    [local_part(p) for p in alike],
+                    [local_part(self.state[p]["exp_avg"]) for p in alike],
+                    [local_part(self.state[p]["exp_avg_sq"]) for p in alike],
                 ]
                 # A rank may hold an empty shard of a parameter with few rows.
                 held = [i for i, part in enumerate(lists[1]) if part.numel()]
@@ -92,8 +92,3 @@ def apex_kernel() -> tuple[Applier, Callable[..., Any]]:
     from apex.multi_tensor_apply import multi_tensor_applier
 
     return multi_tensor_applier, amp_C.multi_tensor_adam
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,21 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.gradients import clip_gradients, squared_norm_share, sum_replicated_gradients
 from megatron_fp4.training.optimizer import optimizer_parameters, set_lr
-
-
-class MicroBatch(Protocol):
-    """What a step needs of a micro-batch. index: within the global batch, the same whichever rank computes it."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def tokens(self) -> torch.Tensor: ...  # int64 [micro_batch_size, sequence_length]
-
-    @property
-    def targets(self) -> torch.Tensor: ...  # int64, the same shape
 
 
 @dataclass(frozen=True)
@@ -74,30 +61,14 @@ def train_step(
     parameters = optimizer_parameters(optimizer)
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
-    # Of the global batch: the backward pass of a micro-batch must not depend on how many ranks share the work.
-    num_micro_batches = len(micro_batches) * mesh.dp_size
     clock.step = step
-    loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    for position, micro_batch in enumerate(micro_batches, start=1):
-        _prepare_backward(model, is_last=position == len(micro_batches), reshard=reshard)
-        clock.micro_batch = micro_batch.index
-        loss = model(
-            micro_batch.tokens.to(mesh.device, non_blocking=True),
-            micro_batch.targets.to(mesh.device, non_blocking=True),
-        )
-        (loss / num_micro_batches).backward()
-        loss_sum += loss.detach()
-
+    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard)
     sum_replicated_gradients(parameters, mesh)
-    # All ranks of a tensor-parallel group have the same loss; its first speaks for them.
-    speaks = mesh.tp_rank == 0
-    totals = torch.stack(
-        [
-            loss_sum / num_micro_batches if speaks else torch.zeros_like(loss_sum),
-            squared_norm_share(parameters, mesh),
-            torch.full_like(loss_sum, float(stop_requested)),
-        ]
-    )
+
+    # All ranks of a tensor-parallel group have the same loss; it counts once.
+    counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
+    stop = torch.full_like(loss, float(stop_requested))
+    totals = torch.stack((counted_loss, squared_norm_share(parameters, mesh), stop))
     dist.all_reduce(totals)
     mean_loss, squared_norm, stops = totals.tolist()
 
@@ -110,12 +81,3 @@ def train_step(
         clock.weights_version += 1
     optimizer.zero_grad(set_to_none=True)
     return StepResult(mean_loss, grad_norm, skipped, stop=stops > 0)
-
-
-def _prepare_backward(model: nn.Module, is_last: bool, reshard: bool) -> None:
-    """Let FSDP add up unreduced gradients until the last micro-batch, and reduce them once after it."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
-        model.set_is_last_backward(is_last)
-        # The optimizer updates shards, so the last backward must leave only them.
-        model.set_reshard_after_backward(is_last or reshard)

@@ -11,7 +11,8 @@ import torch
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.precision.selftest import Case, sample_tensors
 
@@ -44,13 +45,13 @@ def linear_times(
 def _step(case: Case, backend: Backend, device: torch.device) -> Callable[[], None]:
     x, w, dy = sample_tensors(case, device)
     clock = RunClock(seed=7)
-    numerics = LinearNumerics("prove", case.recipe, clock, backend, num_groups=case.num_groups)
+    context = LinearContext("prove", case.recipe, clock, backend, num_groups=case.num_groups)
     x, w = x.requires_grad_(), w.requires_grad_()
 
     def step() -> None:
         x.grad = w.grad = None
         clock.weights_version += 1
-        quantized_linear(x, w, numerics).backward(dy)
+        quantized_linear(x, w, context).backward(dy)
 
     return step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_fp4.measure.probe import GEMMS
+from megatron_fp4.precision.recipe import GEMMS
 from scripts.study.pictures import draw_layers
 from scripts.study.tables import table
 from scripts.study.tensors import Study

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_fp4.measure.probe import GEMMS
+from megatron_fp4.precision.recipe import GEMMS
 from scripts.study.errors import FORMATS, UNCOMMON
 from scripts.study.tables import short
 

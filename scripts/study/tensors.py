@@ -19,13 +19,15 @@ from megatron_fp4.config.saved_config import config_from_saved
 from megatron_fp4.config.schema import Bf16BlocksConfig
 from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
-from megatron_fp4.precision.plan import apply_plan, build_plan
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.checkpoint_files import read_manifest
 from megatron_fp4.training.step import train_step
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear import _Call
+    from megatron_fp4.precision.linear_call import LinearCall
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,10 @@ class Capture:
     def __init__(self) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {}
 
-    def forward(self, call: _Call, x: Tensor, _y: Tensor) -> Capture._Backward:
+    def forward(self, call: LinearCall, x: Tensor, _y: Tensor) -> Capture._Backward:
         """Keep x and W; the answer is told about the backward pass."""
         kept = {"x": x.detach().clone(), "W": call.weight.detach().clone()}
-        self.tensors[call.numerics.name] = kept
+        self.tensors[call.context.name] = kept
         return Capture._Backward(kept)
 
     @dataclass
@@ -145,14 +147,14 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
         micro, length = size.tokens
         own = [f"train.micro_batch_size={micro}", f"train.global_batch_size={micro}", f"train.sequence_length={length}"]
         own += [f"train.steps={size.steps + 4}", "precision=nvfp4", "precision.switch.when=never", "run.device=cpu"]
-        config, _ = configure([*own, "data.num_workers=0", *overrides])
+        config = configure([*own, "data.num_workers=0", *overrides])
         steps = config.train.steps - 4  # of the rest, the measurements below take their batches
     recipe = recipe_from_config(config.precision)
     if not recipe.quantized:
         raise ValueError(f"precision {config.precision.name} quantizes nothing; name a recipe: --set precision=nvfp4")
     device = init_distributed("cpu", config.parallel.timeout_seconds)
     set_determinism(True)
-    run = build(config, config.precision, build_mesh(config.parallel, device))
+    run = build(config, build_mesh(config.parallel, device))
     if checkpoint is not None:
         with torch.no_grad():
             load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(checkpoint))
@@ -160,10 +162,11 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
         print(f"training {config.model.name} for {steps} steps", file=sys.stderr)
         for step, batches in enumerate(run.loader.steps(0, steps)):
             lr, clip = run.schedule.lr(step, None, 0), config.optimizer.clip_norm
-            parts = run.model, run.optimizer.optimizer, batches, run.mesh, run.clock
+            parts = run.model, run.optimizer.optimizer, batches, run.mesh, run.controller.clock
             train_step(*parts, step=step, lr=lr, clip_norm=clip)
-    shapes = [row.linear for row in run.plan.rows]
-    apply_plan(run.linears, build_plan(shapes, recipe, Bf16BlocksConfig(), config.model.num_blocks), run.clock)
+    shapes, old = [row.linear for row in run.controller.plan.rows], run.controller
+    plan = build_plan(shapes, recipe, Bf16BlocksConfig(), config.model.num_blocks)
+    run.controller = PrecisionController(old.linears, plan, old.clock)
     return run, steps
 
 
@@ -172,19 +175,19 @@ def look_inside(run: Run, start: int) -> tuple[dict[str, dict[str, Tensor]], dic
     capture, probe = Capture(), Probe(once=False)
     start = max(0, min(start, run.config.train.steps - 4))
     for number, batches in enumerate(run.loader.steps(start, min(start + 4, run.config.train.steps))):
-        with probe.attached(run.linears):
+        with probe.attached(run.controller.linears):
             forward_backward(run, start + number, batches[0])
         if number == 0:
-            for numerics in run.linears.values():
-                numerics.probe = capture  # type: ignore[assignment]
+            for context in run.controller.linears.values():
+                context.probe = capture  # type: ignore[assignment]
             forward_backward(run, start, batches[0])
-    found = probe.collect(list(run.linears))
+    found = probe.collect(list(run.controller.linears))
     return capture.tensors, {name: one.errors for name, one in found.items()}
 
 
 def forward_backward(run: Run, step: int, batch: Any) -> None:
     """One micro-batch through the model and back; gradients are thrown away."""
-    run.clock.step, run.clock.micro_batch = step, batch.index
-    run.model(batch.tokens, batch.targets).backward()
+    run.controller.clock.step = step
+    accumulate(run.model, [batch], run.mesh, run.controller.clock, num_micro_batches=1)
     for parameter in run.model.parameters():
         parameter.grad = None

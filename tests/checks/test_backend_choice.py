@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from assembly import plans_of
 from megatron_fp4.checks import backend_choice
 from megatron_fp4.checks.backend_choice import BackendChoice, choose_backend
-from megatron_fp4.config.compose import compose_config, precision_config
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import te_releases
 from megatron_fp4.precision import transformer_engine as te
@@ -41,8 +42,7 @@ def with_power_of_two_scales() -> Config:
 
 
 def chosen(config: Config, device_type: str = "cuda") -> BackendChoice:
-    target = precision_config(config.precision.switch.target, config, CONFIGS)
-    return choose_backend(config, target, device_type)
+    return choose_backend(config, device_type, plans_of(config))
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
@@ -171,22 +171,21 @@ def test_the_recipes_of_exceptions_count(machine):
     assert chosen(configured("nvfp4_nemotron_3")).name == "transformer_engine"
     names = "precision.exceptions=[{names: ['*.out_proj'], precision: %s}]"
     config = compose_config(["precision=bf16", "precision.switch.when=never", names % "mxfp4"], CONFIGS)
-    choice = choose_backend(config, config.precision, "cuda")
+    choice = chosen(config)
     assert choice.name == "emulated"
     assert "precision.exceptions[0].precision=mxfp4: precision.fprop.activation.format=mxfp4" in choice.reason
     config = compose_config(["precision=bf16", "precision.switch.when=never", names % "nvfp4"], CONFIGS)
-    assert choose_backend(config, config.precision, "cuda").name == "transformer_engine"
+    assert chosen(config).name == "transformer_engine"
     machine((9, 0))
-    assert "native NVFP4" in choose_backend(config, config.precision, "cuda").reason
+    assert "native NVFP4" in chosen(config).reason
 
 
 def test_the_target_of_a_switch_counts(machine):
     machine((10, 0))
     config = configured()
-    odd = replace(precision_config("mxfp4", config, CONFIGS), name="odd")
-    assert "precision.switch.target=bf16" in choose_backend(config, odd, "cuda").reason
-    never = changed(config, {"precision.switch.when": "never"})
-    assert choose_backend(never, odd, "cuda").name == "transformer_engine"
+    odd = replace(composed("precision=mxfp4").precision, name="odd")
+    assert "precision.switch.target=bf16" in chosen(replace(config, after_switch=odd)).reason
+    assert chosen(replace(config, after_switch=None)).name == "transformer_engine"
 
 
 @pytest.mark.parametrize("variable", te.FAST_MATH_VARIABLES)
@@ -236,10 +235,10 @@ def test_torch_with_a_target_of_a_switch(machine, monkeypatch):
     machine((10, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     config = configured(backend="torch")
-    odd = replace(precision_config("mxfp4", config, CONFIGS), name="odd")
+    odd = replace(composed("precision=mxfp4").precision, name="odd")
     with pytest.raises(ConfigError, match=r"precision.switch.target=bf16: precision.fprop.activation.format=mxfp4"):
-        choose_backend(config, odd, "cuda")
-    assert choose_backend(changed(config, {"precision.switch.when": "never"}), odd, "cuda").name == "torch"
+        chosen(replace(config, after_switch=odd))
+    assert chosen(replace(config, after_switch=None)).name == "torch"
 
 
 def test_the_package_is_not_here():

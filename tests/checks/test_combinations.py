@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.checks.combinations import data_parallel_size, validate, validate_precision
-from megatron_fp4.checks.precision import _PROJECTIONS
-from megatron_fp4.config.compose import compose_config, precision_config
+from assembly import check as validate
+from megatron_fp4.checks.combinations import data_parallel_size
+from megatron_fp4.checks.precision import validate_precision
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
 from megatron_fp4.precision import torch_scaled_mm
 from models.hybrid import build_model
+from models.pattern import linear_shapes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DATA = ("data.sources={web: /d/web}", "data.blends={first: {web: 1.0}, second: {web: 1.0}, third: {web: 1.0}}")
@@ -47,8 +49,8 @@ def test_every_small_model_goes_with_every_recipe(model, precision):
     for world_size in (1, 2, 4):
         validate(changed(config, {"train.micro_batch_size": 8 // world_size}), world_size, "cpu")
     validate(changed(config, {"parallel.tensor": 2}), 4, "cuda")
-    target = precision_config(config.precision.switch.target, config, CONFIGS)
-    validate_precision(target, config, "cpu", key="target")
+    if config.after_switch is not None:
+        validate_precision(config.after_switch, config, "cpu", key="target")
 
 
 @pytest.mark.parametrize(
@@ -416,8 +418,7 @@ def test_projections_are_those_of_the_models(mesh):
     model = composed().model
     with torch.device("meta"):
         names = [name for name, _ in build_model(model, mesh, torch.bfloat16).linears()]
-    expected = [f"blocks.{i}.mixer.{p}" for i, kind in enumerate(model.pattern) for p in _PROJECTIONS[kind]]
-    assert sorted(names) == sorted(expected)
+    assert names == [shape.name for shape in linear_shapes(model)]
 
 
 def test_bf16_blocks_of_a_run_in_bf16_count_for_its_exceptions():
@@ -479,7 +480,7 @@ def test_reuse_of_fprops_codes_is_possible_without_a_transform():
 
 def test_a_target_is_named_by_its_own_key():
     config = composed()
-    target = changed(precision_config("fp8_block", config, CONFIGS), {"wgrad.rht": 3})
+    target = changed(composed("precision=fp8_block").precision, {"wgrad.rht": 3})
     with pytest.raises(ConfigError, match=re.escape("target.wgrad.rht=3")):
         validate_precision(target, config, "cpu", key="target")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp4.checks.combinations import validate, validate_precision
-from megatron_fp4.config.compose import compose_config, precision_config
+from assembly import check as validate
+from megatron_fp4.checks.precision import validate_precision
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
 from tests.checks.test_combinations import CONFIGS, changed, composed
 
@@ -101,6 +102,6 @@ def test_what_an_override_leaves_behind_is_accepted(overrides: list[str]) -> Non
 
 
 def test_a_targets_options_are_named_by_its_key() -> None:
-    target = changed(precision_config("bf16", composed(), CONFIGS), {"wgrad.rht": 16})
+    target = changed(composed("precision=bf16").precision, {"wgrad.rht": 16})
     with pytest.raises(ConfigError, match=r"^target\.wgrad\.rht=16 has no effect"):
         validate_precision(target, composed(), "cpu", key="target")

@@ -6,9 +6,16 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from megatron_fp4.config.compose import compose_config, group_options, help_text, precision_config, to_yaml
+from megatron_fp4.config.compose import compose_config, group_options, help_text, to_yaml
 from megatron_fp4.config.saved_config import config_from_saved
-from megatron_fp4.config.schema import ComposedException, Config, ConfigError, PhaseConfig, RecipeConfig
+from megatron_fp4.config.schema import (
+    ComposedException,
+    Config,
+    ConfigError,
+    PhaseConfig,
+    PrecisionConfig,
+    RecipeConfig,
+)
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"
@@ -17,6 +24,13 @@ SOURCES = "data.sources={web: /data/web, code: /data/code}"
 
 def make(*overrides: str) -> Config:
     return compose_config(list(overrides), CONFIGS)
+
+
+def after_switch(name: str, *overrides: str) -> PrecisionConfig:
+    """The precision config `name` as the target of a switch."""
+    config = make(*overrides, "precision.switch.when=0.5", f"precision.switch.target={name}").after_switch
+    assert config is not None
+    return config
 
 
 def parameters(config: Config) -> int:
@@ -172,6 +186,7 @@ def test_recipes_are_those_of_the_papers(name):
     assert not any(operand.four_over_six or operand.reuse_fprop or operand.power_of_two_scales for operand in table)
 
 
+@pytest.mark.slow
 def test_exceptions_bring_their_recipes_whole():
     config = make("precision=nvfp4_nemotron_3", "model=nemotron_h_12b")
     attention, mamba = config.precision.exceptions
@@ -185,7 +200,7 @@ def test_exceptions_bring_their_recipes_whole():
     own = replace(config.precision, name=usual.name, exceptions=[], bf16_blocks=usual.bf16_blocks)
     assert own == usual
     # Also as the target of a switch, and after a round trip through a checkpoint.
-    assert precision_config("nvfp4_nemotron_3", config, CONFIGS).exceptions == config.precision.exceptions
+    assert after_switch("nvfp4_nemotron_3", "model=nemotron_h_12b").exceptions == config.precision.exceptions
     saved = json.loads(json.dumps(asdict(config)))
     assert config_from_saved(saved, [], CONFIGS) == config
     assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.exceptions == []
@@ -276,17 +291,19 @@ def test_baselines_never_switch(name):
 
 
 def test_switch_target_resolves_with_the_runs_model():
-    config = make("model=nemotron_h_12b", "model.nvfp4_bf16_blocks.last=3", "precision=bf16")
-    target = precision_config("mxfp4", config, CONFIGS)
+    model = ("model=nemotron_h_12b", "model.nvfp4_bf16_blocks.last=3", "precision=bf16")
+    target = after_switch("mxfp4", *model)
     assert target.name == "mxfp4"
     assert (target.bf16_blocks.first, target.bf16_blocks.last) == (2, 3)
-    with pytest.raises(ConfigError, match=r"precision=foo.*nvfp4"):
-        precision_config("foo", config, CONFIGS)
+    with pytest.raises(ConfigError, match=r"precision\.switch\.target=foo.*nvfp4"):
+        after_switch("foo", *model)
+    assert make(*model, "precision.switch.when=never").after_switch is None
 
 
+@pytest.mark.slow
 def test_recipe_names_are_file_names():
     for name in group_options(CONFIGS)["precision"]:
-        assert precision_config(name, make(), CONFIGS).name == name
+        assert after_switch(name).name == name
     for name in group_options(CONFIGS)["model"]:
         assert make(f"model={name}").model.name == name
 

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 import data.builtin
-from data.builtin import build_corpus, check_enough, prepare_builtin, read_corpus
-from data.bundle import open_data
+from data.builtin import build_corpus, check_enough, open_builtin, open_corpus
 from data.held_out import paragraphs, split_documents
-from data.indexed_dataset import IndexedDataset
 from data.stdlib_text import CODE, PROSE, Document, collect_documents, standard_library
-from data.tokenizer import load_tokenizer
 
 
 def sentence(i: int) -> str:
@@ -74,18 +71,16 @@ def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> Non
     folder = tmp_path / "corpus"
     folder.mkdir()
     build_corpus(folder, documents, vocab_size=400)
-    corpus = read_corpus(folder)
-    tokenizer = load_tokenizer(corpus.tokenizer_path)
-    assert tokenizer.vocab_size == corpus.vocab_size == 400
+    corpus = open_corpus(folder)
+    tokenizer = corpus.tokenizer
+    assert tokenizer is not None and tokenizer.vocab_size == 400
     training, validation = split_documents(documents, data.builtin.HELD_OUT_FRACTION)
     splits = (("train", corpus.train, training), ("validation", corpus.validation, validation))
-    for split, prefixes, chosen in splits:
-        for source, prefix in prefixes.items():
-            dataset = IndexedDataset(prefix)
+    for split, datasets, chosen in splits:
+        for source, dataset in datasets.items():
+            assert str(dataset) == str(folder / split / source)
             texts = [document.text for document in chosen if document.source == source]
-            statistics = corpus.statistics[split][source]
-            assert statistics.num_documents == dataset.num_documents == len(texts)
-            assert statistics.num_tokens == dataset.num_tokens
+            assert dataset.num_documents == len(texts)
             for i, text in enumerate(texts):
                 tokens = dataset.document(i).tolist()
                 assert tokens[-1] == tokenizer.eod_id and tokenizer.eod_id not in tokens[:-1]
@@ -93,9 +88,8 @@ def test_what_is_written_is_what_was_split(library: Path, tmp_path: Path) -> Non
 
 
 def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match="delete the folder"):
-        read_corpus(tmp_path)
+    with pytest.raises(ValueError, match=r"train/code.*delete the folder"):
+        open_corpus(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +97,7 @@ def own_documents() -> list[Document]:
     return collect_documents(standard_library())
 
 
+@pytest.mark.slow
 def test_no_validation_text_of_the_own_library_is_in_training(own_documents: list[Document]) -> None:
     check_enough(own_documents, standard_library())
     training, validation = split_documents(own_documents, data.builtin.HELD_OUT_FRACTION)
@@ -119,9 +114,10 @@ def test_no_validation_text_of_the_own_library_is_in_training(own_documents: lis
 
 def prepare(cache_dir: Path, barrier: object) -> None:
     barrier.wait()  # type: ignore[attr-defined]
-    prepare_builtin(cache_dir, vocab_size=300)
+    open_builtin(300, cache_dir)
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_the_own_library_once(
     own_documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +141,7 @@ def test_two_processes_prepare_the_own_library_once(
     assert [process.exitcode for process in processes] == [0, 0]
     assert builds.read_text() == "built\n"
 
-    bundle = open_data("builtin", vocab_size=300, cache_dir=tmp_path / "cache")
+    bundle = open_builtin(300, tmp_path / "cache")
     assert builds.read_text() == "built\n"
     assert set(bundle.train) == set(bundle.validation) == {CODE, PROSE}
     assert bundle.tokenizer is not None and bundle.tokenizer.vocab_size == 300

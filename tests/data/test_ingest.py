@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import os
 import shlex
@@ -9,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow as pa
@@ -18,11 +16,12 @@ import pytest
 
 import assembly
 import pretrain
-from data.bundle import open_data
 from data.indexed_dataset import IndexedDataset
 from data.ingest import Part, find_files, ingest, is_held_out, open_files, open_hub, train_on, validation_prefix
+from data.kinds import KINDS
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
+from scripts import prepare_data
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
@@ -31,15 +30,6 @@ TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in rang
 @pytest.fixture(scope="module")
 def tokenizer() -> TextTokenizer:
     return train_tokenizer(TEXTS, 300)
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def json_lines(path: Path, texts: Iterable[str], field: str = "text") -> Path:
@@ -228,6 +218,7 @@ def test_a_tokenizer_learns_from_training_documents_only(tmp_path: Path) -> None
     assert train_on(parts, 300, 0.3).fingerprint() == train_tokenizer(train_texts, 300).fingerprint()
 
 
+@pytest.mark.slow
 def test_workers_change_no_byte(tmp_path: Path) -> None:
     """The command as its user starts it, at two numbers of threads."""
     json_lines(tmp_path / "corpus" / "a.jsonl", TEXTS * 30)
@@ -245,7 +236,7 @@ def test_workers_change_no_byte(tmp_path: Path) -> None:
 
 
 def test_from_text_to_a_run(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the command prints is what pretrain.py takes, even where paths need quotes."""
     monkeypatch.setattr(os, "environ", {**os.environ})
@@ -253,27 +244,20 @@ def test_from_text_to_a_run(
     json_lines(folder / "in.jsonl", TEXTS)
     arguments = ["--format", "json", "--files", str(folder / "in.jsonl"), "--output", str(folder / "my-web")]
     arguments += ["--tokenizer", str(folder / "tokenizer.json"), "--train-tokenizer", "300", "--validation", "0.2"]
-    assert script.main(arguments) == 0
+    assert prepare_data.main(arguments) == 0
     printed = capsys.readouterr()
     assert printed.err == "" and "documents" in printed.out
     words = shlex.split(printed.out.split("pretrain.py")[1].replace("\\\n", " "))
     assert pretrain.main(["--check", *words, "train.sequence_length=64"]) == 0
     config = compose_config(words, assembly.CONFIGS)
-    bundle = open_data(
-        config.data.kind,
-        config.model.vocab_size,
-        sources=config.data.sources,
-        validation=config.data.validation,
-        tokenizer=config.data.tokenizer,
-        eod_token=config.data.eod_token,
-    )
+    bundle = KINDS[config.data.kind](config.data, config.model.vocab_size)
     assert bundle.tokenizer is not None
     assert bundle.tokenizer.fingerprint() == load_tokenizer(folder / "tokenizer.json").fingerprint()
     assert set(bundle.train) == set(bundle.validation) == {"my_web"}
     assert bundle.train["my_web"].num_documents + bundle.validation["my_web"].num_documents == len(TEXTS)
     assert bundle.train["my_web"].dtype == np.uint16
 
-    assert script.main(arguments) == 2
+    assert prepare_data.main(arguments) == 2
     error = capsys.readouterr().err
     assert "exists already" in error and len(error.splitlines()) == 1
 
@@ -294,7 +278,6 @@ def test_from_text_to_a_run(
     ],
 )
 def test_wrong_command_is_one_line(
-    script: ModuleType,
     arguments: str,
     expected: str,
     tmp_path: Path,
@@ -302,7 +285,7 @@ def test_wrong_command_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert script.main([*arguments.split(), "--output", "out", "--tokenizer", "tokenizer.json"]) == 2
+    assert prepare_data.main([*arguments.split(), "--output", "out", "--tokenizer", "tokenizer.json"]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1 and expected in printed.err
     assert list(tmp_path.iterdir()) == []

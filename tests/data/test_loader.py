@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pytest
 import torch
 
 from data.indexed_dataset import IndexedDataset
-from data.loader import MicroBatch, MicroBatchLoader, batch_hash
+from data.loader import MicroBatch, MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 
@@ -44,6 +45,19 @@ def sources(make_dataset: MakeDataset) -> dict[str, SampleSource]:
 
 def loader(sources: Sources, dp_rank: int = 0, dp_size: int = 1, num_workers: int = 0) -> MicroBatchLoader:
     return MicroBatchLoader(schedule(), sources, MICRO_BATCH, dp_rank, dp_size, num_workers)
+
+
+def batch_hash(micro_batches: Iterable[MicroBatch]) -> str:
+    """A sha256 of micro-batches' indices, tokens and targets, whatever order they are given in.
+
+    Of a rank's list it identifies its share of a step; of all ranks' lists together, the step.
+    """
+    digest = hashlib.sha256()
+    for batch in sorted(micro_batches, key=lambda batch: batch.index):
+        digest.update(batch.index.to_bytes(8, "little"))
+        digest.update(batch.tokens.contiguous().numpy().tobytes())
+        digest.update(batch.targets.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def step_hashes(
@@ -102,8 +116,8 @@ def test_state_is_the_number_of_consumed_samples(sources: Sources, make_dataset:
     state = json.loads(json.dumps(first.state_dict()))
     second = loader(open_sources(make_dataset))
     second.load_state_dict(state)
-    assert second.consumed_steps == 10
-    hashes += [batch_hash(batches) for batches in second.steps(second.consumed_steps, NUM_STEPS)]
+    assert second.consumed_samples == 10 * GLOBAL_BATCH
+    hashes += [batch_hash(batches) for batches in second.steps(10, NUM_STEPS)]
     assert hashes == step_hashes(sources)
 
 
@@ -144,9 +158,10 @@ def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset:
         resume(state, sources, PhaseSchedule(swapped, NUM_STEPS, GLOBAL_BATCH))
     with pytest.raises(ValueError, match=r"source 'code' had 500 tokens .* and now has 600"):
         resume(state, open_sources(make_dataset, num_tokens=600))
-    changed = MicroBatchLoader(schedule(), open_sources(make_dataset, seed=6), MICRO_BATCH, 0, 1)
-    changed.load_state_dict(state, allow_other_data=True)
-    assert changed.consumed_steps == 15
+    other_seed = open_sources(make_dataset, seed=6)
+    changed = MicroBatchLoader(schedule(), other_seed, MICRO_BATCH, 0, 1, allow_other_data=True)
+    changed.load_state_dict(state)
+    assert changed.consumed_samples == 15 * GLOBAL_BATCH
 
 
 def test_a_run_may_change_what_it_has_not_reached(sources: Sources, make_dataset: MakeDataset) -> None:
@@ -158,11 +173,11 @@ def test_a_run_may_change_what_it_has_not_reached(sources: Sources, make_dataset
         "new": SampleSource("new", make_dataset("new", 300), SEQ_LENGTH, 5, vocab_size=1000),
     }
     phases = [*PHASES[:2], Phase("late", 0.1, {"new": 1.0})]
-    assert resume(state, sources, PhaseSchedule(phases, NUM_STEPS, GLOBAL_BATCH)).consumed_steps == 15
+    assert resume(state, sources, PhaseSchedule(phases, NUM_STEPS, GLOBAL_BATCH)).consumed_samples == 15 * GLOBAL_BATCH
     with pytest.raises(ValueError, match="phases up to sample"):  # 15 steps are past the first boundary
         resume(state, sources, schedule(num_steps=40))
     before.consumed_samples = 14 * GLOBAL_BATCH
-    assert resume(before.state_dict(), sources, schedule(num_steps=40)).consumed_steps == 14
+    assert resume(before.state_dict(), sources, schedule(num_steps=40)).consumed_samples == 14 * GLOBAL_BATCH
 
 
 def test_a_position_that_this_run_does_not_have_is_refused(sources: Sources) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from data.indexed_dataset import IndexedDatasetWriter
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 # A rank with checkpoint handlers and two workers. It prints its workers' ids, then obeys its argument.
 RANK = """

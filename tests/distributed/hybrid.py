@@ -16,9 +16,10 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.emulated import GemmOperand
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
@@ -46,9 +47,9 @@ LENGTH, ROWS = 32, 2
 
 _NEAREST, _STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
 _WEIGHT = Operand("nvfp4", (16, 16))
-NVFP4 = Recipe("nvfp4", _NEAREST, _WEIGHT, _STOCHASTIC, _WEIGHT, _STOCHASTIC, _NEAREST, wgrad_rht=16)
+NVFP4 = Recipe("nvfp4", Gemm(_NEAREST, _WEIGHT), Gemm(_STOCHASTIC, _WEIGHT), Gemm(_STOCHASTIC, _NEAREST, 16))
 _MXFP8 = Operand("mxfp8", (1, 32))
-MXFP8 = Recipe("mxfp8", _MXFP8, _MXFP8, _MXFP8, _MXFP8, _MXFP8, _MXFP8)
+MXFP8 = Recipe("mxfp8", Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8, _MXFP8))
 RECIPES = {"fp32": BF16, "nvfp4": NVFP4, "nvfp4_shard": replace(NVFP4, amax="shard"), "mxfp8": MXFP8}
 
 Codes = dict[tuple[int, str, str], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
@@ -127,7 +128,7 @@ def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: Run
     model.to_empty(device="cpu")
     initialize(model, MODEL, seed=7)
     plan = build_plan(shapes, recipe, Bf16BlocksConfig(), MODEL.num_blocks)
-    apply_plan({name: module.numerics for name, module in linears.items()}, plan, clock)
+    PrecisionController({name: module.context for name, module in linears.items()}, plan, clock)
     return model
 
 

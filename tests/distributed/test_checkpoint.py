@@ -28,6 +28,8 @@ from megatron_fp4.training.signals import StopRequest
 from megatron_fp4.training.step import train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
 
+pytestmark = pytest.mark.slow
+
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = {**model.state_dict(), **optimizer_state(model, optimizer)}

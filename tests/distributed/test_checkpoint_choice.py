@@ -16,6 +16,8 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.checkpoint import Checkpointer, CheckpointError
 from tests.training.harness import alone, toy
 
+pytestmark = pytest.mark.slow
+
 
 class Job:
     """One start of a run: a model whose weights tell which step they are of, and its checkpointer."""

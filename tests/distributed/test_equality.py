@@ -18,6 +18,8 @@ from tests.distributed.hybrid import (
 )
 from tests.training.harness import launch
 
+pytestmark = pytest.mark.slow
+
 PRECISIONS = ["fp32", "nvfp4"]
 
 

@@ -9,6 +9,8 @@ from megatron_fp4.training.evaluate import evaluate
 from tests.distributed.hybrid import LAYOUTS, ONE, RECIPES, Layout, micro_batches, sharded_model
 from tests.training.harness import launch
 
+pytestmark = pytest.mark.slow
+
 
 def run(rank: int, layout: Layout) -> dict[str, float]:
     mesh, clock = layout.mesh(), RunClock(seed=0)

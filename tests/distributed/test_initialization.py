@@ -11,6 +11,8 @@ from models.hybrid import build_model
 from models.initialization import initialize
 from tests.training.harness import launch
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ModelConfig(
     pattern="M-*",
     vocab_size=102,

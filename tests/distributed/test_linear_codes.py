@@ -17,9 +17,11 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.demands import block_demands
 from megatron_fp4.precision.emulated import quantize_operand
-from models.flops import linear_costs
+from models.pattern import linear_shapes
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
 from tests.training.harness import launch
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -56,8 +58,8 @@ def run(rank: int, tensor: int, precision: str, sequence: bool) -> dict[str, dic
         linear = make(mesh)
         shard_dim = 1 if name == "row" else 0
         linear.weight.data._local_tensor.copy_(w.chunk(tensor, shard_dim)[rank])
-        linear.numerics.name, linear.numerics.recipe = name, RECIPES[precision]
-        linear.numerics.clock = RunClock(seed=3, step=4, micro_batch=5)
+        linear.context.name, linear.context.recipe = name, RECIPES[precision]
+        linear.context.clock = RunClock(seed=3, step=4, micro_batch=5)
         if name == "row":
             x = x.chunk(tensor, 1)[rank]
             dy = dy.chunk(tensor)[rank] if mesh.sequence_parallel else dy
@@ -114,12 +116,12 @@ def test_amax_per_shard_quantizes_every_shard_on_its_own(one):
     ranks = launch(run, 2, 2, "nvfp4_shard", True)
     x, w, _ = tensors("row")
     for rank, found in enumerate(ranks):
-        expected = quantize_operand(x.chunk(2, 1)[rank], NVFP4.fprop_activation)
+        expected = quantize_operand(x.chunk(2, 1)[rank], NVFP4.fprop.left)
         values, scale = found["row"]["fprop"][0]
         assert torch.equal(values, expected.values)
         assert torch.equal(scale, expected.scale)
         values, scale = found["row"]["fprop"][1]
-        expected = quantize_operand(w.chunk(2, 1)[rank], NVFP4.fprop_weight)
+        expected = quantize_operand(w.chunk(2, 1)[rank], NVFP4.fprop.right)
         assert torch.equal(values, expected.values)
         assert torch.equal(scale, expected.scale)
     for name, gemm, which in (("row", "fprop", 0), ("row", "wgrad", 1), ("column", "fprop", 1), ("column", "dgrad", 0)):
@@ -132,7 +134,7 @@ def test_amax_per_shard_quantizes_every_shard_on_its_own(one):
 def test_the_groups_above_are_like_those_of_the_12b_model():
     """Its in_proj has 2836 rows a group: each is padded to 2848, whichever rank holds it."""
     model = compose_config(["model=nemotron_h_12b"], CONFIGS).model
-    rows, rest = divmod(linear_costs(model)[0].out_features, model.mamba_num_groups)
+    rows, rest = divmod(linear_shapes(model)[0].out_features, model.mamba_num_groups)
     assert (model.mamba_num_groups, rows, rest) == (GROUPS, 2836, 0)
     assert rows % block_demands(NVFP4).group_outputs != 0
     assert GROUP_ROWS % block_demands(NVFP4).group_outputs != 0

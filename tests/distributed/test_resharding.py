@@ -17,6 +17,8 @@ from megatron_fp4.training.step import train_step
 from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, relative_error, sharded_model, whole
 from tests.training.harness import launch
 
+pytestmark = pytest.mark.slow
+
 ONE, TP2, DP2 = Layout(1), Layout(2, tensor=2), Layout(2, reshard=True)
 
 

@@ -15,6 +15,8 @@ from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from tests.precision import te_stand_in
 from tests.training.harness import launch
 
+pytestmark = pytest.mark.slow
+
 NVFP4 = selftest.RECIPES[0]
 # The tensors that are sharded with the input features, and with the output features.
 SHARED = {

@@ -1,9 +1,5 @@
 import os
 import sys
-from pathlib import Path
-
-# The oracle of the formats serves both folders.
-sys.path.insert(0, str(Path(__file__).parents[1] / "quantization"))
 
 
 def pytest_runtest_logreport(report):

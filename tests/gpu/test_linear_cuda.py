@@ -11,8 +11,10 @@ from torch import Tensor
 import megatron_fp4.precision.emulated as emulated
 import megatron_fp4.precision.gemm_cuda as gemm_cuda
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from tests.recipes import changed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +23,7 @@ pytestmark = [
 
 SR = "stochastic"
 X, W2, DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), SR)
-NVFP4 = Recipe("nvfp4", X, W2, DY, W2, DY, X, wgrad_rht=16)
+NVFP4 = Recipe("nvfp4", Gemm(X, W2), Gemm(DY, W2), Gemm(DY, X, 16))
 MX, MX2, MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (32, 32)), Operand("mxfp4", (1, 32), SR)
 M8, M8_W = Operand("mxfp8", (1, 32)), Operand("mxfp8", (32, 32))
 F8, F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
@@ -32,25 +34,25 @@ RECIPES = {
     "nvfp4": NVFP4,
     "nvfp4, fresh signs": replace(NVFP4, rht_signs="fresh"),
     "nvfp4, no signs": replace(NVFP4, rht_signs="none"),
-    "nvfp4, rht 64": replace(NVFP4, wgrad_rht=64),
-    "nvfp4, rht in all": replace(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=X, dgrad_weight=X),
-    "nvfp4, 1x16 weights": replace(NVFP4, fprop_weight=X, dgrad_weight=X),
-    "nvfp4, four over six": replace(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
-    "nvfp4, codes of fprop": replace(NVFP4, wgrad_rht=0, wgrad_activation=replace(X, reuse_fprop=True)),
-    "nvfp4 forward only": replace(BF16, fprop_activation=X, fprop_weight=W2),
-    "nvfp4 backward only": replace(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
-    "all the way": Recipe("all_the_way", X, X, DY, X, DY, DY),
-    "mxfp4": Recipe("mxfp4", MX, MX, MX_DY, MX, MX_DY, MX, wgrad_rht=32),
-    "mxfp4, 32x32 weights": Recipe("mxfp4", MX, MX2, MX_DY, MX2, MX_DY, MX, wgrad_rht=32),
-    "mxfp8": Recipe("mxfp8", M8, M8, M8, M8, M8, M8),
-    "mxfp8, 32x32 weights": Recipe("mxfp8", M8, M8_W, M8, M8_W, M8, M8),
-    "mxfp8, 32x32 activations": Recipe("mxfp8", M8_W, M8, M8, M8, M8, M8_W),
-    "mxfp8, codes of fprop": Recipe("mxfp8", M8, M8, M8, M8, M8, replace(M8, reuse_fprop=True)),
-    "mxfp8, rht": Recipe("mxfp8", M8, M8, M8, M8, M8, M8, wgrad_rht=32),
-    "mxfp8 and nvfp4": replace(NVFP4, fprop_activation=M8, fprop_weight=M8, dgrad_weight=M8),
-    "fp8": Recipe("fp8", F8, F8_W, F8, F8_W, F8, F8),
-    "fp8, powers of two": Recipe("fp8", F8P, F8P_W, F8P, F8P_W, F8P, F8P),
-    "mixed formats": replace(NVFP4, fprop_activation=MX, fprop_weight=MX2, dgrad_weight=MX2, dgrad_gradient=MX_DY),
+    "nvfp4, rht 64": changed(NVFP4, wgrad_rht=64),
+    "nvfp4, rht in all": changed(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=X, dgrad_weight=X),
+    "nvfp4, 1x16 weights": changed(NVFP4, fprop_weight=X, dgrad_weight=X),
+    "nvfp4, four over six": changed(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
+    "nvfp4, codes of fprop": changed(NVFP4, wgrad_rht=0, wgrad_activation=replace(X, reuse_fprop=True)),
+    "nvfp4 forward only": changed(BF16, fprop_activation=X, fprop_weight=W2),
+    "nvfp4 backward only": changed(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
+    "all the way": Recipe("all_the_way", Gemm(X, X), Gemm(DY, X), Gemm(DY, DY)),
+    "mxfp4": Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_DY, MX), Gemm(MX_DY, MX, 32)),
+    "mxfp4, 32x32 weights": Recipe("mxfp4", Gemm(MX, MX2), Gemm(MX_DY, MX2), Gemm(MX_DY, MX, 32)),
+    "mxfp8": Recipe("mxfp8", Gemm(M8, M8), Gemm(M8, M8), Gemm(M8, M8)),
+    "mxfp8, 32x32 weights": Recipe("mxfp8", Gemm(M8, M8_W), Gemm(M8, M8_W), Gemm(M8, M8)),
+    "mxfp8, 32x32 activations": Recipe("mxfp8", Gemm(M8_W, M8), Gemm(M8, M8), Gemm(M8, M8_W)),
+    "mxfp8, codes of fprop": Recipe("mxfp8", Gemm(M8, M8), Gemm(M8, M8), Gemm(M8, replace(M8, reuse_fprop=True))),
+    "mxfp8, rht": Recipe("mxfp8", Gemm(M8, M8), Gemm(M8, M8), Gemm(M8, M8, 32)),
+    "mxfp8 and nvfp4": changed(NVFP4, fprop_activation=M8, fprop_weight=M8, dgrad_weight=M8),
+    "fp8": Recipe("fp8", Gemm(F8, F8_W), Gemm(F8, F8_W), Gemm(F8, F8)),
+    "fp8, powers of two": Recipe("fp8", Gemm(F8P, F8P_W), Gemm(F8P, F8P_W), Gemm(F8P, F8P)),
+    "mixed formats": changed(NVFP4, fprop_activation=MX, fprop_weight=MX2, dgrad_weight=MX2, dgrad_gradient=MX_DY),
 }
 
 
@@ -61,13 +63,13 @@ def tensors(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Ten
     return x, torch.randn(outputs, inputs, generator=generator) * inputs**-0.5, dy * 1e-4
 
 
-def numerics_of(recipe: Recipe, **settings) -> LinearNumerics:
-    return LinearNumerics(name="blocks.0.mixer.in_proj", recipe=recipe, clock=RunClock(seed=1, step=3), **settings)
+def context_of(recipe: Recipe, **settings) -> LinearContext:
+    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, clock=RunClock(seed=1, step=3), **settings)
 
 
-def run(x: Tensor, w: Tensor, dy: Tensor, numerics: LinearNumerics) -> tuple[Tensor, Tensor, Tensor]:
+def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:
     x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
-    y = quantized_linear(x, w, numerics)
+    y = quantized_linear(x, w, context)
     y.backward(dy)
     assert w.grad is not None and w.grad.dtype == torch.float32
     return y.detach(), x.grad, w.grad
@@ -98,9 +100,9 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(name, weigh
     w = w.to(weight_dtype)
     on_cpu, on_gpu = [], []
     with recorded(on_cpu):
-        expected = run(x, w, dy, numerics_of(RECIPES[name]))
+        expected = run(x, w, dy, context_of(RECIPES[name]))
     with recorded(on_gpu):
-        actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(RECIPES[name]))
+        actual = run(x.cuda(), w.cuda(), dy.cuda(), context_of(RECIPES[name]))
     assert len(on_cpu) == len(on_gpu) == 3
     for cpu_gemm, gpu_gemm in zip(on_cpu, on_gpu, strict=True):
         for (values, scale), (gpu_values, gpu_scale) in zip(cpu_gemm, gpu_gemm, strict=True):
@@ -115,8 +117,8 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(name, weigh
 @pytest.mark.parametrize("tokens, inputs, outputs", [(16, 16, 16), (48, 80, 208), (176, 1040, 336)])
 def test_odd_multiples_of_16(tokens, inputs, outputs):
     x, w, dy = tensors(tokens, inputs, outputs)
-    expected = run(x, w, dy, numerics_of(NVFP4))
-    actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(NVFP4))
+    expected = run(x, w, dy, context_of(NVFP4))
+    actual = run(x.cuda(), w.cuda(), dy.cuda(), context_of(NVFP4))
     for (mine, theirs), bound in zip(zip(actual, expected, strict=True), (1e-3, 1e-3, 2e-6), strict=True):
         assert relative(mine, theirs) < bound
 
@@ -124,26 +126,26 @@ def test_odd_multiples_of_16(tokens, inputs, outputs):
 @pytest.mark.parametrize("tokens, inputs, outputs", [(32, 32, 32), (96, 160, 416), (352, 1056, 672)])
 def test_odd_multiples_of_32(tokens, inputs, outputs):
     x, w, dy = tensors(tokens, inputs, outputs)
-    expected = run(x, w, dy, numerics_of(RECIPES["mxfp8"]))
-    actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(RECIPES["mxfp8"]))
+    expected = run(x, w, dy, context_of(RECIPES["mxfp8"]))
+    actual = run(x.cuda(), w.cuda(), dy.cuda(), context_of(RECIPES["mxfp8"]))
     for (mine, theirs), bound in zip(zip(actual, expected, strict=True), (1e-3, 1e-3, 2e-6), strict=True):
         assert relative(mine, theirs) < bound
 
 
 def test_padded_groups():
     x, w, dy = tensors(64, 64, 3 * 40)  # three groups of 40 features, each padded to 48
-    expected = run(x, w, dy, numerics_of(NVFP4, num_groups=3))
-    actual = run(x.cuda(), w.cuda(), dy.cuda(), numerics_of(NVFP4, num_groups=3))
+    expected = run(x, w, dy, context_of(NVFP4, num_groups=3))
+    actual = run(x.cuda(), w.cuda(), dy.cuda(), context_of(NVFP4, num_groups=3))
     for (mine, theirs), bound in zip(zip(actual, expected, strict=True), (1e-3, 1e-3, 2e-6), strict=True):
         assert relative(mine, theirs) < bound
 
 
 def test_shards_draw_as_the_whole():
     x, w, dy = (tensor.cuda() for tensor in tensors(64, 64, 64))
-    recipe = replace(NVFP4, amax="shard", wgrad_gradient=replace(MX_DY), wgrad_activation=MX, wgrad_rht=32)
-    recipe = replace(recipe, dgrad_gradient=MX_DY, dgrad_weight=MX2, fprop_activation=MX, fprop_weight=MX2)
-    whole = run(x, w, dy, numerics_of(recipe))
-    part = run(x, w[32:], dy[:, 32:].contiguous(), numerics_of(recipe, out_group_offset=1))
+    recipe = changed(NVFP4, amax="shard", wgrad_gradient=replace(MX_DY), wgrad_activation=MX, wgrad_rht=32)
+    recipe = changed(recipe, dgrad_gradient=MX_DY, dgrad_weight=MX2, fprop_activation=MX, fprop_weight=MX2)
+    whole = run(x, w, dy, context_of(recipe))
+    part = run(x, w[32:], dy[:, 32:].contiguous(), context_of(recipe, out_group_offset=1))
     assert torch.equal(part[0], whole[0][:, 32:])
     assert torch.equal(part[2], whole[2][32:])
 
@@ -158,7 +160,7 @@ def test_a_pass_without_gradients_quantizes_nothing_for_them():
         return original(tensor, columns, rows, **kwargs)
 
     with mock.patch.object(emulated, "fused_operands", recording), torch.no_grad():
-        quantized_linear(x, w.requires_grad_(), numerics_of(NVFP4))
+        quantized_linear(x, w.requires_grad_(), context_of(NVFP4))
     assert asked == [False, False]
 
 
@@ -168,7 +170,7 @@ def test_a_non_finite_value_never_disappears(recipe):
         for broken in range(3):
             given = [tensor.cuda() for tensor in tensors(64, 64, 64)]
             given[broken][5, 7] = value
-            y, dx, dw = run(*given, numerics_of(recipe))
+            y, dx, dw = run(*given, context_of(recipe))
             assert not y.isfinite().all() or broken == 2
             assert not dx.isfinite().all() or broken == 0
             assert not dw.isfinite().all() or broken == 1
@@ -197,8 +199,8 @@ def test_cublas_is_reached():
 
 def test_what_is_saved_for_backward_is_four_bits_wide():
     x, w, dy = (tensor.cuda() for tensor in tensors(1024, 512, 256))
-    numerics = numerics_of(NVFP4)
-    run(x, w, dy, numerics)  # fills the weight's cache
+    context = context_of(NVFP4)
+    run(x, w, dy, context)  # fills the weight's cache
     x, w = x.requires_grad_(), w.requires_grad_()
     saved: dict[int, int] = {}
 
@@ -207,15 +209,15 @@ def test_what_is_saved_for_backward_is_four_bits_wide():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        quantized_linear(x, w, numerics)
+        quantized_linear(x, w, context)
     weight_bytes, scalars = w.numel() * 2, 32
     assert sum(saved.values()) <= weight_bytes + x.numel() * (0.5 + 1 / 16) + scalars
 
 
 def test_mxfp8_saves_x_in_eight_bits():
     x, w, dy = (tensor.cuda() for tensor in tensors(1024, 512, 256))
-    numerics = numerics_of(RECIPES["mxfp8"])
-    run(x, w, dy, numerics)  # fills the weight's cache
+    context = context_of(RECIPES["mxfp8"])
+    run(x, w, dy, context)  # fills the weight's cache
     x, w = x.requires_grad_(), w.requires_grad_()
     saved: dict[int, int] = {}
 
@@ -224,5 +226,5 @@ def test_mxfp8_saves_x_in_eight_bits():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        quantized_linear(x, w, numerics)
+        quantized_linear(x, w, context)
     assert sum(saved.values()) == w.numel() * 2 + x.numel() * (1 + 1 / 32)

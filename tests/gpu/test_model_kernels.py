@@ -15,15 +15,17 @@ from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
 from megatron_fp4.training.optimizer import build_optimizer
-from models.attention import attend, attend_fused, split_heads
+from models.attention import split_heads
 from models.conv import causal_conv_silu, fused_conv_silu
-from models.execution import Execution, choose_execution
+from models.execution import Execution, torch_compile
+from models.execution_choice import choose_execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from models.mamba2 import fused_scan, plain_scan
 from models.mlp import _squared_relu, squared_relu
 from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
 from models.rope import rope_tables
+from models.scan import ScanInputs, fused_scan, plain_scan
+from models.sdpa import attend, attend_fused
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -46,7 +48,7 @@ CONFIG = ModelConfig(
     mamba_num_groups=2,
     mamba_state_dim=128,
 )
-COMPILED = Execution(compiled=True)
+COMPILED = Execution(compile=torch_compile)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +106,8 @@ def test_scan(length: int) -> None:
         randn(heads, dtype=torch.float32),
         randn(heads, dtype=torch.float32),
     ]
-    compare(lambda *t: fused_scan(*t, 128), lambda *t: plain_scan(*t, 128), tensors, tolerance=2e-2)
+    fused, plain = (lambda *t, scan=scan: scan(ScanInputs(*t), 128) for scan in (fused_scan, plain_scan))
+    compare(fused, plain, tensors, tolerance=2e-2)
 
 
 @pytest.mark.parametrize("function", [attend, attend_fused])
@@ -178,7 +181,7 @@ def fused(**changes: str) -> Execution:
     execution = choose_execution(
         dataclasses.replace(TrainConfig(kernels="fused"), **changes), CONFIG, 1, "cuda", "bfloat16"
     )
-    assert execution.scan and execution.conv and execution.compiled
+    assert execution.kernels.keys() == {"scan", "conv"} and execution.compiled
     return execution
 
 

@@ -3,18 +3,20 @@ block scales."""
 
 from dataclasses import replace
 
-import cublas
 import pytest
 import torch
 
 from megatron_fp4.precision import selftest, torch_scaled_mm
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import OperandRequest
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.quantization import cublas
+from tests.recipes import changed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,20 +25,20 @@ pytestmark = [
 
 X, W = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 DY = replace(X, rounding="stochastic")
-NVFP4 = Recipe("nvfp4", X, W, DY, W, DY, X, wgrad_rht=16)
+NVFP4 = Recipe("nvfp4", Gemm(X, W), Gemm(DY, W), Gemm(DY, X, 16))
 SIX = replace(X, four_over_six=True)
 X8, W8 = Operand("mxfp8", (1, 32)), Operand("mxfp8", (32, 32))
-MXFP8 = Recipe("mxfp8", X8, X8, X8, X8, X8, X8)
+MXFP8 = Recipe("mxfp8", Gemm(X8, X8), Gemm(X8, X8), Gemm(X8, X8))
 RECIPES = {
     "nvfp4": NVFP4,
     "fresh signs": replace(NVFP4, rht_signs="fresh"),
-    "1x16 weights": replace(NVFP4, fprop_weight=X, dgrad_weight=X),
-    "four over six": replace(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
-    "all the way": Recipe("all_the_way", X, X, DY, X, DY, DY),
+    "1x16 weights": changed(NVFP4, fprop_weight=X, dgrad_weight=X),
+    "four over six": changed(NVFP4, fprop_activation=SIX, wgrad_activation=SIX),
+    "all the way": Recipe("all_the_way", Gemm(X, X), Gemm(DY, X), Gemm(DY, DY)),
     "mxfp8": MXFP8,
-    "mxfp8, square weights": replace(MXFP8, fprop_weight=W8, dgrad_weight=W8),
-    "mxfp8, transform": replace(MXFP8, wgrad_rht=32),
-    "nvfp4 forward, mxfp8 backward": replace(MXFP8, fprop_activation=X, fprop_weight=W),
+    "mxfp8, square weights": changed(MXFP8, fprop_weight=W8, dgrad_weight=W8),
+    "mxfp8, transform": changed(MXFP8, wgrad_rht=32),
+    "nvfp4 forward, mxfp8 backward": changed(MXFP8, fprop_activation=X, fprop_weight=W),
 }
 
 
@@ -87,7 +89,7 @@ def same_bytes(x: torch.Tensor, operand: Operand, rht: int) -> None:
                 continue
             assert mine.is_cuda and mine.shape == theirs.shape and mine.dtype == theirs.dtype
             assert torch.equal(mine.cpu().reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
-        assert made.kind == expected.kind
+        assert made.layout == expected.layout
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -98,11 +100,11 @@ def test_a_linear_is_the_emulations_with_gemms_that_decode_their_bytes(name, mon
     w = (torch.randn(120, 96, generator=generator) * 0.1).cuda()
     found = []
     for settings in ({}, {"backend": TorchBackend()}):
-        numerics = LinearNumerics(
+        context = LinearContext(
             name="blocks.0.mixer.in_proj", recipe=RECIPES[name], clock=RunClock(seed=1), num_groups=3, **settings
         )
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = quantized_linear(*leaves, numerics)
+        y = quantized_linear(*leaves, context)
         y.backward(dy)
         found.append((y, leaves[0].grad, leaves[1].grad))
     for mine, theirs in zip(*found, strict=True):

@@ -1,7 +1,6 @@
 """The native backend on a GPU: FP8 blocks bit for bit as `te.Linear`; the emulated one as TE's NVFP4 reference."""
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +11,13 @@ import pretrain
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.products import PRODUCT_ERROR
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.transformer_engine import NVFP4_CAPABILITIES, TransformerEngineBackend, unsupported
 from scripts.compare_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
+from tests.recipes import changed
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 pytestmark = [
@@ -73,19 +74,19 @@ def test_the_weight_gradient_is_fp32_and_the_weight_is_quantized_once_a_step(bac
 
     monkeypatch.setattr(TransformerEngineBackend, "_quantize", counting)
     clock = RunClock(seed=0)
-    numerics = LinearNumerics("a", FP8, clock, backend)
+    context = LinearContext("a", FP8, clock, backend)
     w = w.float().requires_grad_()
     gradients = []
     for _ in range(2):
         w.grad = None
-        quantized_linear(x, w, numerics).backward(dy)
+        quantized_linear(x, w, context).backward(dy)
         assert w.grad.dtype == torch.float32
         assert (w.grad.bfloat16().float() != w.grad).any()
         gradients.append(w.grad)
     assert len(made) == 2 * 2 + 1
     assert torch.equal(*gradients)
     clock.weights_version += 1
-    quantized_linear(x, w, numerics)
+    quantized_linear(x, w, context)
     assert len(made) == 2 * 2 + 1 + 2
 
 
@@ -101,11 +102,11 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
         return original(self, a, b, out_dtype, total)
 
     monkeypatch.setattr(TransformerEngineBackend, "gemm", watching)
-    numerics = LinearNumerics("a", FP8, RunClock(seed=0), backend)
+    context = LinearContext("a", FP8, RunClock(seed=0), backend)
     w = w.requires_grad_()
     places = []
     for a, b in batches:
-        quantized_linear(a.contiguous(), w, numerics).backward(b.contiguous())
+        quantized_linear(a.contiguous(), w, context).backward(b.contiguous())
         places.append(w.grad.data_ptr())
     assert totals == [False, False] + [False, True] * 2  # fprop and wgrad; nobody asks for dx
     assert len(set(places)) == 1
@@ -114,11 +115,11 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
 
 def test_padded_groups_and_single_gemms(backend):
     x, w, dy = tensors(256, 256, 3 * 80)
-    numerics = {b.name: LinearNumerics("a", FP8, RunClock(seed=0), b, num_groups=3) for b in (EMULATED, backend)}
-    forward_only = replace(BF16, fprop_activation=FP8.fprop_activation, fprop_weight=FP8.fprop_weight)
+    context = {b.name: LinearContext("a", FP8, RunClock(seed=0), b, num_groups=3) for b in (EMULATED, backend)}
+    forward_only = changed(BF16, fprop_activation=FP8.fprop.left, fprop_weight=FP8.fprop.right)
     for recipe in (FP8, forward_only):
         results = {}
-        for name, of in numerics.items():
+        for name, of in context.items():
             of.recipe, of.weight_cache = recipe, None
             mine_x, mine_w = x.clone().requires_grad_(), w.clone().requires_grad_()
             y = quantized_linear(mine_x, mine_w, of)
@@ -133,8 +134,8 @@ def test_recomputation_gives_the_same_gradients(backend):
     x, w, dy = tensors(256, 256, 256)
     expected = ours(x, w, dy, FP8, backend)
     x, w = x.requires_grad_(), w.requires_grad_()
-    numerics = LinearNumerics("a", FP8, RunClock(seed=0), backend)
-    checkpoint(quantized_linear, x, w, numerics, use_reentrant=False).backward(dy)
+    context = LinearContext("a", FP8, RunClock(seed=0), backend)
+    checkpoint(quantized_linear, x, w, context, use_reentrant=False).backward(dy)
     assert torch.equal(x.grad, expected["dx"])
     assert torch.equal(w.grad, expected["dW"])
 

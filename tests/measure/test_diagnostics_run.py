@@ -17,19 +17,22 @@ from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import build_model
 from models.initialization import initialize
 from tests.training.harness import ToyBatch, launch, toy_mesh, whole
 
+pytestmark = pytest.mark.slow
+
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 SR = replace(ROW, rounding="stochastic")
-NVFP4 = Recipe("nvfp4", ROW, SQUARE, SR, SQUARE, SR, ROW, wgrad_rht=16)
-ALL_THE_WAY = Recipe("all the way", ROW, ROW, SR, ROW, SR, SR)
+NVFP4 = Recipe("nvfp4", Gemm(ROW, SQUARE), Gemm(SR, SQUARE), Gemm(SR, ROW, 16))
+ALL_THE_WAY = Recipe("all the way", Gemm(ROW, ROW), Gemm(SR, ROW), Gemm(SR, SR))
 CONFIG = ModelConfig(
     pattern="*-", vocab_size=64, hidden_dim=64, ffn_dim=128, num_query_heads=4, num_kv_heads=2, head_dim=16
 )
@@ -45,10 +48,10 @@ class Run:
         self.mesh, self.reshard, self.clock = mesh, reshard, RunClock(seed=7)
         self.model = build_model(CONFIG, mesh, torch.bfloat16)
         modules = dict(self.model.linears())
-        self.linears: dict[str, LinearNumerics] = {name: module.numerics for name, module in modules.items()}
+        self.linears: dict[str, LinearContext] = {name: module.context for name, module in modules.items()}
         shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in modules.items()]
         plan = build_plan(shapes, recipe, Bf16BlocksConfig(names=list(bf16)), len(CONFIG.pattern))
-        apply_plan(self.linears, plan, self.clock)
+        self.controller = PrecisionController(self.linears, plan, self.clock)
         initialize(self.model, CONFIG, seed=7)
         apply_data_parallel(
             self.model,
@@ -84,7 +87,7 @@ class Run:
 
     def noise(self, step: int) -> Any:
         return gradient_noise(
-            self.model, self.batches(step), self.mesh, self.clock, self.linears, step=step, reshard=self.reshard
+            self.model, self.batches(step), self.mesh, self.controller, step=step, reshard=self.reshard
         )
 
     def weights(self) -> list[Tensor]:
@@ -112,7 +115,7 @@ def _on_and_off(rank: int, tp_size: int, recipe: Recipe, reshard: bool) -> tuple
     same = torch.equal(generator, torch.get_rng_state())
     losses_off, none = _train(off, 0)
     assert none == [None] * 4
-    assert all(numerics.probe is None for numerics in on.linears.values())
+    assert all(context.probe is None for context in on.linears.values())
     return same and losses == losses_off and _same(on.weights(), off.weights()), records
 
 
@@ -179,11 +182,11 @@ def _noise_between_steps(rank: int, tp_size: int, reshard: bool) -> Any:
     losses, losses_measured, noises = [], [], []
     for step in range(3):
         losses.append(plain.step(step))
-        recipes = {name: numerics.recipe for name, numerics in measured.linears.items()}
+        recipes = {name: context.recipe for name, context in measured.linears.items()}
         clock = replace(measured.clock)
         noises.append(measured.noise(step))
         assert measured.clock == clock
-        assert recipes == {name: numerics.recipe for name, numerics in measured.linears.items()}
+        assert recipes == {name: context.recipe for name, context in measured.linears.items()}
         assert all(parameter.grad is None for parameter in measured.model.parameters())
         losses_measured.append(measured.step(step))
     return losses == losses_measured and _same(plain.weights(), measured.weights()), losses, noises
@@ -208,8 +211,8 @@ def _noise_by_hand(rank: int) -> Any:
     noise = run.noise(0)
 
     def gradients(recipe: Recipe) -> list[Tensor]:
-        for numerics in run.linears.values():
-            numerics.recipe, numerics.weight_cache = recipe, None
+        for context in run.linears.values():
+            context.recipe, context.weight_cache = recipe, None
         run.clock.step = 0
         for batch in run.batches(0):
             run.clock.micro_batch = batch.index

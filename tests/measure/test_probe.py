@@ -14,28 +14,31 @@ from megatron_fp4.measure.probe import LinearMeasurement, Probe
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import quantize_operand
-from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Recipe
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from tests.recipes import changed
 from tests.training.harness import alone, launch, toy_mesh
 
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
 SR = replace(ROW, rounding="stochastic")
-NVFP4 = Recipe("nvfp4", ROW, SQUARE, SR, SQUARE, SR, ROW, wgrad_rht=16)
+NVFP4 = Recipe("nvfp4", Gemm(ROW, SQUARE), Gemm(SR, SQUARE), Gemm(SR, ROW, 16))
 MX, MX_SR = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
+MX8 = Operand("mxfp8", (1, 32))
 FP8, FP8_SQUARE = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 RECIPES = {
     "nvfp4": NVFP4,
-    "all the way": Recipe("all the way", ROW, ROW, SR, ROW, SR, SR),
-    "mxfp4": Recipe("mxfp4", MX, MX, MX_SR, MX, MX_SR, MX, wgrad_rht=32),
-    "mxfp8": Recipe("mxfp8", *[Operand("mxfp8", (1, 32))] * 6),
-    "fp8": Recipe("fp8", FP8, FP8_SQUARE, FP8, FP8_SQUARE, FP8, FP8),
-    "4/6, signs afresh": replace(
+    "all the way": Recipe("all the way", Gemm(ROW, ROW), Gemm(SR, ROW), Gemm(SR, SR)),
+    "mxfp4": Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_SR, MX), Gemm(MX_SR, MX, 32)),
+    "mxfp8": Recipe("mxfp8", Gemm(MX8, MX8), Gemm(MX8, MX8), Gemm(MX8, MX8)),
+    "fp8": Recipe("fp8", Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8_SQUARE), Gemm(FP8, FP8)),
+    "4/6, signs afresh": changed(
         NVFP4, fprop_activation=replace(ROW, four_over_six=True), dgrad_rht=16, rht_signs="fresh"
     ),
-    "as fprop": replace(NVFP4, wgrad_activation=replace(ROW, reuse_fprop=True), wgrad_rht=0),
-    "activations only": Recipe("activations only", fprop_activation=ROW, wgrad_activation=ROW, wgrad_rht=16),
-    "dgrad only": Recipe("dgrad only", dgrad_gradient=SR, dgrad_weight=ROW),
+    "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, reuse_fprop=True), wgrad_rht=0),
+    "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
+    "dgrad only": Recipe("dgrad only", dgrad=Gemm(SR, ROW)),
 }
 
 
@@ -48,11 +51,11 @@ def _tensors(tokens: int = 128, inputs: int = 256, outputs: int = 128) -> tuple[
     return x * torch.rand(inputs, generator=generator).bfloat16(), w, dy * 1e-4
 
 
-def _run(recipe: Recipe, probe: Probe | None, outputs: int = 128, **numerics: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _run(recipe: Recipe, probe: Probe | None, outputs: int = 128, **context: Any) -> tuple[Tensor, Tensor, Tensor]:
     x, w, dy = _tensors(outputs=outputs)
     x.requires_grad_()
     w.requires_grad_()
-    y = quantized_linear(x, w, LinearNumerics("a", recipe, RunClock(seed=3, step=5), probe=probe, **numerics))
+    y = quantized_linear(x, w, LinearContext("a", recipe, RunClock(seed=3, step=5), probe=probe, **context))
     y.backward(dy)
     assert x.grad is not None and w.grad is not None
     return y.detach(), x.grad, w.grad
@@ -79,22 +82,23 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
     tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
-    assert set(found.operands) == {name for name, operand in recipe.operands.items() if operand.quantized}
-    numerics = LinearNumerics("a", recipe, RunClock(seed=3, step=5))
+    assert set(found.operands) == {place.name for place, operand in recipe.operands.items() if operand.quantized}
+    context = LinearContext("a", recipe, RunClock(seed=3, step=5))
     for name, statistics in found.operands.items():
-        rht, operand = getattr(recipe, f"{name.split('_')[0]}_rht"), recipe.operands[name]
+        place = next(place for place in PLACES if place.name == name)
+        rht, operand = recipe.gemms[place.gemm].rht, recipe[place]
         assert ("crest_rht" in statistics) == bool(rht)
         assert statistics["amax"] == tensors[name].abs().max().item()
         if operand.reuse_fprop or (rht and recipe.rht_signs == "fresh"):
             continue
         seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
-        made = quantize_operand(seen, operand, key=numerics.key(5, 0, name, 0, 0))
+        made = quantize_operand(seen, operand, key=context.key(5, 0, name, 0, 0))
         values, exact = made.values.double() * (1.0 if made.scale is None else made.scale.double()), seen.double()
         snr = 10 * torch.log10(exact.square().sum() / (values - exact).square().sum()).item()
         assert statistics["snr_db"] == pytest.approx(snr, abs=0.01)
         zeroed = ((exact != 0) & (values == 0)).double().sum() / (exact != 0).double().sum()
         assert statistics["zeroed"] == pytest.approx(zeroed.item(), abs=1e-9)
-    if recipe.wgrad_activation.reuse_fprop:
+    if recipe.wgrad.right.reuse_fprop:
         assert found.operands["wgrad_activation"] == found.operands["fprop_activation"]
 
     y, dx, dw = _run(recipe, None)
@@ -103,14 +107,14 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     for gemm, (result, left, right) in products.items():
         product = left.double() @ right.double()
         expected[gemm] = ((result.double() - product).norm() / product.norm()).item()
-    quantized = {name.split("_")[0] for name in found.operands}
+    quantized = {place.gemm for place in PLACES if place.name in found.operands}
     assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
 
 
 def test_the_transform_is_seen() -> None:
     with alone():
         found = _measure(NVFP4).operands["wgrad_activation"]
-        plain = _measure(replace(NVFP4, wgrad_rht=0)).operands["wgrad_activation"]
+        plain = _measure(changed(NVFP4, wgrad_rht=0)).operands["wgrad_activation"]
     assert found["rms_rht"] == pytest.approx(found["rms"], rel=2e-3)  # orthogonal, but for the rounding to BF16
     assert (found["amax"], found["rms"]) == (plain["amax"], plain["rms"])
     assert found["snr_db"] != plain["snr_db"]
@@ -123,7 +127,7 @@ def test_a_hadamard_transform_flattens_an_outlier() -> None:
     w.requires_grad_()
     with alone():
         probe = Probe()
-        quantized_linear(x, w, LinearNumerics("a", NVFP4, probe=probe)).backward(dy)
+        quantized_linear(x, w, LinearContext("a", NVFP4, probe=probe)).backward(dy)
         found = probe.collect(["a"])["a"].operands["wgrad_activation"]
     assert found["amax"] == 200 and found["amax_rht"] < 60
     assert found["crest_rht"] < 0.4 * found["crest"]
@@ -191,8 +195,8 @@ def test_once_or_every_call() -> None:
 
 def test_a_backend_that_returns_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stochastic rounding gave all-zero gradients on one GPU generation."""
-    unpad_rows = _Call.unpad_rows
-    monkeypatch.setattr(_Call, "unpad_rows", lambda self, dw: torch.zeros_like(unpad_rows(self, dw)))
+    unpad_rows = LinearCall.unpad_rows
+    monkeypatch.setattr(LinearCall, "unpad_rows", lambda self, dw: torch.zeros_like(unpad_rows(self, dw)))
     with alone():
         assert _measure(NVFP4).errors["wgrad"] == 1.0
 
@@ -207,12 +211,12 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
         layer.weight.data._local_tensor.copy_(whole.chunk(tp_size, dim)[mesh.tp_rank])
     probe = Probe()
     for name, layer in layers.items():
-        layer.numerics.name, layer.numerics.recipe = name, NVFP4
-    with probe.attached({name: layer.numerics for name, layer in layers.items()}):
+        layer.context.name, layer.context.recipe = name, NVFP4
+    with probe.attached({name: layer.context for name, layer in layers.items()}):
         x = torch.randn(64, 64, generator=generator).bfloat16().requires_grad_()
         y = second(first(x))
         y.backward(torch.randn(64, 64, generator=generator).bfloat16())
-    assert all(layer.numerics.probe is None for layer in layers.values())
+    assert all(layer.context.probe is None for layer in layers.values())
     return probe.collect(list(layers))
 
 

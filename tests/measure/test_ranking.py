@@ -9,7 +9,7 @@ import yaml
 from megatron_fp4.config.schema import Bf16BlocksConfig
 from megatron_fp4.measure.ranking import plan_file, rank_linears, select_bf16
 from megatron_fp4.precision.plan import LinearShape, build_plan
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 
 SHAPES = [
     LinearShape(f"blocks.{block}.mixer.{name}", block, 64, out)
@@ -90,7 +90,7 @@ def test_the_file_is_what_a_plan_reads(tmp_path: Path) -> None:
     assert content["selection"]["linears_kept"] == "3 of 10"
     assert content["measured"]["blocks.4.mixer.up_proj"] == {"kept": True, "fprop": 0.14, "dgrad": 0.12, "wgrad": 0.26}
 
-    recipe = Recipe("nvfp4", fprop_activation=Operand("nvfp4", (1, 16)))
+    recipe = Recipe("nvfp4", Gemm(Operand("nvfp4", (1, 16))))
     plan = build_plan(SHAPES, recipe, Bf16BlocksConfig(file=str(path)), num_blocks=5)
     assert [row.linear.name for row in plan.rows if not row.recipe.quantized] == [
         "blocks.3.mixer.down_proj",

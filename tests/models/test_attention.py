@@ -51,5 +51,5 @@ def test_is_causal_and_keeps_sequences_apart(mesh):
 
 
 def test_heads_must_divide(mesh):
-    with pytest.raises(ValueError, match=r"num_query_heads=4 must be a multiple of model.num_kv_heads=3"):
+    with pytest.raises(ValueError, match=r"num_query_heads=4 is not a multiple of model.num_kv_heads=3"):
         Attention(small_config(num_kv_heads=3), mesh)

@@ -8,28 +8,32 @@ import assembly
 from assembly import configure
 from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.mesh import build_mesh
-from models import execution
-from models.execution import PLAIN, Execution, choose_execution
+from models import execution_choice
+from models.conv import fused_conv_silu
+from models.execution import PLAIN, Execution, torch_compile
+from models.execution_choice import agreed_execution, choose_execution, describe_execution
+from models.scan import fused_scan
 from tests.models.builders import small_config
 from tests.training.harness import launch
 
 EVERYTHING = {"triton", "mamba_ssm", "causal_conv1d"}
+SCAN, CONV = {"scan": fused_scan}, {"conv": fused_conv_silu}
 
 
 def choose(
     monkeypatch, kernels="auto", installed=EVERYTHING, device="cuda", dtype="bfloat16", recompute="none", **model
 ):
-    monkeypatch.setattr(execution, "_installed", lambda module: module in installed)
+    monkeypatch.setattr(execution_choice, "_installed", lambda module: module in installed)
     config = small_config(**({"mamba_chunk_size": 128, "mamba_state_dim": 8} | model))
     train = TrainConfig(kernels=kernels, activation_checkpointing=recompute)
     return choose_execution(train, config, 1, device, dtype)
 
 
 def test_auto_takes_what_is_there(monkeypatch):
-    assert choose(monkeypatch) == Execution(scan=True, conv=True, compiled=True)
-    assert choose(monkeypatch, installed={"triton", "causal_conv1d"}) == Execution(conv=True, compiled=True)
-    assert choose(monkeypatch, pattern="*-") == Execution(compiled=True)
-    assert choose(monkeypatch, mamba_conv_width=7) == Execution(scan=True, compiled=True)
+    assert choose(monkeypatch) == Execution({**SCAN, **CONV}, torch_compile)
+    assert choose(monkeypatch, installed={"triton", "causal_conv1d"}) == Execution(CONV, torch_compile)
+    assert choose(monkeypatch, pattern="*-") == Execution(compile=torch_compile)
+    assert choose(monkeypatch, mamba_conv_width=7) == Execution(SCAN, torch_compile)
     assert choose(monkeypatch, device="cpu") == choose(monkeypatch, dtype="float32") == PLAIN
     assert choose(monkeypatch, device="cpu", recompute="block") == Execution(recompute="block")
 
@@ -57,7 +61,7 @@ def test_fused_says_what_it_needs(monkeypatch, changes, words):
 
 
 def test_fused_needs_no_mamba_packages_for_a_transformer(monkeypatch):
-    assert choose(monkeypatch, "fused", installed={"triton"}, pattern="*-") == Execution(compiled=True)
+    assert choose(monkeypatch, "fused", installed={"triton"}, pattern="*-") == Execution(compile=torch_compile)
 
 
 @pytest.mark.parametrize("changes", [{"kernels": "fast"}, {"recompute": "all"}])
@@ -67,32 +71,34 @@ def test_unknown_choices(monkeypatch, changes):
 
 
 def test_the_log_says_what_runs():
-    assert "scan: mamba-ssm, convolution: torch" in Execution(scan=True, compiled=True).describe("M-")
-    assert dataclasses.replace(PLAIN).describe("*-").startswith("attention: SDPA, its own choice")
+    assert "scan: mamba-ssm, convolution: torch" in describe_execution(Execution(SCAN, torch_compile), "M-")
+    assert describe_execution(dataclasses.replace(PLAIN), "*-").startswith("attention: SDPA, its own choice")
 
 
 def _build(rank: int, executions: list[Execution]) -> str:
     """What `build` says on a rank whose packages lead to executions[rank]."""
-    config, target = configure(["model=tiny"])
+    config = configure(["model=tiny"])
     assembly.execution_of = lambda config: executions[rank]  # type: ignore[assignment]
     mesh: Any = build_mesh(ParallelConfig(), torch.device("cpu"))
     with pytest.raises(ConfigError) as refused:
-        assembly.build(config, target, mesh)
+        assembly.build(config, mesh)
     return str(refused.value)
 
 
 def test_a_rank_without_a_package_is_refused_on_all_ranks():
     """Else ranks with mamba-ssm's scan would wait for the others in the collective that pins its kernels."""
-    first, second = launch(_build, 2, [PLAIN, Execution(scan=True)])
+    first, second = launch(_build, 2, [PLAIN, Execution(SCAN)])
     assert first == second
     assert "`scan` is not used on rank 0, unlike on rank 1" in first
 
 
 def test_ranks_that_agree(monkeypatch):
-    chosen = [Execution(scan=True, conv=True)] * 4
-    monkeypatch.setattr(execution.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(execution.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen))
-    assert execution.agreed_execution(chosen[1]) is chosen[1]
-    chosen[1] = chosen[3] = Execution(scan=True)
+    chosen = [Execution({**SCAN, **CONV})] * 4
+    monkeypatch.setattr(execution_choice.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(
+        execution_choice.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen)
+    )
+    assert agreed_execution(chosen[1]) is chosen[1]
+    chosen[1] = chosen[3] = Execution(SCAN)
     with pytest.raises(ConfigError, match=r"`conv` is used on rank 0, unlike on rank 1, 3; install the same"):
-        execution.agreed_execution(chosen[0])
+        agreed_execution(chosen[0])

@@ -6,7 +6,8 @@ import torch
 
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.layers import QuantizedLinear
-from models.hybrid import build_model, check_pattern
+from models.hybrid import build_model
+from models.pattern import check_pattern
 from tests.models.builders import build, local, small_config, tokens_and_targets
 
 

@@ -84,5 +84,5 @@ def test_ssm_parameters_are_reached_through_their_module(mesh):
 
 
 def test_heads_must_divide(mesh):
-    with pytest.raises(ValueError, match=r"mamba_num_heads=4 must be a multiple of model.mamba_num_groups=3"):
+    with pytest.raises(ValueError, match=r"mamba_num_heads=4 is not a multiple of model.mamba_num_groups=3"):
         Mamba2(small_config(mamba_num_groups=3), mesh)

@@ -1,20 +1,23 @@
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import models.recompute
 from megatron_fp4.config.schema import Bf16BlocksConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.step import _prepare_backward
 from models.execution import Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from models.recompute import Recompute
+from models.recompute import cheap, keeping_promises
 from tests.models.builders import local, small_config
 from tests.training.harness import launch, whole
 
@@ -24,7 +27,7 @@ WEIGHT = Operand("nvfp4", (16, 16))
 # Stochastic in the forward pass too: a recomputed block must draw the same numbers again.
 RECIPES = {
     "bf16": BF16,
-    "nvfp4": Recipe("nvfp4", STOCHASTIC, WEIGHT, STOCHASTIC, WEIGHT, STOCHASTIC, STOCHASTIC, wgrad_rht=16),
+    "nvfp4": Recipe("nvfp4", Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, STOCHASTIC, 16)),
 }
 
 
@@ -49,7 +52,7 @@ def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: RunClo
     initialize(model, CONFIG, 0)
     shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
     plan = build_plan(shapes, RECIPES[recipe], Bf16BlocksConfig(), CONFIG.num_blocks)
-    apply_plan({name: module.numerics for name, module in linears.items()}, plan, clock)
+    PrecisionController({name: module.context for name, module in linears.items()}, plan, clock)
     return model
 
 
@@ -103,13 +106,23 @@ def kept_bytes(recompute: str, mesh: ParallelMesh, kind: str) -> int:
             storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
+    pack = models.recompute._pack
+
+    def keep_unless_promised(tensor: Tensor) -> object:
+        kept = pack(tensor)
+        return keep(kept) if isinstance(kept, Tensor) else kept
+
     h = torch.randn(64, 64).bfloat16().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with (
+        mock.patch.object(models.recompute, "_pack", keep_unless_promised),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+    ):
         y = model.blocks[0](h, 32)
     promises = find_promises(y.grad_fn) if recompute == "selective" else []
     for promise in promises:
         for tensor in promise.inputs:
-            keep(tensor)
+            if isinstance(tensor, Tensor):
+                keep(tensor)
     return sum(t.untyped_storage().nbytes() for t in storages.values())
 
 
@@ -147,9 +160,10 @@ class Counting(nn.Module):
 
 
 def test_cheap_runs_once_again_and_expensive_never():
-    module, recompute = Counting(), Recompute(True)
+    module = Counting()
     h = torch.randn(4, 8).requires_grad_()
-    y = recompute.expensive(module.expensive, recompute.cheap(module.cheap, h))
+    with keeping_promises():
+        y = module.expensive(cheap(module.cheap)(h))
     assert module.calls == ["cheap", "expensive"]
     y.square().sum().backward()
     assert module.calls == ["cheap", "expensive", "cheap"]
@@ -159,7 +173,8 @@ def test_cheap_runs_once_again_and_expensive_never():
 
 def test_nothing_is_promised_without_gradients_or_when_off():
     module = Counting()
-    for recompute, context in ((Recompute(True), torch.no_grad()), (Recompute(False), torch.enable_grad())):
-        with context:
-            recompute.expensive(module.expensive, recompute.cheap(module.cheap, torch.randn(4, 8)))
-        assert not recompute._promised
+    with torch.no_grad():
+        assert not hasattr(cheap(module.cheap)(torch.randn(4, 8).requires_grad_()), "_promised")
+    assert not hasattr(cheap(module.cheap)(torch.randn(4, 8)), "_promised")
+    for recompute in ("none", "block"):
+        assert Execution(recompute=recompute).cheap(module.cheap) == module.cheap

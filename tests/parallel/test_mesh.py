@@ -42,6 +42,7 @@ mesh.end_process(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["nowhere", "in the group's end", "in the interpreter's end"])
 def test_no_end_hangs(where):
     done = subprocess.run([sys.executable, "-c", _END, where], capture_output=True, text=True, timeout=50)

@@ -13,6 +13,8 @@ import pytest
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
     pattern="M*-",
@@ -40,11 +42,7 @@ def run(
         "config, world_size = pickle.load(sys.stdin.buffer)\n"
         "from assembly import sharded_model\n"
         "from megatron_fp4.planning.dry_run import dry_run\n"
-        "from scripts.plan_run import fused_shapes, planned_execution\n"
-        "with fused_shapes():\n"
-        "    execution = planned_execution(config)\n"
-        "    build = lambda mesh, clock: sharded_model(config, config.precision, mesh, clock, execution)[:2]\n"
-        "    result = dry_run(config, world_size, build)\n"
+        "result = dry_run(config, world_size, lambda *parts: sharded_model(config, *parts)[:2])\n"
         "sys.stdout.buffer.write(pickle.dumps(result))\n"
     )
     base: Config = compose_config([f"precision={precision}"], ROOT / "configs")

@@ -11,13 +11,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import reference as ref
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from megatron_fp4.checks.combinations import validate
-from megatron_fp4.config.compose import compose_config, precision_config
+from assembly import check as validate
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
@@ -25,13 +24,17 @@ from megatron_fp4.planning.stand_ins import shapes_only
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import LinearNumerics, _Call, quantized_linear
-from megatron_fp4.precision.plan import LinearShape, apply_plan, build_plan
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.quantization import cuda
 from models.hybrid import build_model
+from tests.precision import reference as ref
+from tests.recipes import changed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
@@ -48,8 +51,7 @@ def composed(model: str, precision: str = "nvfp4") -> Config:
 @functools.cache
 def recipes(model: str) -> dict[str, Recipe]:
     """Every shipped recipe, and what every switch between two of them leaves, equal ones once."""
-    config = composed(model)
-    shipped = {name: recipe_from_config(precision_config(name, config, CONFIGS)) for name in PRECISIONS}
+    shipped = {name: recipe_from_config(composed(model, name).precision) for name in PRECISIONS}
     found = dict(shipped)
     for name, current in shipped.items():
         for target_name, target in shipped.items():
@@ -64,12 +66,12 @@ def one_of_each_block(model: ModelConfig) -> ModelConfig:
     return replace(model, pattern="".join(sorted(set(model.pattern))))
 
 
-def linears(model: ModelConfig, tensor: int) -> list[tuple[tuple[int, int], LinearNumerics]]:
-    """The different local weights [out, in] of a model on `tensor` ranks, and their numerics."""
+def linears(model: ModelConfig, tensor: int) -> list[tuple[tuple[int, int], LinearContext]]:
+    """The different local weights [out, in] of a model on `tensor` ranks, and their context."""
     mesh = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu"))
     with torch.device("meta"):
         built = build_model(one_of_each_block(model), mesh, torch.bfloat16)
-    return [(tuple(module.weight.to_local().shape), module.numerics) for _, module in built.linears()]  # type: ignore
+    return [(tuple(module.weight.to_local().shape), module.context) for _, module in built.linears()]  # type: ignore
 
 
 def possible(config: Config, tensor: int) -> bool:
@@ -101,15 +103,15 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
         ):
             for recipe_name, recipe in recipes(model).items():
                 narrow = block_demands(recipe).inputs
-                for (outputs, inputs), numerics in layers:
+                for (outputs, inputs), context in layers:
                     if inputs % narrow:
                         continue  # refused: see the test of refusals below
-                    numerics.recipe, numerics.weight_cache = recipe, None
+                    context.recipe, context.weight_cache = recipe, None
                     for tokens in TOKENS:
                         x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
                         weight = nn.Parameter(torch.empty(outputs, inputs))
                         try:
-                            y = quantized_linear(x, weight, numerics)
+                            y = quantized_linear(x, weight, context)
                             y.backward(torch.empty_like(y))
                         except Exception as error:
                             raise AssertionError(f"{recipe_name}: {tokens} tokens, {inputs} -> {outputs}") from error
@@ -150,13 +152,13 @@ def test_native_gemms_get_whole_rows_of_codes(model: str) -> None:
                 formats = {operand.format for operand in recipe.operands.values()}
                 if "mxfp4" in formats or not formats & {"nvfp4", "fp8"}:
                     continue
-                for (outputs, inputs), numerics in layers:
-                    numerics.recipe, numerics.backend = recipe, backend
+                for (outputs, inputs), context in layers:
+                    context.recipe, context.backend = recipe, backend
                     if inputs % te.demands(recipe).inputs:
                         continue
                     for tokens in TOKENS:
-                        call = _Call(numerics, torch.empty(outputs, inputs, device="meta"), meta(tokens, inputs))
-                        sizes = (call.padded_tokens, inputs, call.padded_group_rows * numerics.num_groups)
+                        call = LinearCall(context, torch.empty(outputs, inputs, device="meta"), meta(tokens, inputs))
+                        sizes = (call.padded_tokens, inputs, call.padded_group_rows * context.num_groups)
                         along = 32 if "nvfp4" in formats else 16
                         assert all(size % along == 0 for size in sizes), (name, sizes)
 
@@ -189,14 +191,14 @@ def scaled_mm_checked() -> Iterator[set[tuple[torch.dtype, torch.dtype]]]:
         yield seen
 
 
-def computed(weight_shape: tuple[int, int], numerics: LinearNumerics) -> None:
+def computed(weight_shape: tuple[int, int], context: LinearContext) -> None:
     """Forward and backward of a linear."""
     outputs, inputs = weight_shape
     x = torch.empty(TOKENS[0], inputs, dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.empty(outputs, inputs))
-    y = quantized_linear(x, weight, numerics)
+    y = quantized_linear(x, weight, context)
     y.backward(torch.empty_like(y))
-    assert weight.grad is not None and weight.grad.shape == weight.shape, numerics.recipe.name
+    assert weight.grad is not None and weight.grad.shape == weight.shape, context.recipe.name
 
 
 FP4, E4M3 = torch.float4_e2m1fn_x2, torch.float8_e4m3fn
@@ -216,11 +218,11 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
                 formats = {operand.format for operand in recipe.operands.values() if operand.quantized}
                 if formats - torch_scaled_mm.FORMATS.keys():
                     continue
-                for weight_shape, numerics in layers:
+                for weight_shape, context in layers:
                     if weight_shape[1] % block_demands(recipe).inputs:
                         continue  # refused
-                    numerics.recipe, numerics.backend, numerics.weight_cache = recipe, backend, None
-                    computed(weight_shape, numerics)
+                    context.recipe, context.backend, context.weight_cache = recipe, backend, None
+                    computed(weight_shape, context)
     assert seen == {(codes, product) for codes in (FP4, E4M3) for product in (torch.bfloat16, torch.float32)}
 
 
@@ -241,12 +243,12 @@ def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
             shapes.append(LinearShape(name, block, module.in_features, module.out_features, kind))
         recipe, blocks = recipe_from_config(config.precision), config.precision.bf16_blocks
         plan = build_plan(shapes, recipe, blocks, config.model.num_blocks, config.precision.exceptions)
-        numerics = {name: module.numerics for name, module in modules.items()}
-        apply_plan(numerics, plan, RunClock(seed=1), torch_scaled_mm.TorchBackend())
+        linears = {name: module.context for name, module in modules.items()}
+        PrecisionController(linears, plan, RunClock(seed=1), backend=torch_scaled_mm.TorchBackend())
         with scaled_mm_checked() as seen:
             for row in plan.rows:
                 seen.clear()
-                computed((row.linear.out_features, row.linear.in_features), numerics[row.linear.name])
+                computed((row.linear.out_features, row.linear.in_features), linears[row.linear.name])
                 mamba_out = row.linear.kind == "M" and row.linear.name.endswith(".out_proj")
                 codes = E4M3 if mamba_out else FP4
                 expected = {(codes, torch.bfloat16), (codes, torch.float32)} if row.recipe.quantized else set()
@@ -269,10 +271,10 @@ NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
         (ref.QAF, Demands(16, 16, 16, 16)),
         (MXFP4, Demands(32, 32, 32, 32)),
         (FP8, Demands(128, 128, 128, 128)),
-        (replace(NVFP4, dgrad_rht=64), Demands(16, 16, 64, 64)),
-        (replace(NVFP4, wgrad_rht=128, fprop_rht=32), Demands(128, 32, 16, 16)),
-        (Recipe(wgrad_gradient=Operand("mxfp4", (1, 32))), Demands(32, 32, 32, 32)),
-        (replace(NVFP4, wgrad_activation=ref.F8), Demands(128, 128, 128, 128)),
+        (changed(NVFP4, dgrad_rht=64), Demands(16, 16, 64, 64)),
+        (changed(NVFP4, wgrad_rht=128, fprop_rht=32), Demands(128, 32, 16, 16)),
+        (Recipe(wgrad=Gemm(Operand("mxfp4", (1, 32)))), Demands(32, 32, 32, 32)),
+        (changed(NVFP4, wgrad_activation=ref.F8), Demands(128, 128, 128, 128)),
     ],
 )
 def test_blocks_and_transforms(recipe: Recipe, demands: Demands) -> None:
@@ -293,7 +295,7 @@ def test_groups_are_padded_alike_and_whole_tensors_too() -> None:
 def test_what_is_padded_anyway_is_padded_for_the_faster_kernel_where_that_costs_little() -> None:
     demands = te.demands(NVFP4)
     assert demands == Demands(32, 32, 32, 16, fast_outputs=128)
-    assert te.demands(replace(NVFP4, wgrad_rht=0)).fast_outputs == te.demands(FP8).fast_outputs == 1
+    assert te.demands(changed(NVFP4, wgrad_rht=0)).fast_outputs == te.demands(FP8).fast_outputs == 1
     assert demands.padded_group(2320, 1) == 2432 and demands.padded_group(2836, 2) == 2880
     assert demands.padded_group(2836, 8) == 2848  # together a multiple of 128
     assert demands.padded_group(2848, 1) == 2848  # not padded
@@ -307,7 +309,7 @@ def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe)
     demands = block_demands(recipe)
     tokens, outputs = demands.padded_tokens(40), demands.padded_group(24, 1)
     assert (tokens, outputs) != (40, 24)
-    y, dx, dw = ref.run(x, w, dy, ref.numerics_of(recipe))
+    y, dx, dw = ref.run(x, w, dy, ref.context_of(recipe))
 
     def grown(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         out = torch.zeros(rows, columns, dtype=t.dtype)
@@ -315,7 +317,7 @@ def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe)
         return out
 
     whole = (grown(x, tokens, 256), grown(w, outputs, 256), grown(dy, tokens, outputs))
-    expected = ref.run(*whole, ref.numerics_of(recipe))
+    expected = ref.run(*whole, ref.context_of(recipe))
     for mine, theirs in zip((y, dx, dw), (expected[0][:40, :24], expected[1][:40], expected[2][:24]), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
     assert not expected[0][40:].any() and not expected[2][24:].any()
@@ -336,5 +338,5 @@ def test_a_million_tokens_and_more() -> None:
     with FakeTensorMode(), shapes_only():
         x = torch.empty(2**22, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = nn.Parameter(torch.empty(64, 64))
-        quantized_linear(x, weight, ref.numerics_of(NVFP4)).sum().backward()
+        quantized_linear(x, weight, ref.context_of(NVFP4)).sum().backward()
         assert x.grad is not None

@@ -1,19 +1,21 @@
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-import reference as ref
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from tests.precision import reference as ref
+from tests.quantization import oracle
+from tests.recipes import changed
 
 RECIPES = {
     "nvfp4": ref.NVFP4,
-    "nvfp4_1x16_weights": replace(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W),
-    "nvfp4_four_over_six": replace(
+    "nvfp4_1x16_weights": changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W),
+    "nvfp4_four_over_six": changed(
         ref.NVFP4,
         fprop_activation=replace(ref.X, four_over_six=True),
         wgrad_activation=replace(ref.X, four_over_six=True),
@@ -23,24 +25,23 @@ RECIPES = {
     "mxfp4": ref.MXFP4,
     "mxfp4_2d": ref.MXFP4_2D,
     "mxfp8": ref.MXFP8,
-    "mxfp8_2d": replace(ref.MXFP8, fprop_weight=Operand("mxfp8", (32, 32)), dgrad_weight=Operand("mxfp8", (32, 32))),
+    "mxfp8_2d": changed(ref.MXFP8, fprop_weight=Operand("mxfp8", (32, 32)), dgrad_weight=Operand("mxfp8", (32, 32))),
     "fp8": ref.FP8,
-    "fp8_powers_of_two": Recipe(
-        "fp8p",
-        *(replace(op, power_of_two_scales=True) for op in (ref.F8, ref.F8_W, ref.F8, ref.F8_W, ref.F8, ref.F8)),
+    "fp8_powers_of_two": changed(
+        ref.FP8, **{p.name: replace(op, power_of_two_scales=True) for p, op in ref.FP8.operands.items()}
     ),
-    "every_transform": replace(
+    "every_transform": changed(
         ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W, fprop_rht=32, dgrad_rht=64, wgrad_rht=128
     ),
-    "reused_codes": replace(
+    "reused_codes": changed(
         ref.NVFP4,
         fprop_weight=ref.W,
         dgrad_weight=replace(ref.W, reuse_fprop=True),
         wgrad_activation=replace(ref.X, reuse_fprop=True),
         wgrad_rht=0,
     ),
-    "only_gradients": Recipe("gradients", dgrad_gradient=ref.DY, wgrad_gradient=ref.DY),
-    "mixed_formats": Recipe("mixed", ref.X, ref.F8_W, ref.MX_DY, ref.W2, ref.F8, ref.MX),
+    "only_gradients": Recipe("gradients", dgrad=Gemm(ref.DY), wgrad=Gemm(ref.DY)),
+    "mixed_formats": Recipe("mixed", Gemm(ref.X, ref.F8_W), Gemm(ref.MX_DY, ref.W2), Gemm(ref.F8, ref.MX)),
 }
 
 
@@ -54,15 +55,15 @@ def test_an_unquantized_layer_is_the_linear_of_torch():
     plain_x, plain_w = x.clone().requires_grad_(), w.clone().requires_grad_()
     plain_y = torch.nn.functional.linear(plain_x, plain_w)
     plain_y.backward(dy)
-    y, dx, dw = ref.run(x, w, dy, LinearNumerics())
+    y, dx, dw = ref.run(x, w, dy, LinearContext())
     for actual, expected in ((y, plain_y), (dx, plain_x.grad), (dw, plain_w.grad)):
         assert relative(actual, ref.double(expected)) < 1e-6
 
 
 def test_gradients_are_difference_quotients_of_the_function():
     x, w, dy = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 5), (4, 5), (6, 4)))
-    _, dx, _ = ref.run(x, w, dy, LinearNumerics())
-    _, _, dw = ref.run(x.float(), w.float(), dy.float(), LinearNumerics())
+    _, dx, _ = ref.run(x, w, dy, LinearContext())
+    _, _, dw = ref.run(x.float(), w.float(), dy.float(), LinearContext())
     for operand, gradient, tolerance in ((x, dx, 1e-8), (w, dw, 1e-5)):
         for i in range(operand.shape[0]):
             for j in range(operand.shape[1]):
@@ -71,14 +72,14 @@ def test_gradients_are_difference_quotients_of_the_function():
                     moved = operand.clone()
                     moved[i, j] += step
                     here = (moved, w) if operand is x else (x, moved)
-                    ends.append((quantized_linear(*here, LinearNumerics()) * dy).sum().item())
+                    ends.append((quantized_linear(*here, LinearContext()) * dy).sum().item())
                 assert abs((ends[0] - ends[1]) / 2e-3 - gradient[i, j].item()) < tolerance
 
 
 def test_the_gradient_of_a_bf16_weight_is_single_precision_without_a_rounding_between():
     x, w, dy = ref.tensors(64, 32, 48, dtype=torch.bfloat16)
     for recipe in (BF16, ref.nearest(ref.NVFP4)):
-        y, dx, dw = ref.run(x, w, dy, ref.numerics_of(recipe))
+        y, dx, dw = ref.run(x, w, dy, ref.context_of(recipe))
         assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
         expected = ref.linear(*(ref.double(t) for t in (x, w, dy)), recipe)
         assert relative(dw, expected[2]) < 2e-6
@@ -94,7 +95,7 @@ def test_every_gemm_is_the_product_of_the_decoded_operands(name):
     for seed in range(2):
         x, w, dy = ref.tensors(128, 128, 256, seed)
         expected = ref.linear(*(ref.double(t) for t in (x, w, dy)), recipe)
-        for actual, exact in zip(ref.run(x, w, dy, ref.numerics_of(recipe)), expected, strict=True):
+        for actual, exact in zip(ref.run(x, w, dy, ref.context_of(recipe)), expected, strict=True):
             assert actual.dtype == torch.float32
             assert relative(actual, exact) < 2e-6
 
@@ -106,11 +107,9 @@ def test_other_scalings_change_the_result_by_far_more_than_the_tolerance(name):
     x, w, dy = ref.tensors(128, 128, 256)
     right = ref.linear(*(ref.double(t) for t in (x, w, dy)), recipe)
     wrong_way_round = (
+        oracle.gemm(ref.decoded(ref.double(x).T, recipe.fprop.left).T, ref.decoded(ref.double(w), recipe.fprop.right)),
         oracle.gemm(
-            ref.decoded(ref.double(x).T, recipe.fprop_activation).T, ref.decoded(ref.double(w), recipe.fprop_weight)
-        ),
-        oracle.gemm(
-            ref.decoded(ref.double(dy).T, recipe.dgrad_gradient).T, ref.decoded(ref.double(w).T, recipe.dgrad_weight)
+            ref.decoded(ref.double(dy).T, recipe.dgrad.left).T, ref.decoded(ref.double(w).T, recipe.dgrad.right)
         ),
     )
     for wrong, exact in zip(wrong_way_round, right, strict=False):
@@ -128,7 +127,7 @@ def test_mxfp8_blocks_lie_along_each_dot_product(gemm):
     ]
     exact = [ref.double(t) for t in (x, w, dy)]
     expected = ref.linear(*exact, ref.MXFP8)[gemm]
-    assert relative(ref.run(x, w, dy, ref.numerics_of(ref.MXFP8))[gemm], expected) < 2e-6
+    assert relative(ref.run(x, w, dy, ref.context_of(ref.MXFP8))[gemm], expected) < 2e-6
     left, right = ((exact[0], exact[1]), (exact[2], exact[1].T), (exact[2].T, exact[0].T))[gemm]
     across = oracle.gemm(ref.decoded(left.T, ref.MX8).T, ref.decoded(right.T, ref.MX8).T)
     assert np.abs(across - expected).max() / np.abs(expected).max() > 1e-2
@@ -148,7 +147,7 @@ SNR_DB = {
 def test_signal_to_noise_of_gaussians_is_in_its_range(name):
     x, w, dy = ref.tensors(512, 256, 256)
     exact = ref.linear(*(ref.double(t) for t in (x, w, dy)), BF16)
-    actual = ref.run(x, w, dy, ref.numerics_of(RECIPES[name]))
+    actual = ref.run(x, w, dy, ref.context_of(RECIPES[name]))
     for (low, high), result, full in zip(SNR_DB[name], actual, exact, strict=True):
         assert low < oracle.snr_db(full, ref.double(result)) < high
 
@@ -157,8 +156,8 @@ def test_signal_to_noise_of_gaussians_is_in_its_range(name):
 def test_tensor_scales_are_neither_floored_nor_lost(exponent):
     """Gradients at any power of two give the same result at that power of two."""
     x, w, dy = ref.tensors(64, 64, 64)
-    plain = ref.run(x, w, dy, ref.numerics_of(ref.NVFP4))
-    scaled = ref.run(x, w, dy * 2.0**exponent, ref.numerics_of(ref.NVFP4))
+    plain = ref.run(x, w, dy, ref.context_of(ref.NVFP4))
+    scaled = ref.run(x, w, dy * 2.0**exponent, ref.context_of(ref.NVFP4))
     for now, then in zip(plain[1:], scaled[1:], strict=True):
         assert relative(then, ref.double(now) * 2.0**exponent) < 1e-6
 
@@ -169,7 +168,7 @@ def test_a_non_finite_value_never_disappears():
             for which in range(3):
                 operands = list(ref.tensors(128, 128, 128))
                 operands[which][5, 7] = bad
-                y, dx, dw = ref.run(*operands, ref.numerics_of(RECIPES[name]))
+                y, dx, dw = ref.run(*operands, ref.context_of(RECIPES[name]))
                 touched = [{0: y, 2: dw}, {0: y, 1: dx}, {1: dx, 2: dw}][which]
                 for result in touched.values():
                     assert not torch.isfinite(result).all(), (name, bad, which)
@@ -179,45 +178,45 @@ def test_dgrad_sees_the_weight_codes_of_fprop():
     """Identity matrices as the other operand show the quantized weight in y and in dx."""
     _, w, _ = ref.tensors(64, 64, 64)
     for weight, same in ((ref.W2, True), (ref.W, False)):
-        recipe = Recipe("w", fprop_weight=weight, dgrad_weight=weight)
-        y, dx, _ = ref.run(torch.eye(64), w, torch.eye(64), ref.numerics_of(recipe))
+        recipe = Recipe("w", Gemm(right=weight), Gemm(right=weight))
+        y, dx, _ = ref.run(torch.eye(64), w, torch.eye(64), ref.context_of(recipe))
         assert not torch.equal(dx, w)
         assert torch.equal(y.t(), dx) == same
 
 
 def test_weights_are_quantized_once_while_their_version_stands():
     x, w, _ = ref.tensors(32, 32, 32)
-    numerics = ref.numerics_of(ref.NVFP4)
+    context = ref.context_of(ref.NVFP4)
     with torch.no_grad():
-        first = quantized_linear(x, w, numerics)
+        first = quantized_linear(x, w, context)
         w.mul_(-1)
-        numerics.clock.micro_batch = 1
-        assert torch.equal(quantized_linear(x, w, numerics), first)
-        numerics.clock.weights_version += 1
-        assert torch.equal(quantized_linear(x, w, numerics), -first)
+        context.clock.micro_batch = 1
+        assert torch.equal(quantized_linear(x, w, context), first)
+        context.clock.weights_version += 1
+        assert torch.equal(quantized_linear(x, w, context), -first)
 
 
 def test_the_cache_of_weights_changes_no_result():
     x, w, dy = ref.tensors(32, 32, 32)
-    numerics = ref.numerics_of(ref.NVFP4)
-    first = ref.run(x, w, dy, numerics)
-    again = ref.run(x, w, dy, numerics)
-    fresh = ref.run(x, w, dy, ref.numerics_of(ref.NVFP4))
+    context = ref.context_of(ref.NVFP4)
+    first = ref.run(x, w, dy, context)
+    again = ref.run(x, w, dy, context)
+    fresh = ref.run(x, w, dy, ref.context_of(ref.NVFP4))
     for results in zip(first, again, fresh, strict=True):
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
-    in_bf16 = ref.run(x.bfloat16(), w, dy.bfloat16(), numerics)
+    in_bf16 = ref.run(x.bfloat16(), w, dy.bfloat16(), context)
     assert in_bf16[0].dtype == torch.bfloat16
 
 
 def test_stochastic_weights_are_drawn_for_every_micro_batch():
     x, w, _ = ref.tensors(32, 32, 32)
     stochastic = replace(ref.W, rounding="stochastic")
-    numerics = ref.numerics_of(Recipe("sr", ref.X, stochastic, dgrad_weight=stochastic))
+    context = ref.context_of(Recipe("sr", Gemm(ref.X, stochastic), Gemm(right=stochastic)))
     with torch.no_grad():
-        first = quantized_linear(x, w, numerics)
-        numerics.clock.micro_batch = 1
-        assert not torch.equal(quantized_linear(x, w, numerics), first)
+        first = quantized_linear(x, w, context)
+        context.clock.micro_batch = 1
+        assert not torch.equal(quantized_linear(x, w, context), first)
 
 
 @pytest.mark.parametrize("num_groups, group_rows", [(2, 20), (4, 8), (1, 50), (3, 16)])
@@ -231,7 +230,7 @@ def test_groups_of_output_features_are_padded_to_whole_blocks(name, num_groups, 
     w_padded, dy_padded = np.zeros((num_groups * padded_rows, 64)), np.zeros((64, num_groups * padded_rows))
     w_padded[keep], dy_padded[:, keep] = ref.double(w), ref.double(dy)
     y, dx, dw = ref.linear(ref.double(x), w_padded, dy_padded, recipe)
-    actual = ref.run(x, w, dy, ref.numerics_of(recipe, num_groups=num_groups))
+    actual = ref.run(x, w, dy, ref.context_of(recipe, num_groups=num_groups))
     for result, expected in zip(actual, (y[:, keep], dx, dw[keep]), strict=True):
         assert result.shape == expected.shape
         assert relative(result, expected) < 2e-6
@@ -248,22 +247,22 @@ def with_equal_maxima(shards: int, dim: int, *tensors: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", ["nvfp4", "all_the_way"])
 @pytest.mark.parametrize("num_groups, group_rows", [(4, 16), (4, 20), (2, 40)])
 def test_shards_of_output_features_give_the_codes_of_the_whole(name, num_groups, group_rows):
-    recipe = replace(RECIPES[name], wgrad_rht=0)
+    recipe = changed(RECIPES[name], wgrad_rht=0)
     x, w, dy = ref.tensors(32, 32, num_groups * group_rows)
     with_equal_maxima(2, 0, w)
     with_equal_maxima(2, 1, dy)
-    y, _, dw = ref.run(x, w, dy, ref.numerics_of(recipe, num_groups=num_groups))
+    y, _, dw = ref.run(x, w, dy, ref.context_of(recipe, num_groups=num_groups))
     partial = torch.zeros(32, 32)
     for rank in range(2):
         here = slice(rank * w.shape[0] // 2, (rank + 1) * w.shape[0] // 2)
         settings = {"num_groups": num_groups // 2, "out_group_offset": rank * num_groups // 2}
-        shard = ref.run(x, w[here], dy[:, here], ref.numerics_of(recipe, **settings))
+        shard = ref.run(x, w[here], dy[:, here], ref.context_of(recipe, **settings))
         assert torch.equal(shard[0], y[:, here])
         assert relative(shard[2], ref.double(dw[here])) < 1e-6
         partial += shard[1]
-    whole_dx = ref.run(x, w, dy, ref.numerics_of(recipe, num_groups=num_groups))[1]
+    whole_dx = ref.run(x, w, dy, ref.context_of(recipe, num_groups=num_groups))[1]
     assert relative(partial, ref.double(whole_dx)) < 1e-6
-    misplaced = ref.run(x, w[here], dy[:, here], ref.numerics_of(recipe, num_groups=num_groups // 2))
+    misplaced = ref.run(x, w[here], dy[:, here], ref.context_of(recipe, num_groups=num_groups // 2))
     assert relative(misplaced[2], ref.double(dw[here])) > 1e-3
 
 
@@ -271,16 +270,16 @@ def test_shards_of_input_features_give_the_codes_of_the_whole():
     recipe = ref.ALL_THE_WAY  # x is rounded stochastically in wgrad, so its position matters
     x, w, dy = ref.tensors(32, 64, 32)
     with_equal_maxima(2, 1, x, w)
-    y, dx, dw = ref.run(x, w, dy, ref.numerics_of(recipe))
+    y, dx, dw = ref.run(x, w, dy, ref.context_of(recipe))
     partial = torch.zeros_like(y)
     for rank in range(2):
         here = slice(rank * 32, rank * 32 + 32)
-        shard = ref.run(x[:, here], w[:, here], dy, ref.numerics_of(recipe, in_offset=rank * 32))
+        shard = ref.run(x[:, here], w[:, here], dy, ref.context_of(recipe, in_offset=rank * 32))
         assert relative(shard[1], ref.double(dx[:, here])) < 1e-6
         assert relative(shard[2], ref.double(dw[:, here])) < 1e-6
         partial += shard[0]
     assert relative(partial, ref.double(y)) < 1e-6
-    misplaced = ref.run(x[:, here], w[:, here], dy, ref.numerics_of(recipe))
+    misplaced = ref.run(x[:, here], w[:, here], dy, ref.context_of(recipe))
     assert relative(misplaced[2], ref.double(dw[:, here])) > 1e-3
 
 
@@ -288,10 +287,10 @@ def test_shards_of_input_features_give_the_codes_of_the_whole():
 @pytest.mark.parametrize("signs", ["fixed", "fresh"])
 def test_recomputation_gives_identical_gradients(reentrant, signs):
     x, w, dy = ref.tensors(64, 64, 64)
-    numerics = ref.numerics_of(replace(ref.ALL_THE_WAY, wgrad_rht=16, rht_signs=signs))
+    context = ref.context_of(changed(ref.ALL_THE_WAY, wgrad_rht=16, rht_signs=signs))
 
     def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(quantized_linear(torch.sin(x), w, numerics))
+        return torch.tanh(quantized_linear(torch.sin(x), w, context))
 
     gradients = []
     for recompute in (False, True):
@@ -307,14 +306,14 @@ def test_only_what_is_needed_is_computed():
     x, w, dy = ref.tensors(32, 32, 32)
     frozen = w.clone()
     x.requires_grad_()
-    quantized_linear(x, frozen, ref.numerics_of(ref.NVFP4)).backward(dy)
+    quantized_linear(x, frozen, ref.context_of(ref.NVFP4)).backward(dy)
     assert frozen.grad is None
     w.requires_grad_()
-    quantized_linear(x.detach(), w, ref.numerics_of(ref.NVFP4)).backward(dy)
+    quantized_linear(x.detach(), w, ref.context_of(ref.NVFP4)).backward(dy)
     assert w.grad is not None
 
 
 def test_an_unknown_format_is_refused():
     x, w, _ = ref.tensors(16, 16, 16)
     with pytest.raises(ValueError, match=r"'int4'.*bf16, nvfp4, mxfp4, mxfp8, fp8"):
-        quantized_linear(x, w, ref.numerics_of(Recipe("wrong", Operand("int4", (1, 16)))))
+        quantized_linear(x, w, ref.context_of(Recipe("wrong", Gemm(Operand("int4", (1, 16))))))

@@ -3,36 +3,38 @@
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-import reference as ref
 import torch
 
 import megatron_fp4.precision.emulated as emulated
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.recipe import BF16, Operand, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs
+from tests.precision import reference as ref
+from tests.quantization import oracle
+from tests.recipes import changed
 
-FLAT = replace(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
-PLAIN = replace(ref.NVFP4, wgrad_rht=0)
+FLAT = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
+PLAIN = changed(ref.NVFP4, wgrad_rht=0)
 SIX = Operand("nvfp4", (1, 16), four_over_six=True)
 NEAREST_DY = Operand("nvfp4", (1, 16))
 SHAPE = (128, 128, 128)
 
 
 def operand_changes(recipe: Recipe, names: str, **changes) -> Recipe:
-    return replace(recipe, **{name: replace(recipe.operands[name], **changes) for name in names.split()})
+    operands = {place.name: replace(operand, **changes) for place, operand in recipe.operands.items()}
+    return changed(recipe, **{name: operands[name] for name in names.split()})
 
 
 KNOBS = {
     # knob: (before, after, which of y, dx and dw change)
-    "fprop rht 16": (ref.NVFP4, replace(ref.NVFP4, fprop_rht=16), "y"),
-    "fprop rht 128": (FLAT, replace(FLAT, fprop_rht=128), "y"),
-    "dgrad rht 2": (ref.NVFP4, replace(ref.NVFP4, dgrad_rht=2), "dx"),
-    "dgrad rht 64": (ref.NVFP4, replace(ref.NVFP4, dgrad_rht=64), "dx"),
+    "fprop rht 16": (ref.NVFP4, changed(ref.NVFP4, fprop_rht=16), "y"),
+    "fprop rht 128": (FLAT, changed(FLAT, fprop_rht=128), "y"),
+    "dgrad rht 2": (ref.NVFP4, changed(ref.NVFP4, dgrad_rht=2), "dx"),
+    "dgrad rht 64": (ref.NVFP4, changed(ref.NVFP4, dgrad_rht=64), "dx"),
     "wgrad rht off": (ref.NVFP4, PLAIN, "dw"),
-    "wgrad rht 4": (ref.NVFP4, replace(ref.NVFP4, wgrad_rht=4), "dw"),
-    "wgrad rht 128": (ref.NVFP4, replace(ref.NVFP4, wgrad_rht=128), "dw"),
+    "wgrad rht 4": (ref.NVFP4, changed(ref.NVFP4, wgrad_rht=4), "dw"),
+    "wgrad rht 128": (ref.NVFP4, changed(ref.NVFP4, wgrad_rht=128), "dw"),
     "no signs": (ref.NVFP4, replace(ref.NVFP4, rht_signs="none"), "dw"),
     "fresh signs": (ref.NVFP4, replace(ref.NVFP4, rht_signs="fresh"), "dw"),
     "fresh signs without a transform": (PLAIN, replace(PLAIN, rht_signs="fresh"), ""),
@@ -43,7 +45,7 @@ KNOBS = {
     "stochastic w in fprop": (ref.NVFP4, operand_changes(ref.NVFP4, "fprop_weight", rounding=ref.SR), "y"),
     "stochastic w in dgrad": (ref.NVFP4, operand_changes(ref.NVFP4, "dgrad_weight", rounding=ref.SR), "dx"),
     "1x16 weights": (ref.NVFP4, FLAT, "y dx"),
-    "1x16 weights in fprop": (ref.NVFP4, replace(ref.NVFP4, fprop_weight=ref.W), "y"),
+    "1x16 weights in fprop": (ref.NVFP4, changed(ref.NVFP4, fprop_weight=ref.W), "y"),
     "16x16 activations": (ref.NVFP4, operand_changes(ref.NVFP4, "fprop_activation", block=(16, 16)), "y"),
     "16x16 gradients in dgrad": (ref.NVFP4, operand_changes(ref.NVFP4, "dgrad_gradient", block=(16, 16)), "dx"),
     "4/6 of x in fprop": (ref.NVFP4, operand_changes(ref.NVFP4, "fprop_activation", four_over_six=True), "y"),
@@ -63,8 +65,8 @@ KNOBS = {
         operand_changes(ref.FP8, "dgrad_gradient wgrad_gradient", power_of_two_scales=True),
         "dx dw",
     ),
-    "bf16 x in wgrad": (ref.NVFP4, replace(ref.NVFP4, wgrad_activation=Operand()), "dw"),
-    "bf16 forward": (ref.NVFP4, replace(ref.NVFP4, fprop_activation=Operand(), fprop_weight=Operand()), "y"),
+    "bf16 x in wgrad": (ref.NVFP4, changed(ref.NVFP4, wgrad_activation=Operand()), "dw"),
+    "bf16 forward": (ref.NVFP4, changed(ref.NVFP4, fprop_activation=Operand(), fprop_weight=Operand()), "y"),
     "bf16 backward": (FLAT, replace(ref.QAF, name="qaf"), "dx dw"),
     "the name": (ref.NVFP4, replace(ref.NVFP4, name="another"), ""),
 }
@@ -80,7 +82,7 @@ def operands():
 @pytest.mark.parametrize("knob", KNOBS)
 def test_a_knob_changes_what_it_names_and_nothing_else(knob, operands):
     before, after, changed = KNOBS[knob]
-    results = [ref.run(*operands, ref.numerics_of(recipe)) for recipe in (before, after)]
+    results = [ref.run(*operands, ref.context_of(recipe)) for recipe in (before, after)]
     exact = ref.linear(*(ref.double(t) for t in operands), BF16)
     for name, old, new, full in zip(("y", "dx", "dw"), *results, exact, strict=True):
         if name in changed.split():
@@ -95,11 +97,11 @@ def test_a_knob_changes_what_it_names_and_nothing_else(knob, operands):
 def test_transforms_of_every_size_cancel(gemm, size, operands):
     """A transformed GEMM is the oracle's, and close to the exact one: both operands took the same signs."""
     for signs in ("fixed", "none", "fresh"):
-        recipe = ref.nearest(replace(FLAT, wgrad_rht=0, rht_signs=signs))
-        recipe = replace(recipe, **{f"{gemm}_rht": size})
-        numerics = ref.numerics_of(recipe)
-        numerics.clock.micro_batch = 3
-        results = dict(zip(("fprop", "dgrad", "wgrad"), ref.run(*operands, numerics), strict=True))
+        recipe = ref.nearest(changed(FLAT, wgrad_rht=0, rht_signs=signs))
+        recipe = changed(recipe, **{f"{gemm}_rht": size})
+        context = ref.context_of(recipe)
+        context.clock.micro_batch = 3
+        results = dict(zip(("fprop", "dgrad", "wgrad"), ref.run(*operands, context), strict=True))
         exact = dict(zip(results, ref.linear(*(ref.double(t) for t in operands), BF16), strict=True))
         assert oracle.snr_db(exact[gemm], ref.double(results[gemm])) > 12
         if signs == "fixed":
@@ -113,9 +115,9 @@ def test_fresh_signs_change_with_the_call_and_fixed_ones_do_not(operands):
         recipe = ref.nearest(replace(ref.NVFP4, rht_signs=signs))
         results = []
         for step, micro_batch in ((0, 0), (0, 1), (1, 0)):
-            numerics = ref.numerics_of(recipe)
-            numerics.clock.step, numerics.clock.micro_batch = step, micro_batch
-            results.append(ref.run(*operands, numerics)[2])
+            context = ref.context_of(recipe)
+            context.clock.step, context.clock.micro_batch = step, micro_batch
+            results.append(ref.run(*operands, context)[2])
         assert torch.equal(results[0], results[1]) == same
         assert torch.equal(results[0], results[2]) == same
         assert torch.equal(results[1], results[2]) == same
@@ -123,12 +125,12 @@ def test_fresh_signs_change_with_the_call_and_fixed_ones_do_not(operands):
 
 def test_fresh_signs_of_the_forward_pass_are_not_kept_with_the_weight(operands):
     x, w, _ = operands
-    numerics = ref.numerics_of(replace(FLAT, fprop_rht=16, rht_signs="fresh"))
+    context = ref.context_of(changed(FLAT, fprop_rht=16, rht_signs="fresh"))
     exact = oracle.gemm(ref.double(x), ref.double(w))
     with torch.no_grad():
         for micro_batch in range(3):
-            numerics.clock.micro_batch = micro_batch
-            y = quantized_linear(x, w, numerics)
+            context.clock.micro_batch = micro_batch
+            y = quantized_linear(x, w, context)
             assert oracle.snr_db(exact, ref.double(y)) > 12
 
 
@@ -139,15 +141,15 @@ def test_signs_none_is_the_plain_transform(operands):
     expected = oracle.gemm(
         ref.decoded(ref.double(dy).T, NEAREST_DY, 16, ones), ref.decoded(ref.double(x).T, ref.X, 16, ones)
     )
-    dw = ref.double(ref.run(x, w, dy, ref.numerics_of(recipe))[2])
+    dw = ref.double(ref.run(x, w, dy, ref.context_of(recipe))[2])
     assert np.abs(dw - expected).max() < 2e-6 * np.abs(expected).max()
     assert fixed_signs(16).min() == -1
 
 
 def test_a_transform_on_one_quantized_operand_covers_both(operands):
-    recipe = replace(ref.nearest(ref.NVFP4), wgrad_activation=Operand())
+    recipe = changed(ref.nearest(ref.NVFP4), wgrad_activation=Operand())
     x, w, dy = operands
-    dw = ref.double(ref.run(x, w, dy, ref.numerics_of(recipe))[2])
+    dw = ref.double(ref.run(x, w, dy, ref.context_of(recipe))[2])
     expected = oracle.gemm(ref.decoded(ref.double(dy).T, NEAREST_DY, 16), ref.decoded(ref.double(x).T, Operand(), 16))
     assert np.abs(dw - expected).max() < 2e-6 * np.abs(expected).max()
 
@@ -163,15 +165,15 @@ def test_each_quantized_operand_is_quantized_once(operands, monkeypatch):
         return original(x, operand, **settings)
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
-    numerics = ref.numerics_of(ref.NVFP4)
-    ref.run(*operands, numerics)
+    context = ref.context_of(ref.NVFP4)
+    ref.run(*operands, context)
     assert sorted(passed, key=str) == sorted([ref.X, ref.X, ref.W2, ref.DY, ref.DY], key=str)
     passed.clear()
-    ref.run(*operands, numerics)  # the next micro-batch finds the weight's codes
+    ref.run(*operands, context)  # the next micro-batch finds the weight's codes
     assert sorted(passed, key=str) == sorted([ref.X, ref.X, ref.DY, ref.DY], key=str)
     passed.clear()
-    ref.run(*operands, ref.numerics_of(FLAT))
+    ref.run(*operands, ref.context_of(FLAT))
     assert passed.count(ref.W) == 4  # x twice, and W once along each of its dimensions
     passed.clear()
-    ref.run(*operands, ref.numerics_of(BF16))
+    ref.run(*operands, ref.context_of(BF16))
     assert passed == []

@@ -8,25 +8,26 @@ for x = 1.
 from dataclasses import replace
 
 import numpy as np
-import oracle
 import pytest
-import reference as ref
 import torch
-from cases import check_unbiased
 
 from megatron_fp4.precision.recipe import Recipe
+from tests.precision import reference as ref
+from tests.quantization import oracle
+from tests.quantization.cases import check_unbiased
+from tests.recipes import changed
 
 SIZE = 64
-PLAIN = replace(ref.NVFP4, wgrad_rht=0)
+PLAIN = changed(ref.NVFP4, wgrad_rht=0)
 
 
 def shown(dy: torch.Tensor, recipe: Recipe, **coordinates: int | str) -> tuple[np.ndarray, np.ndarray]:
     """What dgrad and wgrad made of dy: [tokens, out] as dgrad saw it, and its transpose as wgrad saw it."""
-    numerics = ref.numerics_of(recipe)
-    numerics.name = str(coordinates.pop("name", numerics.name))
+    context = ref.context_of(recipe)
+    context.name = str(coordinates.pop("name", context.name))
     for name, value in coordinates.items():
-        setattr(numerics.clock, name, value)
-    _, dx, dw = ref.run(torch.eye(SIZE), torch.eye(SIZE), dy, numerics)
+        setattr(context.clock, name, value)
+    _, dx, dw = ref.run(torch.eye(SIZE), torch.eye(SIZE), dy, context)
     return ref.double(dx), ref.double(dw)
 
 
@@ -143,10 +144,10 @@ def test_tiny_gradients_do_not_vanish():
 def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass():
     """With several micro-batches in flight the clock has moved on when the gradient arrives."""
     dy = gradient_between_codes()
-    numerics = ref.numerics_of(PLAIN)
+    context = ref.context_of(PLAIN)
     x, w = torch.eye(SIZE).requires_grad_(), torch.eye(SIZE).requires_grad_()
-    y = ref.quantized_linear(x, w, numerics)
-    numerics.clock.micro_batch, numerics.clock.step = 5, 6
+    y = ref.quantized_linear(x, w, context)
+    context.clock.micro_batch, context.clock.step = 5, 6
     y.backward(dy)
     assert np.array_equal(ref.double(x.grad), shown(dy, PLAIN)[0])
     assert np.array_equal(ref.double(w.grad), shown(dy, PLAIN)[1])
@@ -179,9 +180,9 @@ def test_the_gain_of_wgrad_is_one(name):
     exact = oracle.gemm(ref.double(dy).T, ref.double(x).T)
     gains = []
     for step in range(4):
-        numerics = ref.numerics_of(recipe)
-        numerics.clock.step = step
-        gains.append(gain(ref.double(ref.run(x, w, dy, numerics)[2]), exact))
+        context = ref.context_of(recipe)
+        context.clock.step = step
+        gains.append(gain(ref.double(ref.run(x, w, dy, context)[2]), exact))
     assert 0.97 < np.mean(gains) < 1.03
 
 
@@ -189,8 +190,8 @@ def test_the_gain_shows_blocks_along_the_wrong_dimension():
     """What the band above is for: x in blocks across channels, and scales of the right size in the wrong place."""
     x, w, dy = channels_of_unequal_size()
     exact = oracle.gemm(ref.double(dy).T, ref.double(x).T)
-    recipe = replace(PLAIN, wgrad_activation=replace(ref.X, reuse_fprop=True))
-    across_channels = ref.double(ref.run(x, w, dy, ref.numerics_of(recipe))[2])
+    recipe = changed(PLAIN, wgrad_activation=replace(ref.X, reuse_fprop=True))
+    across_channels = ref.double(ref.run(x, w, dy, ref.context_of(recipe))[2])
     assert not 0.97 < gain(across_channels, exact) < 1.03
     quantized = oracle.nvfp4(ref.double(x).T)
     blocks = quantized.scales.reshape(8, 16, 32)
@@ -203,6 +204,6 @@ def test_the_gains_of_fprop_and_dgrad_are_one():
     x, w, dy = ref.tensors(512, 256, 256)
     exact = ref.linear(*(ref.double(t) for t in (x, w, dy)), Recipe())
     for recipe in (ref.NVFP4, ref.ALL_THE_WAY, ref.MXFP4):
-        y, dx, _ = ref.run(x, w, dy, ref.numerics_of(recipe))
+        y, dx, _ = ref.run(x, w, dy, ref.context_of(recipe))
         assert 0.97 < gain(ref.double(y), exact[0]) < 1.03
         assert 0.97 < gain(ref.double(dx), exact[1]) < 1.03

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-import reference as ref
 import torch
 import yaml
 
@@ -17,9 +16,13 @@ from megatron_fp4.config.schema import (
     WgradConfig,
 )
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
-from megatron_fp4.precision.plan import LinearShape, Plan, apply_plan, build_plan
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.plan import LinearShape, Plan, build_plan
 from megatron_fp4.precision.recipe import BF16
+from tests.precision import reference as ref
+from tests.recipes import changed
 
 NUM_BLOCKS = 6
 RUNS = "the run's recipe"
@@ -49,7 +52,7 @@ RECIPES = {
 
 def plan_of(bf16: Bf16BlocksConfig | None = None, recipe=ref.NVFP4, exceptions=()) -> Plan:
     kinds = ("M", "-", "*", "-", "M", "-")
-    linears = [replace(shape, kind=kinds[shape.block]) for shape in shapes()] if exceptions else shapes()
+    linears = [replace(shape, letter=kinds[shape.block]) for shape in shapes()] if exceptions else shapes()
     return build_plan(linears, recipe, bf16 or Bf16BlocksConfig(), NUM_BLOCKS, exceptions)
 
 
@@ -163,7 +166,7 @@ def test_an_exception_behind_others_that_leave_it_nothing_is_refused():
 
 
 def test_recipes_of_one_name_are_written_apart():
-    six = replace(ref.NVFP4, fprop_activation=replace(ref.X, four_over_six=True))
+    six = changed(ref.NVFP4, fprop_activation=replace(ref.X, four_over_six=True))
     plain = ComposedException(["*.out_proj"], "", "nvfp4", replace(RECIPES["mxfp8"], name="nvfp4"))
     bf16 = ComposedException(["*.up_proj"], "", "bf16", RECIPES["bf16"])
     written = plan_of(recipe=six, exceptions=[plain, bf16]).as_dict()
@@ -183,8 +186,8 @@ def test_a_switch_goes_linear_by_linear(scope):
     assert after["blocks.0.mixer.out_proj"].reason == "its name matches *.out_proj in blocks M"
     changed, was_bf16 = after["blocks.0.mixer.in_proj"].recipe, after["blocks.2.mixer.in_proj"].recipe
     forward, backward = scope != "backward", scope != "forward"
-    assert (changed.fprop_activation == ref.MX8) is forward and (changed.wgrad_gradient == ref.MX8) is backward
-    assert (was_bf16.fprop_weight == ref.MX8) is forward and (was_bf16.dgrad_weight == ref.MX8) is backward
+    assert (changed.fprop.left == ref.MX8) is forward and (changed.wgrad.left == ref.MX8) is backward
+    assert (was_bf16.fprop.right == ref.MX8) is forward and (was_bf16.dgrad.right == ref.MX8) is backward
 
 
 @pytest.mark.parametrize("pattern", ["*.outproj", "blocks.6.*", "*.OUT_PROJ", "", "out_proj"])
@@ -268,14 +271,14 @@ def test_a_switched_plan_changes_quantized_linears_only(scope):
         if old.recipe == BF16 or scope == "both":
             assert new.recipe == BF16
         elif scope == "forward":
-            assert not new.recipe.fprop_activation.quantized
-            assert new.recipe.dgrad_gradient == ref.DY
-            assert new.recipe.dgrad_weight == ref.W2
+            assert not new.recipe.fprop.left.quantized
+            assert new.recipe.dgrad.left == ref.DY
+            assert new.recipe.dgrad.right == ref.W2
         else:
-            assert new.recipe.fprop_activation == ref.X
-            assert new.recipe.fprop_weight == ref.W
-            assert not new.recipe.dgrad_weight.quantized
-            assert not new.recipe.wgrad_gradient.quantized
+            assert new.recipe.fprop.left == ref.X
+            assert new.recipe.fprop.right == ref.W
+            assert not new.recipe.dgrad.right.quantized
+            assert not new.recipe.wgrad.left.quantized
     with pytest.raises(ValueError):
         before.switched(Plan(target.rows[:-1]), scope)
 
@@ -291,7 +294,7 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
         return original(x, operand, **settings)
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
-    linears = {shape.name: LinearNumerics() for shape in shapes()}
+    linears = {shape.name: LinearContext() for shape in shapes()}
     clock = RunClock(seed=3)
     name = "blocks.2.mixer.in_proj"
     x, w, dy = ref.tensors(32, 64, 160)
@@ -301,39 +304,39 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
         passed.clear()
         return ref.run(x, w, dy, linears[name]), sorted(passed)
 
-    apply_plan(linears, quantized, clock)
+    PrecisionController(linears, quantized, clock)
     assert linears[name].name == name
     assert linears[name].clock is clock
     first, ran = results()
     assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 4
 
-    apply_plan(linears, quantized.switched(plain, "backward"), clock)
+    PrecisionController(linears, quantized.switched(plain, "backward"), clock)
     backward, ran = results()
     assert ran == ["nvfp4 1x16"] * 2
     assert not torch.equal(backward[0], first[0])  # the weight's blocks changed, and the kept codes went with them
 
-    apply_plan(linears, quantized.switched(plain, "forward"), clock)
+    PrecisionController(linears, quantized.switched(plain, "forward"), clock)
     forward, ran = results()
     assert ran == ["nvfp4 16x16"] + ["nvfp4 1x16"] * 3
     assert torch.equal(forward[1], first[1])
     assert torch.equal(forward[2], first[2])
 
-    apply_plan(linears, plain, clock)
+    PrecisionController(linears, plain, clock)
     unquantized, ran = results()
     assert ran == []
     assert torch.equal(unquantized[0], forward[0])
 
     mixed = plan_of(Bf16BlocksConfig(names=[name]))
-    apply_plan(linears, mixed, clock)
+    PrecisionController(linears, mixed, clock)
     assert results()[1] == []
-    apply_plan(linears, quantized, clock)
+    PrecisionController(linears, quantized, clock)
     again, _ = results()
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_draws_follow_the_name_that_the_plan_gives():
-    linears = {shape.name: LinearNumerics() for shape in shapes()}
-    apply_plan(linears, plan_of(), RunClock(seed=3))
+    linears = {shape.name: LinearContext() for shape in shapes()}
+    PrecisionController(linears, plan_of(), RunClock(seed=3))
     x, w, dy = ref.tensors(32, 64, 160)
     one, other = (ref.run(x, w, dy, linears[f"blocks.{block}.mixer.in_proj"]) for block in (0, 2))
     assert torch.equal(one[0], other[0])
@@ -342,7 +345,7 @@ def test_draws_follow_the_name_that_the_plan_gives():
 
 
 def test_a_plan_of_another_model_is_not_applied():
-    linears = {shape.name: LinearNumerics() for shape in shapes()[1:]}
+    linears = {shape.name: LinearContext() for shape in shapes()[1:]}
     with pytest.raises(AssertionError, match="another model"):
-        apply_plan(linears, plan_of(), RunClock(seed=0))
-    assert quantized_linear(torch.randn(4, 4), torch.randn(4, 4), LinearNumerics()).shape == (4, 4)
+        PrecisionController(linears, plan_of(), RunClock(seed=0))
+    assert quantized_linear(torch.randn(4, 4), torch.randn(4, 4), LinearContext()).shape == (4, 4)

@@ -5,39 +5,41 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, GemmOperand, OperandRequest, quantize_operand
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.recheck import Recheck, Rechecked
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16, PLACES, Operand, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.precision import reference as ref
+from tests.recipes import changed
 from tests.training.harness import alone
 
 CPU = torch.device("cpu")
-ONE_SIDED = replace(ref.NVFP4, dgrad_gradient=Operand(), dgrad_weight=Operand())
+ONE_SIDED = changed(ref.NVFP4, dgrad_gradient=Operand(), dgrad_weight=Operand())
 
 
-def numerics_of(recipe: Recipe, backend=EMULATED, **settings) -> LinearNumerics:
-    return LinearNumerics("blocks.0.mixer.in_proj", recipe, RunClock(seed=1), backend, **settings)
+def context_of(recipe: Recipe, backend=EMULATED, **settings) -> LinearContext:
+    return LinearContext("blocks.0.mixer.in_proj", recipe, RunClock(seed=1), backend, **settings)
 
 
-def rechecked(numerics: LinearNumerics, x: Tensor, w: Tensor, dy: Tensor, step: int = 0) -> Rechecked:
+def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor, step: int = 0) -> Rechecked:
     """Two micro-batches of a step under the watcher."""
-    recheck = Recheck(1, {numerics.name: numerics}, CPU)
+    recheck = Recheck(1, {context.name: context}, CPU)
     with alone():
-        backend = numerics.backend
+        backend = context.backend
         with recheck.watching(step):
-            for numerics.clock.micro_batch in (3, 7):
-                ref.run(x, w, dy, numerics)
-        assert numerics.backend is backend
+            for context.clock.micro_batch in (3, 7):
+                ref.run(x, w, dy, context)
+        assert context.backend is backend
         found = recheck.collect()
     assert found is not None
     return found
@@ -58,27 +60,27 @@ def rechecked(numerics: LinearNumerics, x: Tensor, w: Tensor, dy: Tensor, step: 
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_emulation_is_the_reference(recipe, comparisons, dtype):
-    numerics = numerics_of(recipe, num_groups=3)
-    numerics.out_group_offset = 1
+    context = context_of(recipe, num_groups=3)
+    context.out_group_offset = 1
     x, w, dy = ref.tensors(128, 256, 3 * 80, dtype=dtype)
-    found = rechecked(numerics, x, w, dy)
+    found = rechecked(context, x, w, dy)
     assert found.faults == [] and found.comparisons == comparisons
 
 
 def test_codes_that_were_kept_are_made_again_and_seen():
-    numerics = numerics_of(ref.NVFP4)
+    context = context_of(ref.NVFP4)
     x, w, dy = ref.tensors(32, 64, 48)
-    expected = ref.run(x, w, dy, numerics)
-    kept = numerics.weight_cache
+    expected = ref.run(x, w, dy, context)
+    kept = context.weight_cache
     assert kept is not None
-    assert rechecked(numerics, x, w, dy).comparisons == 8
-    numerics.clock.micro_batch = 0
-    for mine, theirs in zip(ref.run(x, w, dy, numerics), expected, strict=True):
+    assert rechecked(context, x, w, dy).comparisons == 8
+    context.clock.micro_batch = 0
+    for mine, theirs in zip(ref.run(x, w, dy, context), expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
 class Spoiled(EmulatedBackend):
-    """The emulation with one operand (its name in the recipe) or one product (its number) spoiled."""
+    """The emulation with one operand (by its label) or one product (its number) spoiled."""
 
     def __init__(self, operand: str = "", spoil=lambda made: made, gemm: int | None = None) -> None:
         self.operand, self.spoil, self.number, self.calls = operand, spoil, gemm, 0
@@ -86,11 +88,11 @@ class Spoiled(EmulatedBackend):
     def operands(self, x, columns, rows, **settings):
         made = super().operands(x, columns, rows, **settings)
 
-        def changed(maker, request):
-            return lambda: self.spoil(maker()) if request.name == self.operand else maker()
+        def spoiled(maker, request):
+            return lambda: self.spoil(maker()) if request.place.name == self.operand else maker()
 
         pairs = zip(made, (columns, rows), strict=True)
-        return tuple(maker and changed(maker, request) for maker, request in pairs)
+        return tuple(maker and spoiled(maker, request) for maker, request in pairs)
 
     def gemm(self, a, b, out_dtype, total=None):
         product = super().gemm(a, b, out_dtype, total)
@@ -105,17 +107,17 @@ def flipped(made):
     return replace(made, values=values)
 
 
-@pytest.mark.parametrize("name", list(ref.ALL_THE_WAY.operands))
+@pytest.mark.parametrize("name", [place.name for place in PLACES])
 def test_one_wrong_code_in_any_operand_is_found(name):
-    numerics = numerics_of(ref.ALL_THE_WAY, Spoiled(name, flipped))
-    found = rechecked(numerics, *ref.tensors(32, 64, 48))
+    context = context_of(ref.ALL_THE_WAY, Spoiled(name, flipped))
+    found = rechecked(context, *ref.tensors(32, 64, 48))
     assert len(found.faults) == 1
     assert found.faults[0].startswith(f"rank 0: {name}: values differ in 1 of ")
 
 
 def test_a_wrong_tensor_scale_is_found():
-    numerics = numerics_of(ref.NVFP4, Spoiled("wgrad_activation", lambda made: replace(made, scale=made.scale * 3)))
-    (fault,) = rechecked(numerics, *ref.tensors(32, 64, 48)).faults
+    context = context_of(ref.NVFP4, Spoiled("wgrad_activation", lambda made: replace(made, scale=made.scale * 3)))
+    (fault,) = rechecked(context, *ref.tensors(32, 64, 48)).faults
     assert "wgrad_activation: tensor scale differ in 1 of 1" in fault
 
 
@@ -126,14 +128,14 @@ def test_draws_of_another_key_are_found():
                 rows = replace(rows, key=replace(rows.key, row_offset=1))
             return super().operands(x, columns, rows, **settings)
 
-    (fault,) = rechecked(numerics_of(ref.NVFP4, OtherDraws()), *ref.tensors(32, 64, 48)).faults
+    (fault,) = rechecked(context_of(ref.NVFP4, OtherDraws()), *ref.tensors(32, 64, 48)).faults
     assert "wgrad_gradient: values differ" in fault
 
 
 @pytest.mark.parametrize(("number", "name"), [(0, "fprop"), (1, "dgrad"), (2, "wgrad")])
 def test_a_wrong_product_is_found(number, name):
-    numerics = numerics_of(ref.NVFP4, Spoiled(spoil=lambda product: product * 1.02, gemm=number))
-    (fault,) = rechecked(numerics, *ref.tensors(32, 64, 48)).faults
+    context = context_of(ref.NVFP4, Spoiled(spoil=lambda product: product * 1.02, gemm=number))
+    (fault,) = rechecked(context, *ref.tensors(32, 64, 48)).faults
     assert fault.startswith(f"rank 0: {name} product: relative error 2.00e-02")
 
 
@@ -147,7 +149,7 @@ def test_the_rows_of_products_take_turns():
 
     x, w, dy = ref.tensors(96, 64, 48)
     found = [
-        len(rechecked(numerics_of(ref.NVFP4, Spoiled(spoil=one_row, gemm=0)), x, w, dy, step).faults) for step in (0, 1)
+        len(rechecked(context_of(ref.NVFP4, Spoiled(spoil=one_row, gemm=0)), x, w, dy, step).faults) for step in (0, 1)
     ]
     assert sum(found) == 1
 
@@ -155,26 +157,26 @@ def test_the_rows_of_products_take_turns():
 def test_nan_that_disappears_is_found():
     x, w, dy = ref.tensors(32, 64, 48)
     x[5, 7] = float("nan")
-    assert rechecked(numerics_of(ref.NVFP4), x, w, dy).faults == []
+    assert rechecked(context_of(ref.NVFP4), x, w, dy).faults == []
     hidden = Spoiled(
         "fprop_activation", lambda made: replace(made, values=made.values.nan_to_num(), scale=made.scale.nan_to_num())
     )
-    (fault, *_) = rechecked(numerics_of(ref.NVFP4, hidden), x, w, dy).faults
+    (fault, *_) = rechecked(context_of(ref.NVFP4, hidden), x, w, dy).faults
     assert "fprop_activation: is finite although it was made of NaN or inf" in fault
 
 
 def test_nothing_but_zeros_is_no_fault():
     x, w, dy = ref.tensors(32, 64, 48)
-    assert rechecked(numerics_of(ref.NVFP4), x * 0, w, dy * 0).faults == []
+    assert rechecked(context_of(ref.NVFP4), x * 0, w, dy * 0).faults == []
 
 
 def test_a_recomputed_forward_is_no_second_comparison():
-    numerics = numerics_of(ref.NVFP4)
+    context = context_of(ref.NVFP4)
     x, w, dy = (t.requires_grad_() for t in ref.tensors(32, 64, 48))
-    recheck = Recheck(1, {numerics.name: numerics}, CPU)
+    recheck = Recheck(1, {context.name: context}, CPU)
     with alone():
         with recheck.watching(0):
-            y = torch.utils.checkpoint.checkpoint(quantized_linear, x, w, numerics, use_reentrant=False)
+            y = torch.utils.checkpoint.checkpoint(quantized_linear, x, w, context, use_reentrant=False)
             y.backward(dy.detach())
         found = recheck.collect()
     assert found is not None and found.comparisons == 8 and found.faults == []
@@ -182,16 +184,16 @@ def test_a_recomputed_forward_is_no_second_comparison():
 
 def test_whose_turn_it_is():
     names = [f"blocks.{i}.mixer.up_proj" for i in range(4)]
-    linears = {name: LinearNumerics(name, BF16 if name == names[1] else ref.NVFP4) for name in names}
+    linears = {name: LinearContext(name, BF16 if name == names[1] else ref.NVFP4) for name in names}
     recheck = Recheck(10, linears, CPU)
     due = [recheck.due(step) for step in range(0, 50, 10)]
     assert due == [(names[0], 0), (names[2], 0), (names[3], 0), (names[0], 1), (names[2], 1)]
     assert recheck.due(11) is None and Recheck(0, linears, CPU).due(0) is None
-    for numerics in linears.values():
-        numerics.recipe = BF16
+    for context in linears.values():
+        context.recipe = BF16
     assert recheck.due(0) is None
     with recheck.watching(0):
-        assert all(numerics.backend is EMULATED for numerics in linears.values())
+        assert all(context.backend is EMULATED for context in linears.values())
     assert recheck.collect() is None
 
 
@@ -214,8 +216,8 @@ def native(rows: Tensor, operand: Operand, rht: int = 0) -> te.NativeOperand:
         eye = random_hadamard_transform(torch.eye(rht, dtype=torch.float64), rht, fixed_signs(rht))
         rows = (rows.double().unflatten(-1, (-1, rht)) @ eye).flatten(-2).bfloat16()
     quantized = quantize_nvfp4(rows, rounding=operand.rounding, key=KEY if operand.rounding == "stochastic" else None)
-    form = te._Form(operand, "columns", dict, ())
-    return te.NativeOperand(quantized.codes, quantized.scales.view(torch.uint8), quantized.amax.view(1), form)
+    layout = te._Layout(operand, "columns", dict, ())
+    return te.NativeOperand(quantized.codes, quantized.scales.view(torch.uint8), quantized.amax.view(1), layout)
 
 
 def request_of(operand: Operand, rht: int) -> OperandRequest:
@@ -267,7 +269,7 @@ def test_wrong_native_operands_are_found(operand, rht, part):
     elif operand is DRAWN:
         made = native(rows.roll(1, 0), operand, rht)
     else:
-        made = replace(native(rows, DRAWN, rht), kind=made.kind)
+        made = replace(native(rows, DRAWN, rht), layout=made.layout)
     fault = operand_fault(made, rows, request_of(operand, rht), None)
     assert fault.split(" ")[0] in {part, "codes", "scales"}, fault
     if part != "rounding":

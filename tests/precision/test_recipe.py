@@ -1,13 +1,23 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-import oracle
 import pytest
-import reference as ref
 
-from megatron_fp4.config.compose import compose_config, precision_config
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
-from megatron_fp4.precision.recipe import BF16, GEMMS, Operand, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.precision.recipe import (
+    BF16,
+    DGRAD_GRADIENT,
+    GEMMS,
+    PLACES,
+    Gemm,
+    Operand,
+    recipe_from_config,
+    switched_recipe,
+)
+from tests.precision import reference as ref
+from tests.quantization import oracle
+from tests.recipes import changed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NAMES = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml"))
@@ -23,8 +33,7 @@ PUBLISHED = {
 
 
 def of(name: str) -> PrecisionConfig:
-    config = compose_config([], CONFIGS)
-    return precision_config(name, config, CONFIGS)
+    return compose_config([f"precision={name}"], CONFIGS).precision
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -37,10 +46,10 @@ def test_the_recipes_of_the_configs_compute(name):
     recipe = recipe_from_config(of(name))
     x, w, dy = ref.tensors(128, 128, 128)
     exact = ref.linear(*(ref.double(t) for t in (x, w, dy)), BF16)
-    for actual, full in zip(ref.run(x, w, dy, ref.numerics_of(recipe)), exact, strict=True):
+    for actual, full in zip(ref.run(x, w, dy, ref.context_of(recipe)), exact, strict=True):
         assert oracle.snr_db(full, ref.double(actual)) > (120 if name == "bf16" else 12)
     expected = ref.linear(*(ref.double(t) for t in (x, w, dy)), recipe)
-    for actual, full in zip(ref.run(x, w, dy, ref.numerics_of(ref.nearest(recipe))), expected, strict=True):
+    for actual, full in zip(ref.run(x, w, dy, ref.context_of(ref.nearest(recipe))), expected, strict=True):
         assert oracle.snr_db(full, ref.double(actual)) > 100
 
 
@@ -50,7 +59,7 @@ def test_every_field_of_a_config_arrives():
     operand = Operand("fp8", (128, 128), "stochastic", True, True, True)
     assert {f.name for f in fields(OperandConfig)} == {f.name for f in fields(Operand)}
     plain = OperandConfig("nvfp4", "1x16")
-    for index, name in enumerate(Recipe().operands):
+    for index, place in enumerate(PLACES):
         six = [odd if i == index else plain for i in range(6)]
         config = PrecisionConfig(
             name="x",
@@ -60,9 +69,9 @@ def test_every_field_of_a_config_arrives():
             wgrad=WgradConfig(six[4], six[5], 8),
         )
         recipe = recipe_from_config(config)
-        assert recipe.operands == {key: operand if key == name else ref.X for key in recipe.operands}
+        assert recipe.operands == {key: operand if key == place else ref.X for key in PLACES}
         assert (recipe.name, recipe.rht_signs) == ("x", "none")
-        assert (recipe.fprop_rht, recipe.dgrad_rht, recipe.wgrad_rht) == (2, 4, 8)
+        assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (2, 4, 8)
 
 
 def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cancel():
@@ -71,8 +80,8 @@ def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cance
         dgrad=DgradConfig(OperandConfig("nvfp4"), OperandConfig(), 16),
     )
     recipe = recipe_from_config(config)
-    assert recipe.fprop_activation == Operand()
-    assert (recipe.fprop_rht, recipe.dgrad_rht, recipe.wgrad_rht) == (0, 16, 0)
+    assert recipe.fprop.left == Operand()
+    assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (0, 16, 0)
     assert recipe.quantized
     assert not BF16.quantized
     assert not recipe_from_config(PrecisionConfig()).quantized
@@ -96,11 +105,11 @@ def test_a_switch_of_both_is_the_target():
 
 def test_a_switch_of_the_forward_pass_leaves_the_backward_pass():
     recipe = switched_recipe(ref.NVFP4, BF16, "forward")
-    expected = replace(ref.NVFP4, name=recipe.name, fprop_activation=Operand(), fprop_weight=Operand())
+    expected = changed(ref.NVFP4, name=recipe.name, fprop_activation=Operand(), fprop_weight=Operand())
     assert recipe == expected
     assert recipe.name == "nvfp4, forward bf16"
     operands = ref.tensors(64, 64, 64)
-    before, after = (ref.run(*operands, ref.numerics_of(r)) for r in (ref.NVFP4, recipe))
+    before, after = (ref.run(*operands, ref.context_of(r)) for r in (ref.NVFP4, recipe))
     exact = ref.linear(*(ref.double(t) for t in operands), BF16)
     assert oracle.snr_db(exact[0], ref.double(after[0])) > 120
     assert all((a == b).all() for a, b in zip(before[1:], after[1:], strict=True))
@@ -109,17 +118,17 @@ def test_a_switch_of_the_forward_pass_leaves_the_backward_pass():
 def test_a_switch_of_the_backward_pass_leaves_the_forward_pass_with_flat_weights():
     recipe = switched_recipe(ref.NVFP4, BF16, "backward")
     assert recipe == replace(ref.QAF, name="nvfp4, backward bf16")
-    assert recipe.fprop_weight.block == (1, 16)
-    flat = replace(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
-    assert switched_recipe(flat, BF16, "backward").fprop_weight == ref.W
+    assert recipe.fprop.right.block == (1, 16)
+    flat = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
+    assert switched_recipe(flat, BF16, "backward").fprop.right == ref.W
     to_fp8 = switched_recipe(ref.NVFP4, ref.FP8, "backward")
-    assert to_fp8.operands["dgrad_gradient"] == ref.F8
-    assert to_fp8.fprop_activation == ref.X
+    assert to_fp8[DGRAD_GRADIENT] == ref.F8
+    assert to_fp8.fprop.left == ref.X
 
 
 @pytest.mark.parametrize("option, other", [("rht_signs", "fresh"), ("amax", "shard")])
 def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_uses_them(option, other):
-    nvfp4 = replace(ref.NVFP4, fprop_rht=16)
+    nvfp4 = changed(ref.NVFP4, fprop_rht=16)
     theirs = replace(nvfp4, **{option: other})
     assert getattr(switched_recipe(nvfp4, theirs, "both"), option) == other
     assert getattr(switched_recipe(theirs, nvfp4, "both"), option) == getattr(nvfp4, option)
@@ -135,7 +144,7 @@ def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_
 )
 @pytest.mark.parametrize("option, before, after", [("rht_signs", "fixed", "none"), ("amax", "global", "shard")])
 def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, taken, option, before, after):
-    nvfp4 = replace(ref.NVFP4, fprop_rht=16)
+    nvfp4 = changed(ref.NVFP4, fprop_rht=16)
     with pytest.raises(ValueError) as error:
         switched_recipe(nvfp4, replace(nvfp4, name="other", **{option: after}), scope)
     message = str(error.value)
@@ -146,11 +155,11 @@ def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, tak
 
 def test_each_transform_and_each_nvfp4_operand_uses_its_option():
     assert not BF16.uses("rht_signs", GEMMS) and not BF16.uses("amax", GEMMS)
-    for gemm, operands in GEMMS.items():
-        transformed = replace(BF16, **{f"{gemm}_rht": 16})
+    for gemm in GEMMS:
+        transformed = replace(BF16, **{gemm: Gemm(rht=16)})
         assert [g for g in GEMMS if transformed.uses("rht_signs", [g])] == [gemm]
-        for operand in operands:
-            recipe = replace(BF16, **{f"{gemm}_{operand}": ref.X})
+        for one_sided in (Gemm(ref.X), Gemm(right=ref.X)):
+            recipe = replace(BF16, **{gemm: one_sided})
             assert [g for g in GEMMS if recipe.uses("amax", [g])] == [gemm]
     assert not ref.MXFP4.uses("amax", GEMMS) and not ref.FP8.uses("amax", GEMMS)
 
@@ -161,13 +170,13 @@ def test_an_unknown_scope_is_refused():
 
 
 def test_a_switch_of_one_pass_leaves_the_other_quantized_by_itself():
-    flat = replace(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=replace(ref.W, reuse_fprop=True))
+    flat = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=replace(ref.W, reuse_fprop=True))
     forward = switched_recipe(flat, BF16, "forward")
-    assert not forward.fprop_weight.quantized
-    assert forward.dgrad_weight == replace(flat.dgrad_weight, reuse_fprop=False)
+    assert not forward.fprop.right.quantized
+    assert forward.dgrad.right == replace(flat.dgrad.right, reuse_fprop=False)
     operands = ref.tensors(64, 64, 64)
-    exact = ref.run(*operands, ref.numerics_of(BF16))
-    after = ref.run(*operands, ref.numerics_of(forward))
+    exact = ref.run(*operands, ref.context_of(BF16))
+    after = ref.run(*operands, ref.context_of(forward))
     assert 5 < oracle.snr_db(ref.double(exact[1]), ref.double(after[1])) < 30
     backward = switched_recipe(BF16, flat, "backward")
-    assert not backward.fprop_weight.quantized and not backward.dgrad_weight.reuse_fprop
+    assert not backward.fprop.right.quantized and not backward.dgrad.right.reuse_fprop

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
@@ -13,13 +12,16 @@ from megatron_fp4.precision.comparison import actual_parts, difference, unsigned
 from megatron_fp4.precision.demands import Demands
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, quantize_operand
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16, DGRAD_GRADIENT, WGRAD_GRADIENT, Operand, Place, Recipe
 from megatron_fp4.precision.selftest import Case, SelfTestError, check
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from tests.precision import reference as ref
+from tests.recipes import changed
 from tests.training.harness import alone
 
 NVFP4, FP8, FP8_POWERS, MXFP8 = selftest.RECIPES
@@ -116,7 +118,7 @@ def test_two_operands_that_share_their_draws_are_noticed():
                 rows = replace(rows, key=columns.key)
             return super().operands(x, columns, rows, **settings)
 
-    for case in (CASE, replace(CASE, recipe=replace(NVFP4, wgrad_rht=0)), replace(CASE, tokens=256, outputs=128)):
+    for case in (CASE, replace(CASE, recipe=changed(NVFP4, wgrad_rht=0)), replace(CASE, tokens=256, outputs=128)):
         found = faults(Shared(), case)
         assert len(found) == 1, found
         assert "dgrad_gradient and wgrad_gradient draws: go together at the same place: correlation" in found[0]
@@ -124,18 +126,18 @@ def test_two_operands_that_share_their_draws_are_noticed():
 
 def test_one_draw_for_both_copies_of_an_element_is_noticed():
     rows = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
-    made_from = {"dgrad_gradient": rows, "wgrad_gradient": rows.t().contiguous()}
-    recipe = replace(NVFP4, wgrad_rht=0)
+    made_from = {DGRAD_GRADIENT: rows, WGRAD_GRADIENT: rows.t().contiguous()}
+    recipe = changed(NVFP4, wgrad_rht=0)
 
-    def draw(number: int, shared: bool) -> dict[str, GemmOperand]:
+    def draw(number: int, shared: bool) -> dict[Place, GemmOperand]:
         uniform = torch.rand(2, *rows.shape, generator=torch.Generator().manual_seed(number))
-        draws = {"dgrad_gradient": uniform[0], "wgrad_gradient": uniform[0 if shared else 1].t()}
+        draws = {DGRAD_GRADIENT: uniform[0], WGRAD_GRADIENT: uniform[0 if shared else 1].t()}
         made = {}
-        for name, x in made_from.items():
+        for place, x in made_from.items():
             grid = fair_rounding._Grid.of(x, quantize_nvfp4(x))
-            codes = torch.where(grid.between & (draws[name] < grid.position), grid.high, grid.low)
+            codes = torch.where(grid.between & (draws[place] < grid.position), grid.high, grid.low)
             values = codes * grid.scales.repeat_interleave(16, 1)
-            made[name] = GemmOperand(values, None, True)
+            made[place] = GemmOperand(values, None, True)
         return made
 
     assert dependence_fault(made_from, lambda number: draw(number, False), recipe) == ""
@@ -159,10 +161,10 @@ def test_the_hardware_s_negative_zero_is_no_fault():
     low, high = exact[:, 0::2] * 8, exact[:, 1::2] * 128
     signed = quantized.codes | low.to(torch.uint8) | high.to(torch.uint8)
     assert not torch.equal(signed, quantized.codes)
-    form = te._Form(Operand("nvfp4", (1, 16)), "columns", dict, ())
+    layout = te._Layout(Operand("nvfp4", (1, 16)), "columns", dict, ())
     padded = torch.nn.functional.pad(quantized.scales.view(torch.uint8), (0, 0, 0, 0))
-    native = te.NativeOperand(signed, padded, quantized.amax.view(1), form)
-    assert selftest._codes_fault(native, x, form.operand, quantized.amax) == ""
+    native = te.NativeOperand(signed, padded, quantized.amax.view(1), layout)
+    assert selftest._codes_fault(native, x, layout.operand, quantized.amax) == ""
     assert actual_parts(native, slice(None))["codes"].shape == signed.shape
 
 
@@ -189,9 +191,9 @@ def draws_of(rows: Tensor, up: float = 0.0, spread: float = 1.0) -> Draws:
     def make(number: int) -> GemmOperand:
         generator = torch.Generator().manual_seed(number)
         moved = rows + up * (reference.dequantize() != 0) * reference.scales.float().repeat_interleave(16, 1) * 0.5
-        key = ref.numerics_of(BF16).key(int(number * spread), 0, "x", 0, 0)
+        key = ref.context_of(BF16).key(int(number * spread), 0, "x", 0, 0)
         if number and spread < 1:
-            key = ref.numerics_of(BF16).key(int(torch.randint(1, 3, (), generator=generator)), 0, "x", 0, 0)
+            key = ref.context_of(BF16).key(int(torch.randint(1, 3, (), generator=generator)), 0, "x", 0, 0)
         quantized = quantize_nvfp4(moved, rounding="stochastic", key=key, amax=reference.amax)
         assert operand.rounding == "stochastic"
         return GemmOperand(quantized.block_values(), quantized.decode_scale(), True)
@@ -201,13 +203,13 @@ def draws_of(rows: Tensor, up: float = 0.0, spread: float = 1.0) -> Draws:
 
 def test_fair_and_unfair_rounding():
     rows = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
-    assert rounding_faults(rows, draws_of(rows), NVFP4, "dgrad_gradient") == ""
-    assert "spread" in rounding_faults(rows, draws_of(rows, spread=0.5), NVFP4, "dgrad_gradient")
+    assert rounding_faults(rows, draws_of(rows), ref.DY) == ""
+    assert "spread" in rounding_faults(rows, draws_of(rows, spread=0.5), ref.DY)
     same = Draws(lambda number: draws_of(rows).make(0), 4)
-    assert rounding_faults(rows, same, NVFP4, "dgrad_gradient") == "two draws are the same"
+    assert rounding_faults(rows, same, ref.DY) == "two draws are the same"
     counter = iter(range(100))
     unrepeatable = Draws(lambda number: draws_of(rows).make(next(counter)), 4)
-    assert rounding_faults(rows, unrepeatable, NVFP4, "dgrad_gradient") == "the same key gives other draws"
+    assert rounding_faults(rows, unrepeatable, ref.DY) == "the same key gives other draws"
 
 
 def test_rounding_that_leans_one_way_is_noticed():
@@ -219,7 +221,7 @@ def test_rounding_that_leans_one_way_is_noticed():
         again = torch.rand(second.shape, generator=torch.Generator().manual_seed(number)) < 0.1
         return replace(made, values=torch.where(again, torch.maximum(made.values, second), made.values))
 
-    assert "goes up too often" in rounding_faults(rows, Draws(leaning, 16), NVFP4, "dgrad_gradient")
+    assert "goes up too often" in rounding_faults(rows, Draws(leaning, 16), ref.DY)
 
 
 def test_difference_says_where_and_what():
@@ -256,7 +258,7 @@ def test_cases_are_the_different_quantized_linears_of_the_plans():
     shapes = [LinearShape(f"blocks.{i}.mixer.up_proj", i, 64, 128) for i in range(3)]
     plan = Plan(tuple(PlannedLinear(s, BF16 if s.block == 2 else NVFP4, "") for s in shapes))
     switched = Plan(tuple(PlannedLinear(s, ref.QAF, "") for s in shapes))
-    linears = {shape.name: LinearNumerics(num_groups=2) for shape in shapes}
+    linears = {shape.name: LinearContext(num_groups=2) for shape in shapes}
     cases = selftest.cases_of([plan, switched], linears, 512)
     assert cases == [Case(512, 64, 128, 2, NVFP4), Case(512, 64, 128, 2, ref.QAF)]
 
@@ -280,10 +282,10 @@ def test_an_old_release_is_not_tested_rather_than_at_fault(monkeypatch):
 
 def test_a_linear_computes_by_its_backend():
     x, w, dy = ref.tensors(32, 64, 48)
-    expected = ref.run(x, w, dy, ref.numerics_of(NVFP4))
+    expected = ref.run(x, w, dy, ref.context_of(NVFP4))
     backend = Spoiled()
-    numerics = ref.numerics_of(NVFP4, backend=backend)
-    for mine, theirs in zip(ref.run(x, w, dy, numerics), expected, strict=True):
+    context = ref.context_of(NVFP4, backend=backend)
+    for mine, theirs in zip(ref.run(x, w, dy, context), expected, strict=True):
         assert torch.equal(mine, theirs)
     names = ["nvfp4 16x16", "nvfp4 1x16", "nvfp4 1x16", "gemm", "nvfp4 1x16 SR", "nvfp4 1x16 SR", "gemm", "gemm"]
     assert backend.called == names
@@ -291,15 +293,15 @@ def test_a_linear_computes_by_its_backend():
 
 def test_a_backend_that_does_not_borrow_quantizes_the_weight_along_both_dimensions_and_pads():
     backend = Spoiled()
-    backend.borrows_codes = False
+    backend.transposed = None
     backend.demands = lambda recipe: Demands(outputs=32, group_outputs=16)
     x, w, dy = ref.tensors(32, 64, 3 * 16)
-    expected = ref.run(x, w, dy, ref.numerics_of(ref.nearest(NVFP4), num_groups=3))
-    found = ref.run(x, w, dy, ref.numerics_of(ref.nearest(NVFP4), num_groups=3, backend=backend))
+    expected = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3))
+    found = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3, backend=backend))
     assert backend.called[:2] == ["nvfp4 16x16"] * 2
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
-    even = LinearNumerics(recipe=NVFP4, backend=backend, num_groups=2)
+    even = LinearContext(recipe=NVFP4, backend=backend, num_groups=2)
     y = quantized_linear(x, w[:32], even)
     assert y.shape == (32, 32)  # 2 x 16 is a multiple of 32: nothing to pad
 
@@ -315,17 +317,17 @@ def test_native_operands_decode_to_our_layout():
     quantized = quantize_nvfp4(rows)
     padded = torch.zeros(128, 12, dtype=torch.uint8)
     padded[:48, :10] = quantized.scales.view(torch.uint8)
-    form = te._Form(Operand("nvfp4", (1, 16)), "columns", dict, ())
-    operand = te.NativeOperand(quantized.codes, padded, quantized.amax.view(1), form)
+    layout = te._Layout(Operand("nvfp4", (1, 16)), "columns", dict, ())
+    operand = te.NativeOperand(quantized.codes, padded, quantized.amax.view(1), layout)
     assert torch.equal(operand.decoded().dequantize(), quantized.dequantize())
-    assert te.NativeOperand(*operand.tensors(), operand.kind).storage()["rowwise_data"] is quantized.codes
+    assert te.NativeOperand(*operand.tensors(), operand.layout).storage()["rowwise_data"] is quantized.codes
 
     mxfp8 = quantize_mxfp8(rows)
     for along, turned in (("columns", lambda t: t), ("rows", lambda t: t.t().contiguous())):
         padded = torch.full((128, 8) if along == "columns" else (8, 128), 99, dtype=torch.uint8)
         padded[tuple(slice(size) for size in turned(mxfp8.scales).shape)] = turned(mxfp8.scales)
-        form = te._Form(Operand("mxfp8", (1, 32)), along, dict, ())
-        native = te.NativeOperand(turned(mxfp8.codes.view(torch.uint8)), padded, None, form)
+        layout = te._Layout(Operand("mxfp8", (1, 32)), along, dict, ())
+        native = te.NativeOperand(turned(mxfp8.codes.view(torch.uint8)), padded, None, layout)
         assert torch.equal(native.decoded().codes.view(torch.uint8), mxfp8.codes.view(torch.uint8))
         assert torch.equal(native.decoded().scales, mxfp8.scales)
 
@@ -335,7 +337,7 @@ def test_native_operands_decode_to_our_layout():
         ((128, 128), lambda q: torch.nn.functional.pad(q.scales[::128], (0, 1))),
     ):
         fp8 = quantize_fp8(wide, block)
-        form = te._Form(Operand("fp8", block), "rows", dict, ())
-        native = te.NativeOperand(fp8.codes.view(torch.uint8), scales(fp8), None, form)
+        layout = te._Layout(Operand("fp8", block), "rows", dict, ())
+        native = te.NativeOperand(fp8.codes.view(torch.uint8), scales(fp8), None, layout)
         assert torch.equal(native.decoded().dequantize(), fp8.dequantize())
         assert native.storage()["columnwise_scale_inv"] is native.scales and native.storage()["rowwise_data"] is None

@@ -34,22 +34,22 @@ def test_other_times_are_refused_with_value_and_remedy(when):
     assert error.value.__cause__ is None
 
 
-def test_a_switch_is_due_once_at_its_step():
+def test_a_switch_comes_once_at_its_step():
     switch = PrecisionSwitch(SwitchConfig(when="3"), 3)
-    assert [switch.due(step) for step in range(6)] == [False, False, False, True, False, False]
+    assert [switch.try_switch(step) for step in range(6)] == [False, False, False, True, False, False]
     assert switch.switched_at == 3
     assert not switch.measures(0)
 
 
 def test_a_switch_never_comes():
     switch = PrecisionSwitch(SwitchConfig(), None)
-    assert not any(switch.due(step) for step in range(100))
+    assert not any(switch.try_switch(step) for step in range(100))
     assert switch.switched_at is None
 
 
 def test_a_run_continued_past_its_step_switches_at_once():
     switch = PrecisionSwitch(SwitchConfig(when="3"), 3)
-    assert switch.due(10)
+    assert switch.try_switch(10)
     assert switch.switched_at == 10
 
 
@@ -57,31 +57,31 @@ def test_gradient_noise_needs_patience_in_a_row():
     switch = PrecisionSwitch(SwitchConfig(when="gradient_noise", threshold=2.0, interval=5, patience=3), None)
     for ratio in (1.0, 1.9, 2.0, 1.0, 1.0):  # the threshold itself is not below
         switch.record(ratio)
-        assert not switch.due(7)
+        assert not switch.try_switch(7)
     switch.record(1.0)
-    assert switch.due(8)
+    assert switch.try_switch(8)
     assert switch.switched_at == 8
-    assert not switch.due(9)
+    assert not switch.try_switch(9)
 
 
 def test_a_measurement_that_is_not_a_number_is_not_below():
     switch = PrecisionSwitch(SwitchConfig(when="gradient_noise", patience=1), None)
     switch.record(float("nan"))
-    assert not switch.due(1)
+    assert not switch.try_switch(1)
 
 
 def test_measurements_happen_at_the_interval_until_the_switch():
     switch = PrecisionSwitch(SwitchConfig(when="gradient_noise", interval=5, patience=1), None)
     assert [step for step in range(12) if switch.measures(step)] == [0, 5, 10]
     switch.record(0.1)
-    assert switch.due(11)
+    assert switch.try_switch(11)
     assert not any(switch.measures(step) for step in range(12, 30))
 
 
 def test_low_ratios_do_not_move_a_switch_at_a_step():
     switch = PrecisionSwitch(SwitchConfig(when="50", patience=1), 50)
     switch.record(0.0)
-    assert not switch.due(10)
+    assert not switch.try_switch(10)
 
 
 def test_state_survives_a_checkpoint():
@@ -90,13 +90,13 @@ def test_state_survives_a_checkpoint():
     switch.record(1.0)
     resumed = PrecisionSwitch(config, None)
     resumed.load_state_dict(switch.state_dict())
-    assert not resumed.due(3)
+    assert not resumed.try_switch(3)
     resumed.record(1.0)
-    assert resumed.due(4)
+    assert resumed.try_switch(4)
     after = PrecisionSwitch(config, None)
     after.load_state_dict(resumed.state_dict())
     assert after.switched_at == 4
-    assert not after.due(5)
+    assert not after.try_switch(5)
     assert set(after.state_dict()) == {"switched_at", "num_below"}
 
 

@@ -8,25 +8,27 @@ import inspect
 from dataclasses import replace
 
 import pytest
-import reference as ref
-import te_stand_in as stand_in
 import torch
 from torch.distributed.fsdp import fully_shard
 
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.linear import LinearNumerics, quantized_linear
-from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.selftest import Case, check
 from megatron_fp4.precision.te_releases import needed_release
 from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.quantization.swizzle import unswizzle_scales
+from tests.precision import reference as ref
+from tests.precision import te_stand_in as stand_in
+from tests.recipes import changed
 from tests.training.harness import alone
 
 NVFP4, FP8, FP8_POWERS, *_ = selftest.RECIPES
 X_46, W_46 = (Operand("nvfp4", block, four_over_six=True) for block in ((1, 16), (16, 16)))
-FOUR_OVER_SIX = Recipe("four over six", X_46, W_46, X_46, W_46, X_46, X_46)
-NO_TRANSFORM = replace(NVFP4, name="no transform", wgrad_rht=0)
+FOUR_OVER_SIX = Recipe("four over six", Gemm(X_46, W_46), Gemm(X_46, W_46), Gemm(X_46, X_46))
+NO_TRANSFORM = changed(NVFP4, name="no transform", wgrad_rht=0)
 CPU = torch.device("cpu")
 # Which the fused kernels take, and which they do not.
 ALIGNED, ODD = (128, 128, 256), (96, 160, 224)
@@ -70,8 +72,8 @@ def test_what_kernels_may_do_wrong_is_named(spoil, seen):
 def test_which_side_which_flags_in_which_order():
     x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 384))
     with stand_in.installed() as log:
-        numerics = ref.numerics_of(NVFP4, backend=te.TransformerEngineBackend())
-        ref.run(x, w, dy, numerics)
+        context = ref.context_of(NVFP4, backend=te.TransformerEngineBackend())
+        ref.run(x, w, dy, context)
         names = ("columnwise", "with_rht", "with_2d_quantization", "stochastic_rounding", "with_random_sign_mask")
         flags = [(call["shape"], *(getattr(call["quantizer"], name) for name in names)) for call in log]
         assert flags == [
@@ -84,9 +86,9 @@ def test_which_side_which_flags_in_which_order():
             {"layout": "NN", "out_dtype": torch.bfloat16, "grad": True, "accumulate": False},
             {"layout": "NT", "out_dtype": torch.float32, "grad": True, "accumulate": False},
         ] == stand_in.GEMMS
-        ref.run(x, w, dy, replace(numerics, recipe=replace(NVFP4, rht_signs="none"), weight_cache=None))
+        ref.run(x, w, dy, replace(context, recipe=replace(NVFP4, rht_signs="none"), weight_cache=None))
         assert not log[-1]["quantizer"].with_random_sign_mask
-        ref.run(x, w, dy, replace(numerics, recipe=FOUR_OVER_SIX, weight_cache=None))
+        ref.run(x, w, dy, replace(context, recipe=FOUR_OVER_SIX, weight_cache=None))
         assert {(c["quantizer"].nvfp4_use_4over6, c["quantizer"].nvfp4_e4m3_max) for c in log[-3:]} == {(True, 256)}
 
 
@@ -94,9 +96,9 @@ def test_which_side_which_flags_in_which_order():
 def test_a_linear_is_the_emulated_one_but_for_accumulation(recipe):
     recipe = ref.nearest(recipe)
     x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 384))
-    expected = ref.run(x, w, dy, ref.numerics_of(recipe))
+    expected = ref.run(x, w, dy, ref.context_of(recipe))
     with stand_in.installed():
-        found = ref.run(x, w, dy, ref.numerics_of(recipe, backend=te.TransformerEngineBackend()))
+        found = ref.run(x, w, dy, ref.context_of(recipe, backend=te.TransformerEngineBackend()))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == theirs.dtype
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5 * float(theirs.abs().max()))
@@ -124,12 +126,12 @@ def test_scales_come_back_out_of_cublas_order():
 class Sharded(torch.nn.Module):
     """One linear under FSDP."""
 
-    def __init__(self, w: torch.Tensor, numerics: LinearNumerics) -> None:
+    def __init__(self, w: torch.Tensor, context: LinearContext) -> None:
         super().__init__()
-        self.weight, self.numerics = torch.nn.Parameter(w), numerics
+        self.weight, self.context = torch.nn.Parameter(w), context
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return quantized_linear(x, self.weight, self.numerics)
+        return quantized_linear(x, self.weight, self.context)
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
@@ -137,9 +139,9 @@ def test_gemms_add_the_gradients_of_micro_batches(sharded):
     recipe = ref.nearest(NVFP4)
     x, w, dy = ref.tensors(3 * 128, 256, 384)
     x, dy = x.bfloat16().chunk(3), dy.bfloat16().chunk(3)
-    expected = sum(ref.run(a, w.bfloat16(), b, ref.numerics_of(recipe))[2] for a, b in zip(x, dy, strict=True))
+    expected = sum(ref.run(a, w.bfloat16(), b, ref.context_of(recipe))[2] for a, b in zip(x, dy, strict=True))
     with stand_in.installed(), alone() as mesh:
-        model = Sharded(w, ref.numerics_of(recipe, backend=te.TransformerEngineBackend()))
+        model = Sharded(w, ref.context_of(recipe, backend=te.TransformerEngineBackend()))
         if sharded:
             from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -167,12 +169,12 @@ def ref_whole(gradient: torch.Tensor) -> torch.Tensor:
 def test_padded_gradients_are_added_up_outside_the_gemm():
     recipe = ref.nearest(NVFP4)
     x, w, dy = (t.bfloat16() for t in ref.tensors(128, 256, 3 * 40))
-    expected = ref.run(x, w, dy, ref.numerics_of(recipe, num_groups=3))[2]
+    expected = ref.run(x, w, dy, ref.context_of(recipe, num_groups=3))[2]
     with stand_in.installed():
-        numerics = ref.numerics_of(recipe, num_groups=3, backend=te.TransformerEngineBackend())
+        context = ref.context_of(recipe, num_groups=3, backend=te.TransformerEngineBackend())
         w = w.float().requires_grad_()
         for _ in range(2):
-            quantized_linear(x, w, numerics).backward(dy)
+            quantized_linear(x, w, context).backward(dy)
         assert not any(gemm["accumulate"] for gemm in stand_in.GEMMS)
     torch.testing.assert_close(w.grad, 2 * expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
@@ -231,7 +233,7 @@ def calls(recipe: Recipe) -> list[tuple[str, tuple, dict]]:
         for name in SIGNATURES:
             setattr(library, name, recording(name, getattr(library, name)))
         x, w, dy = (t.bfloat16() for t in ref.tensors(128, 128, 128))
-        ref.run(x, w, dy, ref.numerics_of(recipe, backend=te.TransformerEngineBackend()))
+        ref.run(x, w, dy, ref.context_of(recipe, backend=te.TransformerEngineBackend()))
     assert made
     return made
 

@@ -6,17 +6,14 @@ No chip here multiplies such codes: the GEMM is one that decodes its arguments (
 from contextlib import nullcontext
 from dataclasses import replace
 
-import cublas
-import kernel_layout
 import pytest
-import reference as ref
 import torch
 from torch import Tensor
 
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
 from megatron_fp4.quantization import mxfp8_cuda
@@ -24,6 +21,9 @@ from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.precision import reference as ref
+from tests.quantization import cublas, kernel_layout
+from tests.recipes import changed
 
 NVFP4, MXFP8 = ref.NVFP4, ref.MXFP8
 MX8_2D = Operand("mxfp8", (32, 32))
@@ -32,27 +32,25 @@ RECIPES = {
     "nvfp4": NVFP4,
     "fresh signs": replace(NVFP4, rht_signs="fresh"),
     "no signs": replace(NVFP4, rht_signs="none"),
-    "no transform": replace(NVFP4, wgrad_rht=0),
-    "transform of 8": replace(NVFP4, wgrad_rht=8),
-    "transforms in all": replace(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=ref.W, dgrad_weight=ref.W),
-    "four over six": replace(NVFP4, fprop_activation=SIX, fprop_weight=SIX2, dgrad_weight=SIX2, wgrad_activation=SIX),
-    "stochastic weights": replace(NVFP4, dgrad_weight=Operand("nvfp4", (16, 16), "stochastic")),
-    "square activations": replace(NVFP4, fprop_activation=ref.W2, wgrad_activation=ref.W2, wgrad_rht=0),
-    "other weight blocks in dgrad": replace(NVFP4, fprop_weight=ref.W),
+    "no transform": changed(NVFP4, wgrad_rht=0),
+    "transform of 8": changed(NVFP4, wgrad_rht=8),
+    "transforms in all": changed(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=ref.W, dgrad_weight=ref.W),
+    "four over six": changed(NVFP4, fprop_activation=SIX, fprop_weight=SIX2, dgrad_weight=SIX2, wgrad_activation=SIX),
+    "stochastic weights": changed(NVFP4, dgrad_weight=Operand("nvfp4", (16, 16), "stochastic")),
+    "square activations": changed(NVFP4, fprop_activation=ref.W2, wgrad_activation=ref.W2, wgrad_rht=0),
+    "other weight blocks in dgrad": changed(NVFP4, fprop_weight=ref.W),
     "all the way": ref.ALL_THE_WAY,
     "forward only": ref.QAF,
-    "backward only": replace(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
-    "backward only, transformed": replace(NVFP4, fprop_activation=Operand(), fprop_weight=Operand(), dgrad_rht=16),
-    "backward only, stochastic weights": Recipe(
-        "", dgrad_gradient=ref.DY, dgrad_weight=replace(ref.W2, rounding=ref.SR)
-    ),
+    "backward only": changed(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
+    "backward only, transformed": changed(NVFP4, fprop_activation=Operand(), fprop_weight=Operand(), dgrad_rht=16),
+    "backward only, stochastic weights": Recipe("", dgrad=Gemm(ref.DY, replace(ref.W2, rounding=ref.SR))),
     "mxfp8": MXFP8,
-    "mxfp8, square weights": replace(MXFP8, fprop_weight=MX8_2D, dgrad_weight=MX8_2D),
-    "mxfp8, square in dgrad": replace(MXFP8, dgrad_weight=MX8_2D, wgrad_activation=MX8_2D),
-    "mxfp8, transforms": replace(MXFP8, fprop_rht=16, dgrad_rht=32, wgrad_rht=64),
-    "mxfp8 forward, nvfp4 backward": replace(NVFP4, fprop_activation=ref.MX8, fprop_weight=ref.MX8),
-    "nvfp4 forward, mxfp8 backward": replace(MXFP8, fprop_activation=ref.X, fprop_weight=ref.W2),
-    "mxfp8 forward, bf16 backward": Recipe("", ref.MX8, ref.MX8),
+    "mxfp8, square weights": changed(MXFP8, fprop_weight=MX8_2D, dgrad_weight=MX8_2D),
+    "mxfp8, square in dgrad": changed(MXFP8, dgrad_weight=MX8_2D, wgrad_activation=MX8_2D),
+    "mxfp8, transforms": changed(MXFP8, fprop_rht=16, dgrad_rht=32, wgrad_rht=64),
+    "mxfp8 forward, nvfp4 backward": changed(NVFP4, fprop_activation=ref.MX8, fprop_weight=ref.MX8),
+    "nvfp4 forward, mxfp8 backward": changed(MXFP8, fprop_activation=ref.X, fprop_weight=ref.W2),
+    "mxfp8 forward, bf16 backward": Recipe("", Gemm(ref.MX8, ref.MX8)),
     "bf16": BF16,
 }
 
@@ -99,8 +97,8 @@ class Recorded:
 
     def __init__(self, inner: EmulatedBackend | TorchBackend) -> None:
         self.inner, self.gemms = inner, []
-        self.name, self.borrows_codes, self.accumulates = inner.name, inner.borrows_codes, False
-        self.demands, self.operands, self.restored = inner.demands, inner.operands, inner.restored
+        self.name, self.accumulates, self.transposed = inner.name, False, inner.transposed
+        self.demands, self.operands, self.operand_from_saved = inner.demands, inner.operands, inner.operand_from_saved
 
     def gemm(self, a, b, out_dtype: torch.dtype) -> Tensor:
         self.gemms.append([_numbers(operand) for operand in (a, b)])
@@ -116,8 +114,8 @@ def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **se
     x, w, dy = ref.tensors(*shape)
     x, dy = (t.bfloat16() for t in (x, dy)) if bf16 else (x, dy)
     emulation, packed = Recorded(EMULATED), Recorded(TorchBackend())
-    expected = ref.run(x, w, dy, ref.numerics_of(recipe, backend=emulation, **settings))
-    found = ref.run(x, w, dy, ref.numerics_of(recipe, backend=packed, **settings))
+    expected = ref.run(x, w, dy, ref.context_of(recipe, backend=emulation, **settings))
+    found = ref.run(x, w, dy, ref.context_of(recipe, backend=packed, **settings))
     assert len(packed.gemms) == len(emulation.gemms) == 3
     for mine, theirs in zip(packed.gemms, emulation.gemms, strict=True):
         for (values, scale), (right, right_scale) in zip(mine, theirs, strict=True):
@@ -154,11 +152,11 @@ def test_the_papers_recipe_runs_on_the_kernels_alone(kernels, monkeypatch):
 
     monkeypatch.setattr(backend, "_plain", never)
     x, w, dy = (t.bfloat16() for t in ref.tensors(64, 96, 128))
-    ref.run(x, w.float(), dy, ref.numerics_of(NVFP4, backend=TorchBackend()))
+    ref.run(x, w.float(), dy, ref.context_of(NVFP4, backend=TorchBackend()))
     # W once for both of its GEMMs; x and dy along both dimensions.
     assert sorted(kernels) == ["columns"] * 3 + ["rows"] * 2
     kernels.clear()
-    ref.run(x, w.float(), dy, ref.numerics_of(RECIPES["mxfp8, square weights"], backend=TorchBackend()))
+    ref.run(x, w.float(), dy, ref.context_of(RECIPES["mxfp8, square weights"], backend=TorchBackend()))
     assert sorted(kernels) == [(1, 32)] * 2 + [(32, 1)] * 2 + [(32, 32)]
 
 
@@ -222,8 +220,8 @@ def test_what_the_emulation_poisons_is_poisoned(recipe, bad, which):
     given = [t.bfloat16() for t in ref.tensors(64, 96, 64)]
     given[which][5, 7] = bad
     x, w, dy = given
-    expected = ref.run(x, w, dy, ref.numerics_of(recipe))
-    found = ref.run(x, w, dy, ref.numerics_of(recipe, backend=TorchBackend()))
+    expected = ref.run(x, w, dy, ref.context_of(recipe))
+    found = ref.run(x, w, dy, ref.context_of(recipe, backend=TorchBackend()))
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine.isfinite(), theirs.isfinite())
         assert torch.equal(mine.isnan(), theirs.isnan())
@@ -246,15 +244,15 @@ def test_operands_survive_being_saved_and_weights_are_kept_for_a_step():
     for made_for in (ref.X, ref.MX8):
         request = OperandRequest(made_for)
         operand = TorchBackend().operands(torch.randn(16, 96), request, None, dtype=torch.float32)[0]()
-        again = TorchBackend().restored(operand.tensors(), operand.kind)
+        again = TorchBackend().operand_from_saved(operand.tensors(), operand.layout)
         assert again == operand
     plain = TorchBackend().operands(torch.randn(16, 48), OperandRequest(Operand()), None, dtype=torch.bfloat16)[0]()
-    assert TorchBackend().restored(plain.tensors(), plain.kind).values is plain.values
-    numerics = ref.numerics_of(NVFP4, backend=TorchBackend())
+    assert TorchBackend().operand_from_saved(plain.tensors(), plain.layout).values is plain.values
+    context = ref.context_of(NVFP4, backend=TorchBackend())
     x, w, dy = ref.tensors(32, 32, 32)
-    ref.run(x, w, dy, numerics)
-    assert isinstance(numerics.weight_cache[1], PackedOperand)
-    assert isinstance(numerics.weight_cache[2], PackedOperand)
+    ref.run(x, w, dy, context)
+    assert isinstance(context.weight_cache[1], PackedOperand)
+    assert isinstance(context.weight_cache[2], PackedOperand)
 
 
 @pytest.mark.parametrize("made_for", [ref.X, ref.MX8], ids=str)

@@ -1,5 +1,4 @@
 import numpy as np
-import oracle
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from megatron_fp4.quantization.formats import (
     unpack_codes,
 )
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_draws
+from tests.quantization import oracle
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -1,10 +1,10 @@
 import numpy as np
-import oracle
 import pytest
 import torch
-from cases import NAMES, close_in_single, tensors
 
 from megatron_fp4.quantization import quantize_fp8, rounding_key
+from tests.quantization import oracle
+from tests.quantization.cases import NAMES, close_in_single, tensors
 
 BLOCKS = [(1, 128), (128, 128)]
 

@@ -1,10 +1,10 @@
 import numpy as np
-import oracle
 import pytest
 import torch
 
 from megatron_fp4.quantization import random_hadamard_transform, rounding_key
 from megatron_fp4.quantization.hadamard import HADAMARD_SIZES, fixed_signs, random_signs
+from tests.quantization import oracle
 
 
 def test_the_sign_vector_and_its_mask():

@@ -1,10 +1,10 @@
 import numpy as np
-import oracle
 import pytest
 import torch
-from cases import NAMES, tensors
 
 from megatron_fp4.quantization import quantize_mxfp8
+from tests.quantization import oracle
+from tests.quantization.cases import NAMES, tensors
 
 BLOCKS = [(1, 32), (32, 32)]
 

@@ -1,11 +1,11 @@
 import numpy as np
-import oracle
 import pytest
 import torch
-from cases import NAMES, check_unbiased, close_in_single, codes_of, scales_of, tensors
 
 from megatron_fp4.quantization import quantize_nvfp4, rounding_key
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
+from tests.quantization import oracle
+from tests.quantization.cases import NAMES, check_unbiased, close_in_single, codes_of, scales_of, tensors
 
 BLOCKS = [(1, 16), (16, 16)]
 INF, NAN = float("inf"), float("nan")

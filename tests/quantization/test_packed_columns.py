@@ -1,12 +1,12 @@
 """Codes that the kernels pack along the rows are, transposed, the packed codes of the transpose."""
 
-import kernel_layout
 import pytest
 import torch
 
 from megatron_fp4.quantization.formats import unpack_codes
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
+from tests.quantization import kernel_layout
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 80), (160, 32), (400, 272)])

@@ -1,14 +1,16 @@
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
+from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.report.console import (
     ModelPart,
     PhaseRow,
-    PlanRow,
     RunConsole,
     batch_table,
     facts_table,
@@ -107,22 +109,27 @@ def test_model_table_adds_up():
         assert part in text
 
 
-def rows_of(pattern: str, first: int, last: int) -> list[PlanRow]:
+X4 = Operand("nvfp4", (1, 16))
+NVFP4 = Recipe("nvfp4", *[Gemm(X4, X4)] * 3)
+
+
+def plan_of(pattern: str, first: int, last: int) -> Plan:
     names = {"M": ("in_proj", "out_proj"), "-": ("up_proj", "down_proj"), "*": ("qkv_proj", "out_proj")}
     rows = []
     for block, letter in enumerate(pattern):
         end = f"first {first}" if block < first else f"last {last}" if block >= len(pattern) - last else ""
         for name in names[letter]:
-            recipe, why = ("bf16", f"block {block} is one of the {end}") if end else ("nvfp4", "the run's recipe")
-            shape = (64, 32 if letter == "*" else 16)
-            rows.append(PlanRow(f"blocks.{block}.mixer.{name}", shape, recipe, why))
-    return rows
+            recipe, why = (BF16, f"block {block} is one of the {end}") if end else (NVFP4, "the run's recipe")
+            shape = LinearShape(f"blocks.{block}.mixer.{name}", block, 32 if letter == "*" else 16, 64)
+            rows.append(PlannedLinear(shape, recipe, why))
+    return Plan(tuple(rows))
 
 
 def test_plan_of_a_small_model_has_a_row_per_linear():
-    text = shown(plan_table(rows_of("M-*-M-", 0, 2), "nvfp4"))
-    for row in rows_of("M-*-M-", 0, 2):
-        assert row.linear in text
+    plan = plan_of("M-*-M-", 0, 2)
+    text = shown(plan_table(plan, "nvfp4"))
+    for row in plan.rows:
+        assert row.linear.name in text
     assert "block 5 is one of the last 2" in text
     assert "64 x 16" in text
     assert "8 of 12 linears in nvfp4" in text
@@ -131,7 +138,7 @@ def test_plan_of_a_small_model_has_a_row_per_linear():
 
 def test_plan_of_a_large_model_is_compact():
     pattern = "M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M*-M-M-M-M-"
-    text = shown(plan_table(rows_of(pattern, 2, 8), "nvfp4"))
+    text = shown(plan_table(plan_of(pattern, 2, 8), "nvfp4"))
     assert len(text.splitlines()) < 25
     assert "blocks.{2..51}.mixer.in_proj" in text
     assert "blocks.{7..52}.mixer.qkv_proj" in text
@@ -141,11 +148,25 @@ def test_plan_of_a_large_model_is_compact():
     assert sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("  blocks.")) == 124
 
 
+def with_recipes(recipes: list[Recipe]) -> Plan:
+    shapes = [LinearShape(f"blocks.{n}.mixer.w", n, 16, 16) for n in range(len(recipes))]
+    return Plan(tuple(PlannedLinear(shape, recipe, "-") for shape, recipe in zip(shapes, recipes, strict=True)))
+
+
 def test_plan_rows_with_gaps_are_told_apart():
-    rows = [PlanRow(f"blocks.{n}.mixer.w", (16, 16), "bf16" if n in (3, 4, 9) else "nvfp4", "-") for n in range(12)]
-    text = shown(plan_table(rows, "nvfp4", compact_above=4))
+    plan = with_recipes([BF16 if n in (3, 4, 9) else NVFP4 for n in range(12)])
+    text = shown(plan_table(plan, "nvfp4", compact_above=4))
     assert "blocks.{0..2,5..8,10..11}.mixer.w" in text
     assert "blocks.{3..4,9}.mixer.w" in text
+
+
+def test_recipes_of_one_name_are_told_apart():
+    plan = with_recipes([NVFP4, replace(NVFP4, wgrad_rht=16), NVFP4, BF16])
+    text = shown(plan_table(plan, "nvfp4"))
+    shares = "2 of 4 linears in nvfp4 (50.0% of their weights), 1 of 4 linears in nvfp4 (2) (25.0% of their weights)"
+    assert shares in " ".join(text.split())
+    rows = [line.split() for line in text.splitlines() if "blocks." in line]
+    assert [row[4:-1] for row in rows] == [["nvfp4"], ["nvfp4", "(2)"], ["nvfp4"], ["bf16"]]
 
 
 def test_batch_table():

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
-from megatron_fp4.precision.recipe import BF16, Operand, Recipe
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.report.summary import recipe_facts
 
 X8, X4 = Operand("mxfp8", (1, 32)), Operand("nvfp4", (1, 16))
-MXFP8 = Recipe("mxfp8", X8, X8, X8, X8, X8, X8)
-NVFP4 = Recipe("nvfp4", X4, X4, X4, X4, X4, X4, wgrad_rht=16)
+MXFP8 = Recipe("mxfp8", Gemm(X8, X8), Gemm(X8, X8), Gemm(X8, X8))
+NVFP4 = Recipe("nvfp4", Gemm(X4, X4), Gemm(X4, X4), Gemm(X4, X4, 16))
 
 
 def plan_of(*recipes: Recipe) -> Plan:

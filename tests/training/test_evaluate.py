@@ -2,13 +2,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from data.bundle import TokenSource
+from data.validation import ValidationSet
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.step import train_step
-from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh
+from tests.training.harness import LENGTH, VOCAB_SIZE, ToyBatch, alone, launch, toy, toy_batches, toy_mesh
 
 NUM_GLOBAL = {"web": 3, "code": 1, "long": 5}  # with 2 ranks: 2 + 1, 1 + 0, 3 + 2
 
@@ -36,6 +39,45 @@ def test_ranks_with_different_numbers_of_batches() -> None:
     assert both[0] == both[1]
     assert both[0] == pytest.approx(single, rel=1e-6)
     assert list(single) == list(NUM_GLOBAL)
+
+
+class RandomTokens(TokenSource):
+    """Of four windows."""
+
+    num_tokens, num_documents = 4 * LENGTH + 1, 1
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        return np.random.default_rng(0).integers(0, VOCAB_SIZE, self.num_tokens)[start : start + length]
+
+    def identity(self) -> str:
+        return "random"
+
+
+def _evaluate_windows(rank: int, num_samples: int, micro_batch_size: int) -> tuple[float, list[int]]:
+    """The held-out loss of the first windows, and how many of them each of this rank's micro-batches has."""
+    mesh = toy_mesh()
+    model, _ = toy(mesh)
+    source = ValidationSet("random", RandomTokens(), LENGTH, num_samples, VOCAB_SIZE)
+    batches = list(source.batches(micro_batch_size, mesh.dp_rank, mesh.dp_size))
+    return evaluate(model, {"random": batches}, mesh, RunClock(0))["random"], [len(b.tokens) for b in batches]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "micro_batch_size", "shares"),
+    [(3, 1, [[1, 1], [1]]), (3, 2, [[2], [1]]), (3, 4, [[3], []]), (1, 1, [[1], [], []]), (4, 3, [[3], [1], []])],
+)
+def test_windows_that_do_not_divide_among_the_ranks(
+    num_samples: int, micro_batch_size: int, shares: list[list[int]]
+) -> None:
+    """What fills up ranks with fewer windows is not counted, and every window counts as much."""
+    with alone() as mesh:
+        model, _ = toy(mesh)
+        [whole] = ValidationSet("random", RandomTokens(), LENGTH, num_samples, VOCAB_SIZE).batches(4, 0, 1)
+        expected = np.mean([model(x[None], y[None]).item() for x, y in zip(whole.tokens, whole.targets, strict=True)])
+    found = launch(_evaluate_windows, len(shares), num_samples, micro_batch_size)
+    assert [rows for _, rows in found] == shares
+    assert {loss for loss, _ in found} == {found[0][0]}
+    assert found[0][0] == pytest.approx(expected, rel=1e-6)
 
 
 def test_is_the_mean_over_tokens() -> None:

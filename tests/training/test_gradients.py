@@ -5,11 +5,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fp4.training.gradients import clip_gradients, gradient_norm, sum_replicated_gradients
+from megatron_fp4.training.gradients import clip_gradients, squared_norm_share, sum_replicated_gradients
 from tests.training.harness import alone, launch, toy_mesh
+
+
+def gradient_norm(parameters: list[nn.Parameter], mesh: Any) -> float:
+    """The global L2 norm, as a training step finds it."""
+    total = squared_norm_share(parameters, mesh)
+    dist.all_reduce(total)
+    return math.sqrt(total.item())
 
 
 def _parameter(local: torch.Tensor, mesh: Any, placements: list[Any], gradient: torch.Tensor) -> nn.Parameter:

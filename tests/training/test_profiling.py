@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from megatron_fp4.checks.combinations import validate
+from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.training.profiling import ProfileWindow, memory_history

@@ -13,9 +13,12 @@ import torch
 import pretrain
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.precision.recheck import Recheck, Rechecked
+from megatron_fp4.precision.recipe import DGRAD_GRADIENT
 from tests.measure.test_diagnostics_run import ALL_THE_WAY, LINEARS, NVFP4, Run, _same
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch, toy_mesh
+
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 5
 
@@ -28,7 +31,7 @@ class Faulty(EmulatedBackend):
 
     def operands(self, x: Any, columns: Any, rows: Any, **settings: Any) -> Any:
         along_columns, along_rows = super().operands(x, columns, rows, **settings)
-        if self.run.clock.step < self.step or columns is None or columns.name != "dgrad_gradient":
+        if self.run.clock.step < self.step or columns is None or columns.place != DGRAD_GRADIENT:
             return along_columns, along_rows
 
         def spoiled() -> Any:
@@ -76,8 +79,8 @@ def test_a_rechecked_run_is_the_same_run_and_has_no_fault(world: int, tp_size: i
 def _spoiled_on_one_rank(rank: int, tp_size: int) -> Any:
     run = Run(toy_mesh(tp_size), NVFP4)
     if rank == 1:
-        for numerics in run.linears.values():
-            numerics.backend = Faulty(run, step=2)
+        for context in run.linears.values():
+            context.backend = Faulty(run, step=2)
 
     recheck, found = Recheck(2, run.linears, torch.device("cpu")), []
     for step in range(NUM_STEPS):

@@ -1,0 +1,231 @@
+"""One call of one linear: what it knows besides its tensors, and how each tensor becomes operands by the recipe.
+
+Every operand is laid out with its dot product along the last dimension and quantized there. x and dy are quantized
+twice, once per GEMM that uses them, each time with its own tensor scale and (where rounding is stochastic) its own
+draws; 16x16-scaled weights once, since their transposed codes are those of the transposed weight.
+
+Tokens are padded with zeros to what the kernels demand (precision/demands.py), and so are output features, which come
+in `num_groups` equal groups (the heads of a packed projection): each group is padded by itself, so that block
+boundaries depend on the model alone, not on how many ranks share the weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import EMULATED, transform_signs
+from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part
+from megatron_fp4.precision.recipe import BF16, DGRAD_WEIGHT, FPROP_WEIGHT, Place, Recipe
+from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Observer(Protocol):
+    """Looks at the calls of linears that it is attached to (measure/probe.py has one)."""
+
+    def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> ObservedCall | None:
+        """Sees x [tokens, in] and the local result y [tokens, out]; returns who is to see the backward pass, if any."""
+
+
+class ObservedCall(Protocol):
+    """Sees the backward pass of one call."""
+
+    def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
+        """dy [tokens, out], dx [tokens, in], dw [out, in], the local parts; None for what nobody needed."""
+
+
+@dataclass
+class LinearContext:
+    """What one linear needs to know besides its tensors. The plan writes `name`, `recipe`, `clock` and `backend`.
+
+    backend: who makes the operands and multiplies them.
+    num_groups: equal groups of the local output features, each padded to whole blocks.
+    in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
+    in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
+    weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
+    probe: sees the calls of this linear; None: nobody looks.
+    """
+
+    name: str = ""
+    recipe: Recipe = BF16
+    clock: RunClock = field(default_factory=lambda: RunClock(seed=0))
+    backend: Backend = EMULATED
+    num_groups: int = 1
+    in_offset: int = 0
+    out_group_offset: int = 0
+    in_shards: ProcessGroup | None = None
+    out_shards: ProcessGroup | None = None
+    weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
+    probe: Observer | None = None
+
+    def amax_group(self, tensor: str) -> ProcessGroup | None:
+        """Ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
+        if self.recipe.amax != "global":
+            return None
+        if tensor == "gradient" or (tensor == "weight" and self.in_shards is None):
+            return self.out_shards
+        return self.in_shards
+
+    def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
+        """The draws of one operand; `rows`, `columns` are the offsets of the local tensor in the global one."""
+        parts = (self.clock.seed, step, micro_batch, self.name, operand)
+        return rounding_key(*parts, row_offset=rows, column_offset=columns)
+
+
+class LinearCall:
+    """One forward pass of one linear: its place in the run, and the quantization of each tensor by the recipe.
+
+    weight: parameter [out, in]. x: [tokens, in]; shape, dtype and device are read here.
+    """
+
+    def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
+        self.context, self.recipe, self.backend = context, context.recipe, context.backend
+        self.step, self.micro_batch = context.clock.step, context.clock.micro_batch
+        self.device, self.dtype = x.device, x.dtype
+        self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self.group_rows = self.master.shape[0] // context.num_groups
+        demands = self.backend.demands(self.recipe)
+        self.num_tokens, self.padded_tokens = x.shape[0], demands.padded_tokens(x.shape[0])
+        self.padded_group_rows = demands.padded_group(self.group_rows, context.num_groups)
+        self.out_offset = context.out_group_offset * self.padded_group_rows
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], the local part in the compute dtype."""
+        return self.master.to(self.dtype)
+
+    # ------------------------------------------------------------------------------------------------------- operands
+
+    def prepare(
+        self, columns: Place | None, rows: Place | None, x: Tensor, *, keep_rows: bool = False
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
+
+        keep_rows: the second is for the backward pass. x may be FP32 where the compute dtype is BF16, and counts as
+        rounded then (weights).
+        """
+        group = next((self.context.amax_group(place.tensor) for place in (columns, rows) if place is not None), None)
+        requests = (None if place is None else self.request(place) for place in (columns, rows))
+        return self.backend.operands(x, *requests, dtype=self.dtype, keep_rows=keep_rows, amax_group=group)
+
+    def request(self, place: Place) -> OperandRequest:
+        """What the backend is asked to make for `place`."""
+        operand, rht = self.recipe[place], self.recipe.gemms[place.gemm].rht
+        signs_key = self._signs_key(place.gemm) if rht else None
+        return OperandRequest(operand, rht, self.recipe.rht_signs, self.draws(place), signs_key, place)
+
+    def draws(self, place: Place) -> RoundingKey | None:
+        """The key of an operand's draws; None where it is rounded to nearest."""
+        if self.recipe[place].rounding != "stochastic":
+            return None
+        offsets = {
+            "activation": (0, self.context.in_offset),
+            "weight": (self.out_offset, self.context.in_offset),
+            "gradient": (0, self.out_offset),
+        }[place.tensor]
+        rows, columns = reversed(offsets) if place.transposed else offsets
+        return self.context.key(self.step, self.micro_batch, place.name, rows, columns)
+
+    def signs(self, gemm: str) -> Tensor:
+        """FP32 [size of the Hadamard transform], of +-1."""
+        return transform_signs(self.recipe.gemms[gemm].rht, self.recipe.rht_signs, self._signs_key(gemm), self.device)
+
+    def _signs_key(self, gemm: str) -> RoundingKey | None:
+        if self.recipe.rht_signs != "fresh":
+            return None
+        return self.context.key(self.step, self.micro_batch, f"{gemm}_signs", 0, 0)
+
+    def transposed(self, operand: BackendOperand) -> BackendOperand:
+        """The same codes with rows and columns exchanged, for another GEMM."""
+        assert self.backend.transposed is not None, f"the backend {self.backend.name} cannot use codes twice"
+        made: BackendOperand = self.backend.transposed(operand)
+        return made
+
+    # --------------------------------------------------------------------------------------------------------- weight
+
+    def weight_operands(self) -> tuple[BackendOperand, BackendOperand]:
+        """The weight as fprop's and as dgrad's operand, kept for all micro-batches of a step."""
+        context, recipe = self.context, self.recipe
+        stamp = (context.clock.weights_version, self.dtype, self.device)
+        if context.weight_cache is not None and context.weight_cache[0] == stamp:
+            return context.weight_cache[1:]
+        once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
+        shared = once and self.backend.transposed is not None
+        make_fprop, make_dgrad = self.prepare(
+            FPROP_WEIGHT, None if shared else DGRAD_WEIGHT, self.pad_rows(self.master)
+        )
+        assert make_fprop is not None
+        fprop = make_fprop()
+        dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
+        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use.
+        if fprop.quantized and dgrad.quantized and self._weight_codes_last():
+            context.weight_cache = (stamp, fprop, dgrad)
+        return fprop, dgrad
+
+    @property
+    def same_weight_codes(self) -> bool:
+        """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
+        recipe, operand = self.recipe, self.recipe[FPROP_WEIGHT]
+        plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
+        square = operand.block[0] == operand.block[1] or not operand.quantized
+        return operand == recipe[DGRAD_WEIGHT] and plain and square
+
+    def _weight_codes_last(self) -> bool:
+        """Whether the weight's codes are the same for every micro-batch of a step."""
+        recipe = self.recipe
+        stochastic = "stochastic" in (recipe[FPROP_WEIGHT].rounding, recipe[DGRAD_WEIGHT].rounding)
+        return not stochastic and not ((recipe.fprop.rht or recipe.dgrad.rht) and recipe.rht_signs == "fresh")
+
+    def running_gradient(self, weight: Tensor) -> Tensor | None:
+        """The gradient of earlier micro-batches if wgrad's GEMM can add to it itself: FP32 [out, in], local."""
+        if not self.backend.accumulates or not weight.is_leaf or weight.grad is None:
+            return None
+        total = local_part(weight.grad)
+        plain = total.dtype == torch.float32 and total.is_contiguous()
+        return total if plain and self.padded_group_rows == self.group_rows else None
+
+    # -------------------------------------------------------------------------------------------------------- padding
+
+    def pad(self, y: Tensor) -> Tensor:
+        """[tokens, out] with tokens and each group of output features padded."""
+        return self.pad_tokens(self._pad_groups(y))
+
+    def unpad(self, y: Tensor) -> Tensor:
+        """The inverse of `pad`."""
+        return self._unpad_groups(self.unpad_tokens(y))
+
+    def pad_tokens(self, x: Tensor) -> Tensor:
+        """[tokens, features] with tokens padded."""
+        extra = self.padded_tokens - self.num_tokens
+        return torch.nn.functional.pad(x, (0, 0, 0, extra)) if extra else x
+
+    def unpad_tokens(self, x: Tensor) -> Tensor:
+        """The inverse of `pad_tokens`."""
+        return x[: self.num_tokens] if self.padded_tokens != self.num_tokens else x
+
+    def pad_rows(self, w: Tensor) -> Tensor:
+        """[out, in] with each group of output features padded."""
+        return self._pad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
+
+    def unpad_rows(self, w: Tensor) -> Tensor:
+        """The inverse of `pad_rows`."""
+        return self._unpad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
+
+    def _pad_groups(self, y: Tensor) -> Tensor:
+        extra = self.padded_group_rows - self.group_rows
+        if extra == 0:
+            return y
+        return torch.nn.functional.pad(y.unflatten(-1, (-1, self.group_rows)), (0, extra)).flatten(-2)
+
+    def _unpad_groups(self, y: Tensor) -> Tensor:
+        if self.padded_group_rows == self.group_rows:
+            return y
+        return y.unflatten(-1, (-1, self.padded_group_rows))[..., : self.group_rows].flatten(-2)

@@ -1,0 +1,118 @@
+"""What a block computes between its norm and its residual, and what the rest of the program asks it.
+
+A block type is a subclass of `Mixer` in a file of its own, and a row in the table of `models/pattern.py`. Whatever
+differs between block types (their linears, costs, checks, kernels, initial values) they say here; nobody else knows
+them by name. Class methods answer from the configuration alone, before anything is built.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fp4.config.schema import ConfigError, ModelConfig
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.plan import LinearShape
+from models.execution import PLAIN, Execution, FusedKernel
+
+
+class Mixer(nn.Module, ABC):
+    """[tokens, hidden] -> [tokens, hidden], by some linears (parallel/layers.py) and what lies between them.
+
+    name: as people call it. sizes: the fields of `ModelConfig` that it needs to be positive. fused: kernels that can
+    take the place of its functions in plain PyTorch.
+    Raises ConfigError for sizes that do not go together or that tensor-parallel ranks cannot share.
+    """
+
+    name: ClassVar[str]
+    sizes: ClassVar[tuple[str, ...]]
+    fused: ClassVar[tuple[FusedKernel, ...]] = ()
+
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
+        super().__init__()
+        self.execution = execution
+        self.check(config)
+        for key, (count, value) in self.shared_by_tensor_ranks(config).items():
+            if count % mesh.tp_size:
+                raise ConfigError(f"parallel.tensor={mesh.tp_size} does not divide {key}={value}; lower the former")
+
+    @abstractmethod
+    def forward(self, x_td: Tensor, sequence_length: int, fetched: Any = None) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], each sequence of `sequence_length` tokens on its own.
+
+        fetched: what `fetch` returned, if it was called already.
+        """
+
+    @classmethod
+    @abstractmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Raise ConfigError for positive sizes that do not go together."""
+
+    @classmethod
+    @abstractmethod
+    def shared_by_tensor_ranks(cls, config: ModelConfig) -> dict[str, tuple[int, int]]:
+        """Key -> (what tensor-parallel ranks divide among them, the key's value)."""
+
+    @classmethod
+    @abstractmethod
+    def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
+        """In order of execution; `name` is that of the mixer's attribute."""
+
+    @classmethod
+    def flops_per_token(cls, config: ModelConfig, sequence_length: int) -> int:
+        """Model FLOPs of the forward pass besides the linears'."""
+        return 0
+
+    @classmethod
+    def other_parameters(cls, config: ModelConfig) -> int:
+        """Number of parameters besides the linears'."""
+        return 0
+
+    @classmethod
+    def describe_kernels(cls, execution: Execution) -> list[str]:
+        """For the log: which kernel computes what."""
+        return [f"{k.title}: {k.package if k.part in execution.kernels else 'torch'}" for k in cls.fused]
+
+    def fp32_units(self) -> list[nn.Module]:
+        """Modules whose parameters must stay FP32 in the forward pass. FSDP2 gathers each by itself, when called."""
+        return []
+
+    def fetch(self) -> Any:
+        """What `fp32_units` return, for `forward`: they must not be called again where a block runs a second time."""
+        return None
+
+    @property
+    def autotuned(self) -> bool:
+        """Whether some kernel here measures, when it first runs, how it runs fastest."""
+        return False
+
+    def rehearse(self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device) -> None:
+        """Run the autotuned kernels forward and backward on constants, in the shapes and dtypes that the run will have.
+
+        Needs no parameters, changes nothing, draws nothing.
+        """
+
+
+def check_multiple(config: ModelConfig, name: str, of: str, what: str) -> None:
+    """Raise ConfigError unless `model.<name>` is a multiple of `model.<of>`, listing values of the latter (`what` they
+    are) that work."""
+    size, divisor = getattr(config, name), getattr(config, of)
+    if size % divisor:
+        works = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; {what} that work: {works}")
+
+
+def input_projection(name: str, config: ModelConfig, out_features: int) -> LinearShape:
+    """A mixer's first linear, which reads the hidden state; its outputs are sharded over tensor-parallel ranks."""
+    title = "the projections into every block"
+    return LinearShape(name, 0, config.hidden_dim, out_features, input_key="model.hidden_dim", title=title)
+
+
+def output_projection(name: str, config: ModelConfig, in_features: int, input_key: str, title: str) -> LinearShape:
+    """A mixer's last linear, which writes to the hidden state; its inputs are sharded over tensor-parallel ranks."""
+    hidden = config.hidden_dim
+    return LinearShape(name, 0, in_features, hidden, input_key=input_key, input_sharded=True, title=title)

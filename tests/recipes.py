@@ -1,0 +1,14 @@
+"""Recipes of tests: one that differs from another in some operands or transforms."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_fp4.precision.recipe import PLACES, Recipe
+
+
+def changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """`recipe` with other operands (`dgrad_weight=...`), transforms (`wgrad_rht=16`) or fields (`amax="shard"`)."""
+    for name, gemm in recipe.gemms.items():
+        sides = {p.side: changes.pop(p.name) for p in PLACES if p.gemm == name and p.name in changes}
+        changes[name] = replace(gemm, rht=changes.pop(f"{name}_rht", gemm.rht), **sides)
+    return replace(recipe, **changes)
