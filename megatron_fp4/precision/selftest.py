@@ -316,9 +316,8 @@ SHAPES = [[1024, 512, 2048], [512, 2048, 512], [256, 1024, 1280]]
 
 def main(arguments: list[str]) -> int:
     """Test what this machine can run, and say what it cannot; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_fp4.precision.selftest", description=(__doc__ or "").split("\n")[0]
-    )
+    description = (__doc__ or "").split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m megatron_fp4.precision.selftest", description=description)
     shape = "tokens, input and output features, each a multiple of 128"
     parser.add_argument("--shape", action="append", metavar="TOKENS,INPUTS,OUTPUTS", help=shape)
     options = parser.parse_args(arguments)
