@@ -15,7 +15,8 @@ from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import BF16
-from megatron_fp4.precision.transformer_engine import NVFP4_CAPABILITIES, TransformerEngineBackend, unsupported
+from megatron_fp4.precision.refusals import FP4_CAPABILITIES, transformer_engine_unsupported
+from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from scripts.compare_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
 from tests.recipes import changed
 
@@ -41,7 +42,7 @@ def backend() -> TransformerEngineBackend:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("power_of_two", [True, False], ids=["powers of two", "FP32 scales"])
 def test_fp8_blocks_are_te_linear_bit_for_bit(shape, power_of_two):
-    if unsupported(FP8 if power_of_two else FP8_FP32_SCALES, CAPABILITY):
+    if transformer_engine_unsupported(FP8 if power_of_two else FP8_FP32_SCALES, CAPABILITY):
         pytest.skip("not on this chip")
     assert compare_fp8(*tensors(*shape), power_of_two=power_of_two).differences == {}
 
@@ -55,7 +56,7 @@ def test_the_emulation_is_te_nvfp4_reference(shape):
 
 @pytest.mark.parametrize("recipe", [FP8, FP8_FP32_SCALES, NVFP4, selftest.RECIPES[0]], ids=lambda recipe: recipe.name)
 def test_native_kernels_are_the_reference(backend, recipe):
-    if reason := unsupported(recipe, CAPABILITY):
+    if reason := transformer_engine_unsupported(recipe, CAPABILITY):
         pytest.skip(reason)
     for shape in SHAPES[:2]:
         case = selftest.Case(*shape, 1, recipe)
@@ -154,7 +155,7 @@ def test_pretrain_tests_the_backend_and_trains(tmp_path, capsys):
     assert "self-test of transformer_engine" in printed and "no difference" in printed
 
 
-@pytest.mark.skipif(CAPABILITY in NVFP4_CAPABILITIES, reason="NVFP4 is native here")
+@pytest.mark.skipif(CAPABILITY in FP4_CAPABILITIES, reason="NVFP4 is native here")
 def test_pretrain_says_why_nvfp4_is_not_native(tmp_path, capsys):
     assert run(tmp_path, "precision.backend=transformer_engine") == 2
     assert "needs compute capability 10.0, 10.3, 12.0 or 12.1" in capsys.readouterr().err
