@@ -249,7 +249,7 @@ def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
             for row in plan.rows:
                 seen.clear()
                 computed((row.linear.out_features, row.linear.in_features), linears[row.linear.name])
-                mamba_out = row.linear.kind == "M" and row.linear.name.endswith(".out_proj")
+                mamba_out = row.linear.letter == "M" and row.linear.name.endswith(".out_proj")
                 codes = E4M3 if mamba_out else FP4
                 expected = {(codes, torch.bfloat16), (codes, torch.float32)} if row.recipe.quantized else set()
                 assert seen == expected, row
