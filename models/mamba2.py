@@ -114,6 +114,7 @@ class Mamba2(Mixer):
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
+        self.check_sizes(config, mesh)
         heads, groups = config.mamba_num_heads, config.mamba_num_groups
         self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
         self.chunk_size = config.mamba_chunk_size

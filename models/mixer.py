@@ -24,7 +24,6 @@ class Mixer(nn.Module, ABC):
     """[tokens, hidden] -> [tokens, hidden], by some linears (parallel/layers.py) and what lies between them.
 
     name: as people call it. fused: kernels that can take the place of its functions in plain PyTorch.
-    Raises ConfigError for sizes that do not go together or that tensor-parallel ranks cannot share.
     """
 
     name: ClassVar[str]
@@ -33,6 +32,10 @@ class Mixer(nn.Module, ABC):
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()
         self.execution = execution
+
+    def check_sizes(self, config: ModelConfig, mesh: ParallelMesh) -> None:
+        """For mixers that cannot be built otherwise: raise ConfigError for sizes that do not go together or that
+        tensor-parallel ranks cannot share."""
         self.check(config)
         for key, (count, value) in self.shared_by_tensor_ranks(config).items():
             if count % mesh.tp_size:

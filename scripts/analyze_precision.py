@@ -89,7 +89,7 @@ def analyze(options: argparse.Namespace) -> int:
         load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(options.checkpoint))
 
     found = measure(run, manifest.step, options.micro_batches)
-    shapes = [row.linear for row in run.plan.rows]
+    shapes = [row.linear for row in run.controller.plans[0].rows]
     ranked = rank_linears(shapes, {name: one.errors for name, one in found.items()}, options.gemm)
     chosen = select_bf16(ranked, options.budget, options.by)
     if run.mesh.rank == 0:
