@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from data.bundle import DataBundle
-from data.kinds import KINDS
+from data.kinds import KINDS, check_kind
 from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
@@ -70,7 +70,7 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     device_type: what the machine offers, `cuda` or `cpu`.
     """
     check_model(config.model)
-    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model))
+    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model), check_kind)
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
@@ -266,7 +266,7 @@ def open_run_data(
     Raises ValueError or OSError for what cannot be opened or does not fit.
     """
     train, data, vocab_size = config.train, config.data, config.model.vocab_size
-    bundle = KINDS[data.kind](data, vocab_size)
+    bundle = KINDS[data.kind].open(data, vocab_size)
     phases = PhaseSchedule(
         [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
         train.steps,

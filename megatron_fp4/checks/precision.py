@@ -57,6 +57,8 @@ def _operands(config: PrecisionConfig) -> list[tuple[Place, OperandConfig]]:
 
 def _operand(operand: OperandConfig, key: str) -> None:
     form = FORMATS.get(operand.format)
+    if form is None and operand.format != "bf16":
+        raise ConfigError(f"{key}.format={operand.format} is not known; choose one of bf16, {', '.join(FORMATS)}")
     if form is not None and not form.stochastic and operand.rounding != "nearest":
         raise ConfigError(
             f"{key}.rounding={operand.rounding} does not go with format={operand.format}: its codes are rounded to "

@@ -100,10 +100,10 @@ class ModelConfig:
 class OperandConfig:
     """How one GEMM operand is quantized.
 
-    format: `bf16` (not quantized), `nvfp4`, `mxfp4`, `mxfp8` or `fp8`.
-    block: elements that share a scale, rows x columns with the columns along the dot product: nvfp4 `1x16` or
-        `16x16`, mxfp4 and mxfp8 `1x32` or `32x32`, fp8 `1x128` or `128x128`. Ignored for `bf16`.
-    rounding: `nearest` or `stochastic` (not mxfp8).
+    format: `bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`.
+    block: elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or
+        `16x16`; the format's row says which. Ignored for `bf16`.
+    rounding: `nearest` or `stochastic`, where the format has it.
     four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
     power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
     reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
@@ -111,7 +111,7 @@ class OperandConfig:
         dot product.
     """
 
-    format: Literal["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8"] = "bf16"
+    format: str = "bf16"
     block: str = "1x16"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     four_over_six: bool = False
@@ -205,8 +205,8 @@ class SwitchConfig:
     """The change of plan during a run (paper, section 5 and appendix D).
 
     when: `never`; `before_decay` (the step at which the learning rate starts to decay); a fraction of the run
-        such as `0.8`; a step such as `5000`; or `gradient_noise` (papers/004 section 4: the gradient norm fell
-        below sqrt(3) times the norm of the quantization noise).
+        such as `0.8`; a step such as `5000`; or `gradient_noise` (arXiv 2505.19115, section 4.1: the gradient norm
+        fell below sqrt(3) times the norm of the quantization noise).
     scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer
         quantized, fprop's take 1x16 blocks).
     target: the precision config to switch to, a name under `configs/precision/`.
@@ -265,7 +265,8 @@ class PhaseConfig:
 class DataConfig:
     """Where tokens come from.
 
-    kind: `builtin` (the interpreter's own standard library) or `indexed` (Megatron `.bin`/`.idx` files).
+    kind: a row of data/kinds.py: `builtin` (the interpreter's own standard library), `indexed` (Megatron `.bin`/`.idx`
+        files).
     cache_dir: where the built-in corpus is kept; null means the user's cache directory.
     sources, validation: name -> path prefix of the `.bin`/`.idx` pair (`indexed` only).
     tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
@@ -274,7 +275,7 @@ class DataConfig:
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
 
-    kind: Literal["builtin", "indexed"] = "builtin"
+    kind: str = "builtin"
     cache_dir: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
     validation: dict[str, str] = field(default_factory=dict)
@@ -295,7 +296,7 @@ class TrainConfig:
         compiled norms and activations) or `auto` (fused on CUDA as far as its packages are installed, else torch).
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
-        Gradients have the same bits in all three.
+        In BF16, gradients have the same bits in all three (models/recompute.py has the exception in FP32).
     """
 
     steps: AtLeastOne = 300
