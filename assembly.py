@@ -24,7 +24,8 @@ from megatron_fp4 import __version__
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
-from megatron_fp4.config.schema import Config, PrecisionConfig
+from megatron_fp4.config.precision_schema import PrecisionConfig
+from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.nonfinite import NonFiniteGuard
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, check, set_determinism
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.schema import Bf16BlocksConfig, Config, ConfigError
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,

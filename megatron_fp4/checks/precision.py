@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from megatron_fp4.checks.effects import validate_effects
-from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.plan import recipe_of
 from megatron_fp4.precision.recipe import PLACES, Place
 from megatron_fp4.precision.refusals import first_refusal, recipes_by_key

@@ -22,14 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from megatron_fp4.config.errors import choose, explain, explain_value, unknown_key
-from megatron_fp4.config.schema import (
-    ComposedException,
-    Config,
-    ConfigError,
-    ExceptionConfig,
-    PrecisionConfig,
-    RecipeConfig,
-)
+from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.schema import Config, ConfigError
 
 
 def compose_config(overrides: list[str], config_dir: str | Path) -> Config:

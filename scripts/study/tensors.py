@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, configure, set_determinism
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.schema import Bf16BlocksConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.controller import PrecisionController

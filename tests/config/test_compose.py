@@ -8,14 +8,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, to_yaml
 from megatron_fp4.config.help import help_text
-from megatron_fp4.config.schema import (
-    ComposedException,
-    Config,
-    ConfigError,
-    PhaseConfig,
-    PrecisionConfig,
-    RecipeConfig,
-)
+from megatron_fp4.config.precision_schema import ComposedException, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"
@@ -215,6 +209,20 @@ def test_exceptions_bring_their_recipes_whole():
     saved = json.loads(json.dumps(asdict(config)))
     assert config_from_saved(saved, [], CONFIGS) == config
     assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.exceptions == []
+
+
+def test_a_saved_switch_that_is_off_may_name_what_is_gone():
+    config = make("precision.switch.when=never")
+    saved = json.loads(json.dumps(asdict(config)))
+    saved["precision"]["switch"]["target"] = "gone"
+    gone = config_from_saved(saved, ["train.steps=7"], CONFIGS)
+    assert (gone.precision.switch.target, gone.train.steps, gone.after_switch) == ("gone", 7, None)
+    saved["precision"]["switch"]["when"] = "0.5"
+    assert config_from_saved(saved, ["precision.switch.when=never"], CONFIGS) == replace(
+        config, precision=gone.precision
+    )
+    with pytest.raises(ConfigError, match=r"precision\.switch\.target=gone is not a precision config"):
+        config_from_saved(saved, [], CONFIGS)
 
 
 @pytest.mark.parametrize(
