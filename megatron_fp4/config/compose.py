@@ -32,7 +32,9 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
     Raises ConfigError, one line naming the value and the remedy, for everything a user can get wrong in a key, a value,
     a group option or the syntax. Whether values fit together is for `megatron_fp4.checks` to say.
     """
-    directory = _config_directory(config_dir)
+    directory = Path(config_dir).resolve()
+    if not (directory / "config.yaml").is_file():
+        raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
     for override in overrides:
         if override.startswith("~"):
             raise ConfigError(f"{override}: nothing can be deleted; set another value or choose another option instead")
@@ -78,13 +80,6 @@ def group_options(config_dir: str | Path) -> dict[str, list[str]]:
     folders = sorted(path for path in Path(config_dir).iterdir() if path.is_dir())
     options = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
     return {group: names for group, names in options.items() if names}
-
-
-def _config_directory(config_dir: str | Path) -> Path:
-    directory = Path(config_dir).resolve()
-    if not (directory / "config.yaml").is_file():
-        raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
-    return directory
 
 
 def _compose(name: str, overrides: list[str], directory: Path) -> DictConfig:
