@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from data.bundle import DataBundle
-from data.kinds import KINDS
+from data.kinds import KINDS, check_kind
 from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
@@ -24,7 +24,8 @@ from megatron_fp4 import __version__
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
-from megatron_fp4.config.schema import Config, PrecisionConfig
+from megatron_fp4.config.precision_schema import PrecisionConfig
+from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
@@ -72,7 +73,7 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     device_type: what the machine offers, `cuda` or `cpu`.
     """
     check_model(config.model)
-    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model))
+    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model), check_kind)
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
@@ -286,7 +287,7 @@ def open_run_data(
     Raises ValueError or OSError for what cannot be opened or does not fit.
     """
     train, data, vocab_size = config.train, config.data, config.model.vocab_size
-    bundle = KINDS[data.kind](data, vocab_size)
+    bundle = KINDS[data.kind].open(data, vocab_size)
     phases = PhaseSchedule(
         [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
         train.steps,

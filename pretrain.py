@@ -36,7 +36,8 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
-from megatron_fp4.config.compose import help_text, to_yaml
+from megatron_fp4.config.compose import to_yaml
+from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from data.bundle import DataBundle
 from data.cache import build_once, default_cache_dir
@@ -30,6 +31,16 @@ SPLITS = ("train", "validation")
 # A full standard library has some 9 MB of code and 2 MB of prose.
 MIN_CHARACTERS = {CODE: 1_000_000, PROSE: 200_000}
 _BATCH_DOCUMENTS = 256
+
+
+def check_builtin(data: Any) -> None:
+    """Raise ValueError for settings of a configuration's `data` that are for data of one's own."""
+    for key in ("sources", "validation", "tokenizer", "eod_token"):
+        if getattr(data, key):
+            raise ValueError(
+                f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose data=indexed for your "
+                "own data"
+            )
 
 
 def open_builtin(vocab_size: int, cache_dir: str | Path | None = None) -> DataBundle:

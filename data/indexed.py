@@ -4,10 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from data.bundle import DataBundle
 from data.indexed_dataset import IndexedDataset
 from data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+
+
+def check_indexed(data: Any) -> None:
+    """Raise ValueError for a configuration's `data` without sources, with a cache, or with unknown names in blends."""
+    if data.cache_dir is not None:
+        raise ValueError(
+            f"data.cache_dir={data.cache_dir} has no effect with data.kind=indexed; leave it out (indexed files are "
+            "read where they lie)"
+        )
+    if not data.sources:
+        raise ValueError(
+            "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
+        )
+    for index, phase in enumerate(data.phases):
+        for source in phase.blend:
+            if source not in data.sources:
+                raise ValueError(
+                    f"data.phases[{index}].blend names {source}, which is not in data.sources; its sources: "
+                    f"{', '.join(data.sources)}"
+                )
 
 
 def open_indexed(

@@ -1,19 +1,39 @@
-"""The kinds of data, by the name that `data.kind` of a configuration gives them; each opens to a DataBundle."""
+"""The kinds of data, by the name that `data.kind` of a configuration gives them: one row each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from data.builtin import open_builtin
+from data.builtin import check_builtin, open_builtin
 from data.bundle import DataBundle
-from data.indexed import open_indexed
+from data.indexed import check_indexed, open_indexed
 
-# From the group `data` of a configuration, and the ids of its model. What a kind opens may be missing or may not fit
-# the model; it then raises FileNotFoundError or ValueError.
-KINDS: dict[str, Callable[[Any, int], DataBundle]] = {
-    "builtin": lambda data, vocab_size: open_builtin(vocab_size, data.cache_dir),
-    "indexed": lambda data, vocab_size: open_indexed(
-        vocab_size, data.sources, data.validation, data.tokenizer, data.eod_token
+
+class Kind(NamedTuple):
+    """Both get the group `data` of a configuration.
+
+    open: also gets the ids of the model; FileNotFoundError or ValueError for what is missing or does not fit the model.
+    check: before anything is opened, ValueError for settings that are missing or mean nothing to this kind.
+    """
+
+    open: Callable[[Any, int], DataBundle]
+    check: Callable[[Any], None]
+
+
+KINDS = {
+    "builtin": Kind(lambda data, vocab_size: open_builtin(vocab_size, data.cache_dir), check_builtin),
+    "indexed": Kind(
+        lambda data, vocab_size: open_indexed(
+            vocab_size, data.sources, data.validation, data.tokenizer, data.eod_token
+        ),
+        check_indexed,
     ),
 }
+
+
+def check_kind(data: Any) -> None:
+    """Raise ValueError for a group `data` whose kind nobody knows, or whose settings do not go with it."""
+    if data.kind not in KINDS:
+        raise ValueError(f"data.kind={data.kind} is not known; choose one of {', '.join(KINDS)}")
+    KINDS[data.kind].check(data)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megatron_fp4.config.schema import ConfigError, ExceptionConfig, ModelConfig
+from megatron_fp4.config.precision_schema import ExceptionConfig
+from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.precision.plan import LinearShape
 from models.attention import Attention
 from models.mamba2 import Mamba2

@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, check, set_determinism
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.schema import Bf16BlocksConfig, Config, ConfigError, SwitchConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,
@@ -122,14 +123,14 @@ def read_whole_manifest(folder: Path) -> Manifest:
 def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
     """The run's configuration with every linear quantized, and no switch. ConfigError if the recipe quantizes none."""
     saved = json.loads((checkpoint / "trainer.json").read_text())["config"]
-    config = config_from_saved(saved, overrides, CONFIGS)
+    config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS)
     if not recipe_from_config(config.precision).quantized:
         raise ConfigError(
             f"the run of {checkpoint} quantizes nothing (precision {config.precision.name}), so there is nothing to "
             "measure; name a recipe, as in precision=nvfp4"
         )
-    precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[], switch=SwitchConfig())
-    return replace(config, precision=precision, after_switch=None)
+    precision = replace(config.precision, bf16_blocks=Bf16BlocksConfig(), exceptions=[])
+    return replace(config, precision=precision)
 
 
 def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:

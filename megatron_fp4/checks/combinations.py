@@ -7,7 +7,7 @@ wrong with a value alone the schema refuses (`megatron_fp4/config/schema.py`); p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ParallelConfig
@@ -18,16 +18,22 @@ from megatron_fp4.training.schedule import WSDSchedule
 _TILE = 16
 
 
-def validate(config: Config, world_size: int, device_type: str, shared: Mapping[str, tuple[int, int]]) -> None:
+def validate(
+    config: Config,
+    world_size: int,
+    device_type: str,
+    shared: Mapping[str, tuple[int, int]],
+    check_kind: Callable[[DataConfig], None],
+) -> None:
     """Raise ConfigError for the first thing besides model and precision that cannot run on `world_size` ranks.
 
     device_type: what the machine offers, `cuda` or `cpu`. shared: what tensor-parallel ranks divide among them, by its
-    key, with the value of that key.
+    key, with the value of that key. check_kind: raises ValueError for what the kind of data refuses.
     """
     _mesh(config, world_size, shared)
     _batch(config, world_size)
     _schedule(config)
-    _data(config.data)
+    _data(config.data, check_kind)
     _paths_and_device(config, device_type)
     _looking_inside(config, device_type)
 
@@ -111,23 +117,11 @@ def _schedule(config: Config) -> None:
         )
 
 
-def _data(data: DataConfig) -> None:
-    if data.kind == "builtin":
-        for key in ("sources", "validation", "tokenizer", "eod_token"):
-            if getattr(data, key):
-                raise ConfigError(
-                    f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose "
-                    "data=indexed for your own data"
-                )
-    elif data.cache_dir is not None:
-        raise ConfigError(
-            f"data.cache_dir={data.cache_dir} has no effect with data.kind=indexed; leave it out (indexed files are "
-            "read where they lie)"
-        )
-    elif not data.sources:
-        raise ConfigError(
-            "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
-        )
+def _data(data: DataConfig, check_kind: Callable[[DataConfig], None]) -> None:
+    try:
+        check_kind(data)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if not data.phases:
         raise ConfigError(
             "data.phases is empty; give at least one: 'data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]'"
@@ -139,12 +133,6 @@ def _data(data: DataConfig) -> None:
             raise ConfigError(f"{key}.name={phase.name} is taken by another phase; rename one of them")
         if not phase.blend:
             raise ConfigError(f"{key}.blend is empty; give source weights, such as {{web: 0.8, code: 0.2}}")
-        for source in phase.blend:
-            if data.kind == "indexed" and source not in data.sources:
-                raise ConfigError(
-                    f"{key}.blend names {source}, which is not in data.sources; its sources: "
-                    f"{_listed(list(data.sources))}"
-                )
         if not sum(phase.blend.values()) > 0:
             raise ConfigError(f"{key}.blend={phase.blend} has no weight above 0; give at least one source some")
     total = sum(phase.fraction for phase in data.phases)

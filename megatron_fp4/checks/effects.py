@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_fp4.config.schema import Bf16BlocksConfig, ConfigError, OperandConfig, PrecisionConfig, SwitchConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig, OperandConfig, PrecisionConfig, SwitchConfig
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision.recipe import GEMMS, Recipe
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from megatron_fp4.checks.effects import validate_effects
-from megatron_fp4.config.schema import Config, ConfigError, OperandConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.plan import recipe_of
 from megatron_fp4.precision.recipe import PLACES, Place
 from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
@@ -57,6 +58,8 @@ def _operands(config: PrecisionConfig) -> list[tuple[Place, OperandConfig]]:
 
 def _operand(operand: OperandConfig, key: str) -> None:
     form = FORMATS.get(operand.format)
+    if form is None and operand.format != "bf16":
+        raise ConfigError(f"{key}.format={operand.format} is not known; choose one of bf16, {', '.join(FORMATS)}")
     if form is not None and not form.stochastic and operand.rounding != "nearest":
         raise ConfigError(
             f"{key}.rounding={operand.rounding} does not go with format={operand.format}: its codes are rounded to "

@@ -7,10 +7,8 @@ itself, and no OmegaConf object leaves this file.
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from megatron_fp4.config.errors import choose, explain, explain_value, shown, unknown_key
-from megatron_fp4.config.schema import (
-    ComposedException,
-    Config,
-    ConfigError,
-    ExceptionConfig,
-    PrecisionConfig,
-    RecipeConfig,
-)
+from megatron_fp4.config.errors import choose, explain, explain_value, unknown_key
+from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.schema import Config, ConfigError
 
 
 def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
@@ -40,7 +32,9 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
     Raises ConfigError, one line naming the value and the remedy, for everything a user can get wrong in a key, a value,
     a group option or the syntax. Whether values fit together is for `megatron_fp4.checks` to say.
     """
-    directory = _config_directory(config_dir)
+    directory = Path(config_dir).resolve()
+    if not (directory / "config.yaml").is_file():
+        raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
     for override in overrides:
         if override.startswith("~"):
             raise ConfigError(f"{override}: nothing can be deleted; set another value or choose another option instead")
@@ -48,7 +42,8 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
             raise ConfigError(
                 f"{override}: Hydra's own settings have no effect here; drop it (the output folder is run.dir)"
             )
-    return _config(_resolved(_compose("config", overrides, directory), overrides, directory), directory)
+    keys = _resolved(_compose("config", overrides, directory), overrides, directory)
+    return _with_switch(_config(keys, directory), directory)
 
 
 def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir: str | Path) -> Config:
@@ -72,7 +67,7 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
         merged = OmegaConf.merge(_written(asdict(config)), OmegaConf.from_dotlist(changes))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, changes, directory)) from error
-    return _config(_resolved(merged, changes, directory), directory)
+    return _with_switch(_config(_resolved(merged, changes, directory), directory), directory)
 
 
 def to_yaml(config: Config) -> str:
@@ -85,45 +80,6 @@ def group_options(config_dir: str | Path) -> dict[str, list[str]]:
     folders = sorted(path for path in Path(config_dir).iterdir() if path.is_dir())
     options = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
     return {group: names for group, names in options.items() if names}
-
-
-def help_text(config_dir: str | Path) -> str:
-    """What `pretrain.py --help` prints: groups with their options, keys with their defaults, examples."""
-    directory = _config_directory(config_dir)
-    chosen = _default_options(directory)
-    lines = [
-        "usage: pretrain.py [key=value ...]        torchrun --nproc-per-node 8 pretrain.py [key=value ...]",
-        "",
-        "Groups (group=option; * is the default):",
-    ]
-    for group, options in group_options(directory).items():
-        lines.append(f"  {group}")
-        for option in options:
-            mark = "*" if chosen.get(group) == option else " "
-            lines.append(f"  {mark} {option:<20}{_summary(directory / group / f'{option}.yaml')}")
-    lines += ["", "Keys and their values in the default run (megatron_fp4/config/schema.py explains each):"]
-    default = compose_config([], directory)
-    for section in fields(default):
-        if section.name != "after_switch":
-            lines += _key_lines(getattr(default, section.name), section.name)
-    lines += [
-        "",
-        "Examples:",
-        "  pretrain.py                                         a tiny model in NVFP4, minutes on a CPU",
-        "  pretrain.py precision=bf16 run.dir=runs/bf16        the same run without quantization",
-        "  pretrain.py precision.fprop.weight.block=1x16       1x16 weights in fprop and, following it, in dgrad",
-        "  pretrain.py precision.switch.when=0.9               change precision after 90% of the steps",
-        "  pretrain.py experiment=nemotron_h_8b data=my_corpus parallel=tensor_4",
-        "  pretrain.py 'experiment=[nemotron_h_8b,qaf]' data=my_corpus",
-    ]
-    return "\n".join(lines)
-
-
-def _config_directory(config_dir: str | Path) -> Path:
-    directory = Path(config_dir).resolve()
-    if not (directory / "config.yaml").is_file():
-        raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
-    return directory
 
 
 def _compose(name: str, overrides: list[str], directory: Path) -> DictConfig:
@@ -161,31 +117,30 @@ def _resolved(composed: Any, overrides: list[str], directory: Path) -> dict[str,
 
 
 def _config(keys: dict[str, Any], directory: Path) -> Config:
-    """`keys` checked, with the recipes of exceptions and the precision after the switch written out."""
+    """`keys` checked, with the recipes of exceptions written out, but not yet the precision after a switch."""
     if "after_switch" in keys:
         raise ConfigError(unknown_key("after_switch"))
     try:
         config = Config(**keys)
     except ValidationError as error:
         raise ConfigError(explain_value(error, keys, directory)) from error
-    config = replace(config, precision=_with_recipes(config.precision, config, directory))
+    return replace(config, precision=_with_recipes(config.precision, config, directory))
+
+
+def _with_switch(config: Config, directory: Path) -> Config:
+    """`config` with the precision after its switch; a switch that is off may name any target."""
     switch = config.precision.switch
-    _check_precision_name("precision.switch.target", switch.target, directory)
     if switch.when == "never":
         return config
     after = _precision("precision.switch.target", switch.target, config, directory)
     return replace(config, after_switch=_with_recipes(after, config, directory))
 
 
-def _check_precision_name(key: str, name: str, directory: Path) -> None:
-    if name not in (names := group_options(directory)["precision"]):
-        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
-
-
 def _precision(key: str, name: str, config: Config, directory: Path) -> PrecisionConfig:
     """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config`; overrides of
     the run's own precision do not carry over to it."""
-    _check_precision_name(key, name, directory)
+    if name not in (names := group_options(directory)["precision"]):
+        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
     own = _compose(f"precision/{name}", [], directory)
     merged = OmegaConf.merge(asdict(replace(config, precision=PrecisionConfig())), own)
     keys = _resolved(merged.precision, [], directory)
@@ -214,39 +169,3 @@ def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
     given = [field.name for field in fields(ExceptionConfig)]
     precision["exceptions"] = [{key: one[key] for key in given} for one in precision.get("exceptions", [])]
     return {**{key: keys[key] for key in keys if key != "after_switch"}, "precision": precision}
-
-
-def _default_options(directory: Path) -> dict[str, str]:
-    defaults = yaml.safe_load((directory / "config.yaml").read_text())["defaults"]
-    return {group: name for entry in defaults if isinstance(entry, dict) for group, name in entry.items() if name}
-
-
-def _summary(path: Path) -> str:
-    """The first sentence of the comment at the top of a config file, cut to a line."""
-    comment: list[str] = []
-    for line in path.read_text().splitlines():
-        if line.startswith("# @package"):
-            continue
-        if not line.startswith("# "):
-            break
-        comment.append(line[2:])
-    sentence = re.split(r"(?<=[.;]) (?=[A-Z0-9])", " ".join(comment))[0].rstrip(".;")
-    return textwrap.shorten(sentence, width=84, placeholder=" ...")
-
-
-def _key_lines(node: object, path: str) -> list[str]:
-    """`path:` with the node's plain keys as key=value, wrapped, followed by the same for nested nodes."""
-    assert is_dataclass(node)
-    values = {field.name: getattr(node, field.name) for field in fields(node)}
-    plain = [f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value)]
-    text = textwrap.fill(
-        "  ".join(plain),
-        width=108,
-        initial_indent=f"  {path}:  ",
-        subsequent_indent="      ",
-        break_on_hyphens=False,
-    )
-    lines = text.splitlines() if plain else []
-    return lines + [
-        line for key, value in values.items() if is_dataclass(value) for line in _key_lines(value, f"{path}.{key}")
-    ]

@@ -54,17 +54,17 @@ def _value_at(keys: Any, location: Sequence[str | int]) -> Any:
     return keys
 
 
-def _wrong_value(kind: str, location: Sequence[str | int], value: Any) -> str:
-    """kind: pydantic's name for what is wrong."""
+def _wrong_value(wrong: str, location: Sequence[str | int], value: Any) -> str:
+    """wrong: pydantic's name for what is."""
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-    if kind == "unexpected_keyword_argument":
+    if wrong == "unexpected_keyword_argument":
         return unknown_key(key)
     hint = _type_at(location)
     if value is None:
         return f"{key}=null: a value is needed here; give {_describe(hint)}"
-    if kind == "literal_error":
+    if wrong == "literal_error":
         return f"{key}={shown(value)} is not known; choose one of {', '.join(map(str, typing.get_args(hint)))}"
-    if kind in _RANGE:
+    if wrong in _RANGE:
         return f"{key}={shown(value)} is out of range; give {_range(hint)}{_such_as(location)}"
     return f"{key}={shown(value)}: expected {_describe(hint)}"
 
@@ -185,18 +185,18 @@ def _first_line(message: str) -> str:
     return message.strip().splitlines()[0].rstrip(".")
 
 
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(hint: Any) -> dict[str, Any]:
     """The keys that a user can set in a dataclass, and their types."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    hints.pop("after_switch", None)
-    return hints
+    found = typing.get_type_hints(hint, include_extras=True)
+    found.pop("after_switch", None)
+    return found
 
 
-def _keys(kind: Any, path: str) -> Iterator[str]:
-    for name, hint in _hints(kind).items():
+def _keys(hint: Any, path: str) -> Iterator[str]:
+    for name, inner in _hints(hint).items():
         yield path + name
-        if is_dataclass(hint):
-            yield from _keys(hint, f"{path}{name}.")
+        if is_dataclass(inner):
+            yield from _keys(inner, f"{path}{name}.")
 
 
 def _parts(key: str) -> list[str]:
@@ -205,15 +205,15 @@ def _parts(key: str) -> list[str]:
 
 def _type_at(location: Sequence[str | int]) -> Any:
     """The type of the field at a dotted key's parts; None if there is none."""
-    kind: Any = Config
+    hint: Any = Config
     for part in location:
-        if is_dataclass(kind):
-            kind = _hints(kind).get(str(part))
-        elif typing.get_origin(kind) in (list, dict):
-            kind = typing.get_args(kind)[-1]
+        if is_dataclass(hint):
+            hint = _hints(hint).get(str(part))
+        elif typing.get_origin(hint) in (list, dict):
+            hint = typing.get_args(hint)[-1]
         else:
             return None
-    return kind
+    return hint
 
 
 def _describe(hint: Any) -> str:
@@ -237,7 +237,8 @@ def _describe(hint: Any) -> str:
 def _range(hint: Any) -> str:
     """The bounds of an annotated number: `1 or more`, `above 0 and at most 1`."""
     words = {"ge": "{} or more", "gt": "a number above {}", "le": "at most {}", "lt": "below {}"}
-    bounds = {name: getattr(mark, name) for mark in hint.__metadata__ for name in words if hasattr(mark, name)}
+    marks = [mark for field in hint.__metadata__ for mark in getattr(field, "metadata", ())]
+    bounds = {name: getattr(mark, name) for mark in marks for name in words if hasattr(mark, name)}
     if bounds.keys() == {"ge", "le"}:
         return f"a number between {bounds['ge']} and {bounds['le']}"
     return " and ".join(words[name].format(bound) for name, bound in bounds.items()) or "a finite number"

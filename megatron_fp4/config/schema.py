@@ -13,40 +13,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BeforeValidator, ConfigDict, FiniteFloat
 from pydantic.dataclasses import dataclass
+
+from megatron_fp4.config.precision_schema import PrecisionConfig
+from megatron_fp4.config.strict import (
+    STRICT,
+    AtLeastOne,
+    AtLeastZero,
+    Beta,
+    Integer,
+    NotNegative,
+    Positive,
+    PositiveShare,
+    Share,
+)
 
 
 class ConfigError(ValueError):
     """What a user got wrong in the configuration: one line that names the key, the value and the remedy."""
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("true and false are no numbers")  # pydantic would read 1 and 0
-    return value
-
-
-def _integer(value: Any) -> Any:
-    if isinstance(value, float):
-        raise ValueError("a number with a decimal point is no integer")  # pydantic would read 2.0 as 2
-    return _number(value)
-
-
-Integer = Annotated[int, BeforeValidator(_integer)]
-Number = Annotated[FiniteFloat, BeforeValidator(_number)]
-AtLeastOne = Annotated[Integer, Ge(1)]
-AtLeastZero = Annotated[Integer, Ge(0)]
-Positive = Annotated[Number, Gt(0)]
-NotNegative = Annotated[Number, Ge(0)]
-Share = Annotated[Number, Ge(0), Le(1)]
-PositiveShare = Annotated[Number, Gt(0), Le(1)]
-Beta = Annotated[Number, Ge(0), Lt(1)]
-TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
-STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -98,162 +84,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class OperandConfig:
-    """How one GEMM operand is quantized.
-
-    format: `bf16` (not quantized), `nvfp4`, `mxfp4`, `mxfp8` or `fp8`.
-    block: elements that share a scale, rows x columns with the columns along the dot product: nvfp4 `1x16` or
-        `16x16`, mxfp4 and mxfp8 `1x32` or `32x32`, fp8 `1x128` or `128x128`. Ignored for `bf16`.
-    rounding: `nearest` or `stochastic` (not mxfp8).
-    four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
-    power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
-    reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
-        product (paper, Fig. 14, "along same dim"). Needs the emulated backend: tensor cores want scales along the
-        dot product.
-    """
-
-    format: Literal["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8"] = "bf16"
-    block: str = "1x16"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    four_over_six: bool = False
-    power_of_two_scales: bool = False
-    reuse_fprop: bool = False
-
-
-@dataclass(frozen=True, config=STRICT)
-class FpropConfig:
-    """y = x W^T. `rht`: size of the random Hadamard transform of both operands, 0 for none."""
-
-    activation: OperandConfig = field(default_factory=OperandConfig)
-    weight: OperandConfig = field(default_factory=OperandConfig)
-    rht: TransformSize = 0
-
-
-@dataclass(frozen=True, config=STRICT)
-class DgradConfig:
-    """dx = dy W."""
-
-    gradient: OperandConfig = field(default_factory=OperandConfig)
-    weight: OperandConfig = field(default_factory=OperandConfig)
-    rht: TransformSize = 0
-
-
-@dataclass(frozen=True, config=STRICT)
-class WgradConfig:
-    """dW = dy^T x."""
-
-    gradient: OperandConfig = field(default_factory=OperandConfig)
-    activation: OperandConfig = field(default_factory=OperandConfig)
-    rht: TransformSize = 0
-
-
-@dataclass(frozen=True, config=STRICT)
-class Bf16BlocksConfig:
-    """Which linears stay in BF16 although the recipe is quantized.
-
-    first, last: blocks counted from each end of the pattern.
-    names: shell patterns (`*`, `?`, `[...]`) over the names of linears, such as `blocks.3.*` or `*.out_proj`.
-    file: a plan file (YAML with a list under `bf16`), as `scripts/analyze_precision.py` writes.
-    """
-
-    first: AtLeastZero = 0
-    last: AtLeastZero = 0
-    names: list[str] = field(default_factory=list)
-    file: str | None = None
-
-
-@dataclass(frozen=True, config=STRICT)
-class RecipeConfig:
-    """What the three GEMMs of a linear get.
-
-    name: shown in the plan and the logs.
-    amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
-        `shard` is Transformer Engine's per-shard behaviour.
-    rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
-    """
-
-    name: str = "bf16"
-    amax: Literal["global", "shard"] = "global"
-    rht_signs: Literal["fixed", "none", "fresh"] = "fixed"
-    fprop: FpropConfig = field(default_factory=FpropConfig)
-    dgrad: DgradConfig = field(default_factory=DgradConfig)
-    wgrad: WgradConfig = field(default_factory=WgradConfig)
-
-
-@dataclass(frozen=True, config=STRICT)
-class ExceptionConfig:
-    """Linears that have another recipe than the run's.
-
-    names: shell patterns over the names of linears, as in `bf16_blocks.names`.
-    blocks: letters of `model.pattern`: only linears of these kinds of blocks. Empty: of all.
-    precision: whose recipe they take, a name under `configs/precision/`.
-    """
-
-    names: list[str] = field(default_factory=lambda: ["*"])
-    blocks: str = ""
-    precision: str = "bf16"
-
-
-@dataclass(frozen=True, config=STRICT)
-class ComposedException(ExceptionConfig):
-    """An exception with its recipe written out: what every one is once the configuration is composed."""
-
-    recipe: RecipeConfig = field(default_factory=RecipeConfig)
-
-
-@dataclass(frozen=True, config=STRICT)
-class SwitchConfig:
-    """The change of plan during a run (paper, section 5 and appendix D).
-
-    when: `never`; `before_decay` (the step at which the learning rate starts to decay); a fraction of the run
-        such as `0.8`; a step such as `5000`; or `gradient_noise` (papers/004 section 4: the gradient norm fell
-        below sqrt(3) times the norm of the quantization noise).
-    scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer
-        quantized, fprop's take 1x16 blocks).
-    target: the precision config to switch to, a name under `configs/precision/`.
-    threshold, interval, patience: of `gradient_noise`: the ratio, the steps between measurements and how many
-        measurements in a row must lie below the ratio.
-    rewarm_steps: steps over which the learning rate climbs again from zero after the switch (0: it does not).
-    """
-
-    when: str = "never"
-    scope: Literal["both", "forward", "backward"] = "both"
-    target: str = "bf16"
-    threshold: Positive = 1.7320508
-    interval: AtLeastOne = 50
-    patience: AtLeastOne = 3
-    rewarm_steps: AtLeastZero = 0
-
-
-@dataclass(frozen=True, config=STRICT)
-class DiagnosticsConfig:
-    """Measurements of what quantization does to a run; `interval` in steps, 0 switches them off."""
-
-    interval: AtLeastZero = 0
-
-
-@dataclass(frozen=True, config=STRICT)
-class PrecisionConfig(RecipeConfig):
-    """What every GEMM of every linear gets, and who computes it.
-
-    compute_dtype: `bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only).
-    backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
-    bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
-    recheck_interval: every so many steps one quantized linear is computed again by the reference and compared, the
-        linears taking turns; 0: never. recheck_action: what a difference does: `end` the run, or `warn`.
-    """
-
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
-    recheck_interval: AtLeastZero = 0
-    recheck_action: Literal["end", "warn"] = "end"
-    bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
-    exceptions: list[ExceptionConfig] = field(default_factory=list)
-    switch: SwitchConfig = field(default_factory=SwitchConfig)
-    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)
-
-
-@dataclass(frozen=True, config=STRICT)
 class PhaseConfig:
     """A span of training with one blend: `fraction` of the run's steps, `blend` source name -> weight."""
 
@@ -266,7 +96,8 @@ class PhaseConfig:
 class DataConfig:
     """Where tokens come from.
 
-    kind: `builtin` (the interpreter's own standard library) or `indexed` (Megatron `.bin`/`.idx` files).
+    kind: a row of data/kinds.py: `builtin` (the interpreter's own standard library), `indexed` (Megatron `.bin`/`.idx`
+        files).
     cache_dir: where the built-in corpus is kept; null means the user's cache directory.
     sources, validation: name -> path prefix of the `.bin`/`.idx` pair (`indexed` only).
     tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
@@ -275,7 +106,7 @@ class DataConfig:
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
 
-    kind: Literal["builtin", "indexed"] = "builtin"
+    kind: str = "builtin"
     cache_dir: str | None = None
     sources: dict[str, str] = field(default_factory=dict)
     validation: dict[str, str] = field(default_factory=dict)
@@ -296,7 +127,7 @@ class TrainConfig:
         compiled norms and activations) or `auto` (fused on CUDA as far as its packages are installed, else torch).
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
-        Gradients have the same bits in all three.
+        In BF16, gradients have the same bits in all three (models/recompute.py has the exception in FP32).
     """
 
     steps: AtLeastOne = 300

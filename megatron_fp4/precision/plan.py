@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megatron_fp4.config.schema import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
 from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from megatron_fp4.config.schema import (
+from megatron_fp4.config.precision_schema import (
     DgradConfig,
     FpropConfig,
     OperandConfig,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_fp4.config.schema import PrecisionConfig
+from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.plan import recipe_of
 from megatron_fp4.precision.recipe import PLACES, Operand, Place, Recipe, recipe_from_config

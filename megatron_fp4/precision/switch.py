@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_fp4.config.schema import SwitchConfig
+from megatron_fp4.config.precision_schema import SwitchConfig
 
 
 def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:

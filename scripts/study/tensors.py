@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, configure, set_determinism
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.schema import Bf16BlocksConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.controller import PrecisionController
@@ -142,7 +142,7 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
             raise ValueError(f"--checkpoint {checkpoint} is no folder; name one like runs/a/checkpoints/step_00000300")
         steps = read_manifest(checkpoint).step
         saved = json.loads((checkpoint / "trainer.json").read_text())["config"]
-        config = config_from_saved(saved, overrides, CONFIGS)
+        config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS)
     else:
         micro, length = size.tokens
         own = [f"train.micro_batch_size={micro}", f"train.global_batch_size={micro}", f"train.sequence_length={length}"]

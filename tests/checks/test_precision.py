@@ -67,6 +67,19 @@ def test_recipes_that_cannot_be_computed(changes, value, remedy):
     assert remedy in message
 
 
+def test_unknown_formats_are_refused_wherever_a_recipe_is():
+    change = {"fprop.weight.format": "nvfp5"}
+    message = "precision.fprop.weight.format=nvfp5 is not known; choose one of bf16, nvfp4, mxfp4, mxfp8, fp8"
+    assert refusal({"precision.fprop.weight.format": "nvfp5"}) == message
+    config = composed("precision.exceptions=[{precision: mxfp8}]")
+    (exception,) = config.precision.exceptions
+    exceptions = [changed(exception, {"recipe": changed(exception.recipe, change)})]
+    where = "precision.exceptions[0].precision=mxfp8: "
+    assert refusal({"precision.exceptions": exceptions}) == where + message
+    target = changed(composed("precision=mxfp8").precision, change)
+    assert refusal({"after_switch": target}) == "precision.switch.target=bf16: " + message
+
+
 def test_a_recheck_of_nothing_is_refused():
     message = refusal({"precision.recheck_interval": 10}, "precision=bf16")
     assert "precision.recheck_interval=10, but precision=bf16 quantizes nothing" in message

@@ -6,15 +6,10 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, help_text, to_yaml
-from megatron_fp4.config.schema import (
-    ComposedException,
-    Config,
-    ConfigError,
-    PhaseConfig,
-    PrecisionConfig,
-    RecipeConfig,
-)
+from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, to_yaml
+from megatron_fp4.config.help import help_text
+from megatron_fp4.config.precision_schema import ComposedException, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"
@@ -216,6 +211,20 @@ def test_exceptions_bring_their_recipes_whole():
     assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.exceptions == []
 
 
+def test_a_saved_switch_that_is_off_may_name_what_is_gone():
+    config = make("precision.switch.when=never")
+    saved = json.loads(json.dumps(asdict(config)))
+    saved["precision"]["switch"]["target"] = "gone"
+    gone = config_from_saved(saved, ["train.steps=7"], CONFIGS)
+    assert (gone.precision.switch.target, gone.train.steps, gone.after_switch) == ("gone", 7, None)
+    saved["precision"]["switch"]["when"] = "0.5"
+    assert config_from_saved(saved, ["precision.switch.when=never"], CONFIGS) == replace(
+        config, precision=gone.precision
+    )
+    with pytest.raises(ConfigError, match=r"precision\.switch\.target=gone is not a precision config"):
+        config_from_saved(saved, [], CONFIGS)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -308,8 +317,7 @@ def test_switch_target_resolves_with_the_runs_model():
     with pytest.raises(ConfigError, match=r"precision\.switch\.target=foo.*nvfp4"):
         after_switch("foo", *model)
     assert make(*model, "precision.switch.when=never").after_switch is None
-    with pytest.raises(ConfigError, match=r"precision\.switch\.target=foo.*nvfp4"):
-        make("precision.switch.when=never", "precision.switch.target=foo")
+    assert make("precision.switch.when=never", "precision.switch.target=foo").after_switch is None
     for mistake in ("after_switch=null", "+after_switch={name: bf16}", "after_switch.name=bf16"):
         with pytest.raises(ConfigError, match=r"^after_switch(\.name)? is not a key"):
             make(mistake)

@@ -250,7 +250,7 @@ def test_from_text_to_a_run(
     words = shlex.split(printed.out.split("pretrain.py")[1].replace("\\\n", " "))
     assert pretrain.main(["--check", *words, "train.sequence_length=64"]) == 0
     config = compose_config(words, assembly.CONFIGS)
-    bundle = KINDS[config.data.kind](config.data, config.model.vocab_size)
+    bundle = KINDS[config.data.kind].open(config.data, config.model.vocab_size)
     assert bundle.tokenizer is not None
     assert bundle.tokenizer.fingerprint() == load_tokenizer(folder / "tokenizer.json").fingerprint()
     assert set(bundle.train) == set(bundle.validation) == {"my_web"}

@@ -24,7 +24,7 @@ def test_opens_ones_own_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
         tokenizer=tmp_path / "tokenizer.json",
         eod_token=None,
     )
-    bundle = KINDS["indexed"](configured, 1000)
+    bundle = KINDS["indexed"].open(configured, 1000)
     assert bundle.train["web"].num_tokens == 500 and bundle.validation["web"].num_tokens == 100
     assert bundle.tokenizer is not None and bundle.tokenizer.fingerprint() == tokenizer.fingerprint()
     assert bundle.train["web"].identity() == web.identity()

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.config.schema import Bf16BlocksConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
+from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated

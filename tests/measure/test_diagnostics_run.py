@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.config.schema import Bf16BlocksConfig, ModelConfig, OptimizerConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
+from megatron_fp4.config.schema import ModelConfig, OptimizerConfig
 from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel

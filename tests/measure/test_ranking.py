@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_fp4.config.schema import Bf16BlocksConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.measure.ranking import plan_file, rank_linears, select_bf16
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe

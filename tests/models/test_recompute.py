@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import models.recompute
-from megatron_fp4.config.schema import Bf16BlocksConfig, ParallelConfig
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
+from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock

@@ -5,7 +5,7 @@ import torch
 import yaml
 
 import megatron_fp4.precision.emulated as emulated
-from megatron_fp4.config.schema import (
+from megatron_fp4.config.precision_schema import (
     Bf16BlocksConfig,
     ComposedException,
     DgradConfig,

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
+from megatron_fp4.config.precision_schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_GRADIENT,

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_fp4.config.schema import SwitchConfig
+from megatron_fp4.config.precision_schema import SwitchConfig
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 
 

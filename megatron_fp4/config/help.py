@@ -1,0 +1,80 @@
+"""What `pretrain.py --help` prints."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import yaml
+
+from megatron_fp4.config.compose import compose_config, group_options
+from megatron_fp4.config.errors import shown
+
+
+def help_text(config_dir: str | Path) -> str:
+    """Groups with their options, keys with their defaults, examples."""
+    directory = Path(config_dir).resolve()
+    default, chosen = compose_config([], directory), _default_options(directory)
+    lines = [
+        "usage: pretrain.py [key=value ...]        torchrun --nproc-per-node 8 pretrain.py [key=value ...]",
+        "",
+        "Groups (group=option; * is the default):",
+    ]
+    for group, options in group_options(directory).items():
+        lines.append(f"  {group}")
+        for option in options:
+            mark = "*" if chosen.get(group) == option else " "
+            lines.append(f"  {mark} {option:<20}{_summary(directory / group / f'{option}.yaml')}")
+    lines += ["", "Keys and their values in the default run (megatron_fp4/config/*schema.py explain each):"]
+    for section in fields(default):
+        if section.name != "after_switch":
+            lines += _key_lines(getattr(default, section.name), section.name)
+    lines += [
+        "",
+        "Examples:",
+        "  pretrain.py                                         a tiny model in NVFP4, minutes on a CPU",
+        "  pretrain.py precision=bf16 run.dir=runs/bf16        the same run without quantization",
+        "  pretrain.py precision.fprop.weight.block=1x16       1x16 weights in fprop and, following it, in dgrad",
+        "  pretrain.py precision.switch.when=0.9               change precision after 90% of the steps",
+        "  pretrain.py experiment=nemotron_h_8b data=my_corpus parallel=tensor_4",
+        "  pretrain.py 'experiment=[nemotron_h_8b,qaf]' data=my_corpus",
+    ]
+    return "\n".join(lines)
+
+
+def _default_options(directory: Path) -> dict[str, str]:
+    defaults = yaml.safe_load((directory / "config.yaml").read_text())["defaults"]
+    return {group: name for entry in defaults if isinstance(entry, dict) for group, name in entry.items() if name}
+
+
+def _summary(path: Path) -> str:
+    """The first sentence of the comment at the top of a config file, cut to a line."""
+    comment: list[str] = []
+    for line in path.read_text().splitlines():
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("# "):
+            break
+        comment.append(line[2:])
+    sentence = re.split(r"(?<=[.;]) (?=[A-Z0-9])", " ".join(comment))[0].rstrip(".;")
+    return textwrap.shorten(sentence, width=84, placeholder=" ...")
+
+
+def _key_lines(node: object, path: str) -> list[str]:
+    """`path:` with the node's plain keys as key=value, wrapped, followed by the same for nested nodes."""
+    assert is_dataclass(node)
+    values = {field.name: getattr(node, field.name) for field in fields(node)}
+    plain = [f"{key}={shown(value)}" for key, value in values.items() if not is_dataclass(value)]
+    text = textwrap.fill(
+        "  ".join(plain),
+        width=108,
+        initial_indent=f"  {path}:  ",
+        subsequent_indent="      ",
+        break_on_hyphens=False,
+    )
+    lines = text.splitlines() if plain else []
+    return lines + [
+        line for key, value in values.items() if is_dataclass(value) for line in _key_lines(value, f"{path}.{key}")
+    ]

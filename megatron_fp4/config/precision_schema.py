@@ -1,0 +1,168 @@
+"""The group `precision` of the configuration: what every GEMM gets, who computes it, and when that changes."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from megatron_fp4.config.strict import STRICT, AtLeastOne, AtLeastZero, Positive
+
+TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
+
+
+@dataclass(frozen=True, config=STRICT)
+class OperandConfig:
+    """How one GEMM operand is quantized.
+
+    format: `bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`.
+    block: elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or
+        `16x16`; the format's row says which. Ignored for `bf16`.
+    rounding: `nearest` or `stochastic`, where the format has it.
+    four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
+    power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
+    reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
+        product (paper, Fig. 14, "along same dim"). Needs the emulated backend: tensor cores want scales along the
+        dot product.
+    """
+
+    format: str = "bf16"
+    block: str = "1x16"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    four_over_six: bool = False
+    power_of_two_scales: bool = False
+    reuse_fprop: bool = False
+
+
+@dataclass(frozen=True, config=STRICT)
+class FpropConfig:
+    """y = x W^T. `rht`: size of the random Hadamard transform of both operands, 0 for none."""
+
+    activation: OperandConfig = field(default_factory=OperandConfig)
+    weight: OperandConfig = field(default_factory=OperandConfig)
+    rht: TransformSize = 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class DgradConfig:
+    """dx = dy W."""
+
+    gradient: OperandConfig = field(default_factory=OperandConfig)
+    weight: OperandConfig = field(default_factory=OperandConfig)
+    rht: TransformSize = 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class WgradConfig:
+    """dW = dy^T x."""
+
+    gradient: OperandConfig = field(default_factory=OperandConfig)
+    activation: OperandConfig = field(default_factory=OperandConfig)
+    rht: TransformSize = 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class Bf16BlocksConfig:
+    """Which linears stay in BF16 although the recipe is quantized.
+
+    first, last: blocks counted from each end of the pattern.
+    names: shell patterns (`*`, `?`, `[...]`) over the names of linears, such as `blocks.3.*` or `*.out_proj`.
+    file: a plan file (YAML with a list under `bf16`), as `scripts/analyze_precision.py` writes.
+    """
+
+    first: AtLeastZero = 0
+    last: AtLeastZero = 0
+    names: list[str] = field(default_factory=list)
+    file: str | None = None
+
+
+@dataclass(frozen=True, config=STRICT)
+class RecipeConfig:
+    """What the three GEMMs of a linear get.
+
+    name: shown in the plan and the logs.
+    amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
+        `shard` is Transformer Engine's per-shard behaviour.
+    rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
+    """
+
+    name: str = "bf16"
+    amax: Literal["global", "shard"] = "global"
+    rht_signs: Literal["fixed", "none", "fresh"] = "fixed"
+    fprop: FpropConfig = field(default_factory=FpropConfig)
+    dgrad: DgradConfig = field(default_factory=DgradConfig)
+    wgrad: WgradConfig = field(default_factory=WgradConfig)
+
+
+@dataclass(frozen=True, config=STRICT)
+class ExceptionConfig:
+    """Linears that have another recipe than the run's.
+
+    names: shell patterns over the names of linears, as in `bf16_blocks.names`.
+    blocks: letters of `model.pattern`: only linears of these kinds of blocks. Empty: of all.
+    precision: whose recipe they take, a name under `configs/precision/`.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["*"])
+    blocks: str = ""
+    precision: str = "bf16"
+
+
+@dataclass(frozen=True, config=STRICT)
+class ComposedException(ExceptionConfig):
+    """An exception with its recipe written out: what every one is once the configuration is composed."""
+
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+
+
+@dataclass(frozen=True, config=STRICT)
+class SwitchConfig:
+    """The change of plan during a run (paper, section 5 and appendix D).
+
+    when: `never`; `before_decay` (the step at which the learning rate starts to decay); a fraction of the run
+        such as `0.8`; a step such as `5000`; or `gradient_noise` (arXiv 2505.19115, section 4.1: the gradient norm
+        fell below sqrt(3) times the norm of the quantization noise).
+    scope: `both`, `forward` (fprop only) or `backward` (dgrad and wgrad; where dgrad's weights are no longer
+        quantized, fprop's take 1x16 blocks).
+    target: the precision config to switch to, a name under `configs/precision/`.
+    threshold, interval, patience: of `gradient_noise`: the ratio, the steps between measurements and how many
+        measurements in a row must lie below the ratio.
+    rewarm_steps: steps over which the learning rate climbs again from zero after the switch (0: it does not).
+    """
+
+    when: str = "never"
+    scope: Literal["both", "forward", "backward"] = "both"
+    target: str = "bf16"
+    threshold: Positive = 1.7320508
+    interval: AtLeastOne = 50
+    patience: AtLeastOne = 3
+    rewarm_steps: AtLeastZero = 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class DiagnosticsConfig:
+    """Measurements of what quantization does to a run; `interval` in steps, 0 switches them off."""
+
+    interval: AtLeastZero = 0
+
+
+@dataclass(frozen=True, config=STRICT)
+class PrecisionConfig(RecipeConfig):
+    """What every GEMM of every linear gets, and who computes it.
+
+    compute_dtype: `bfloat16`, or `float32` for comparisons of meshes and devices (emulated backend only).
+    backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
+    bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
+    recheck_interval: every so many steps one quantized linear is computed again by the reference and compared, the
+        linears taking turns; 0: never. recheck_action: what a difference does: `end` the run, or `warn`.
+    """
+
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
+    recheck_interval: AtLeastZero = 0
+    recheck_action: Literal["end", "warn"] = "end"
+    bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
+    exceptions: list[ExceptionConfig] = field(default_factory=list)
+    switch: SwitchConfig = field(default_factory=SwitchConfig)
+    diagnostics: DiagnosticsConfig = field(default_factory=DiagnosticsConfig)

@@ -1,0 +1,31 @@
+"""What the schema's dataclasses share: numbers in their ranges, and no key that they do not have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")  # pydantic would read 1 and 0
+    return value
+
+
+def _integer(value: Any) -> Any:
+    if isinstance(value, float):
+        raise ValueError("a number with a decimal point is no integer")  # pydantic would read 2.0 as 2
+    return _number(value)
+
+
+Integer = Annotated[int, BeforeValidator(_integer)]
+Number = Annotated[FiniteFloat, BeforeValidator(_number)]
+AtLeastOne = Annotated[Integer, Field(ge=1)]
+AtLeastZero = Annotated[Integer, Field(ge=0)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+PositiveShare = Annotated[Number, Field(gt=0, le=1)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
