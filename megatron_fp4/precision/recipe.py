@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -42,12 +43,12 @@ class Place:
     side: str
     tensor: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The label of the operand in keys of draws, records and plans, such as `dgrad_gradient`."""
         return f"{self.gemm}_{self.tensor}"
 
-    @property
+    @cached_property
     def transposed(self) -> bool:
         """Whether the operand is the transposed tensor: its dot product lies along the tensor's rows."""
         return self == USES[self.tensor][1]
@@ -143,23 +144,23 @@ class Recipe:
     amax: str = "global"
 
     def __getitem__(self, place: Place) -> Operand:
-        gemm = self.gemms[place.gemm]
-        return gemm.left if place.side == "left" else gemm.right
+        operand: Operand = getattr(getattr(self, place.gemm), place.side)
+        return operand
 
-    @property
+    @cached_property
     def gemms(self) -> dict[str, Gemm]:
         """The GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
-    @property
+    @cached_property
     def operands(self) -> dict[Place, Operand]:
         """The six operands by their places."""
         return {place: self[place] for place in PLACES}
 
-    @property
-    def formats(self) -> set[str]:
+    @cached_property
+    def formats(self) -> frozenset[str]:
         """Of the quantized operands."""
-        return {operand.format for operand in self.operands.values() if operand.quantized}
+        return frozenset(operand.format for operand in self.operands.values() if operand.quantized)
 
     @property
     def quantized(self) -> bool:

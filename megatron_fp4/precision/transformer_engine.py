@@ -69,6 +69,7 @@ FUSED_TRANSFORM_COLUMNS = 128
 FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 
 
+@functools.cache
 def demands(recipe: Recipe) -> Demands:
     """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
     multiple = max((GEMM_MULTIPLES[form] for form in recipe.formats if form in GEMM_MULTIPLES), default=1)
