@@ -67,11 +67,15 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class DryRun:
-    """messages: the collectives of one step as the first rank sees them, with their number; groups go by axis name."""
+    """messages: the collectives of one step as the first rank sees them, with their number; groups go by axis name.
+
+    execution: the kernels that it was planned with.
+    """
 
     memory: RankMemory
     messages: Mapping[Message, int]
     micro_batches: int
+    execution: Execution
 
 
 @contextmanager
@@ -93,7 +97,8 @@ def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
     with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        model, controller = build(mesh, clock, planned_execution(config), PlanningBackend())
+        execution = planned_execution(config)
+        model, controller = build(mesh, clock, execution, PlanningBackend())
         num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = min(num_micro_batches, 3)
@@ -134,7 +139,7 @@ def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
                     message.operation, names.get(message.group, "all ranks"), message.ranks, message.num_bytes
                 )
                 messages[named] += count * times
-        return DryRun(memory, messages, num_micro_batches)
+        return DryRun(memory, messages, num_micro_batches, execution)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def on(other: NvidiaGPU) -> Iterator[None]:
         gpu = before
 
 
-def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Launch a kernel of this room on the device of its first argument.
 
     kernel: `module.name`. arguments: tensors and numbers in the order of its signature. constants: by their names
