@@ -1,8 +1,9 @@
 """What a backend is: it makes the operands of GEMMs and multiplies them; the autograd function does the rest.
 
 Three exist: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels of Blackwell and Hopper)
-and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). A linear holds the one that the plan gave
-it, and hands each operand only to the backend that made it. What each cannot compute is in `refusals.py`.
+and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's
+controller (`controller.py`) gives each linear its backend, which alone gets the operands that it made. What each cannot
+compute is in `refusals.py`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class ObservedCall(Protocol):
 
 @dataclass
 class LinearContext:
-    """What one linear needs to know besides its tensors. The plan writes `name`, `recipe`, `clock` and `backend`.
+    """What one linear needs to know besides its tensors. `name`, `recipe`, `clock` and `backend` are written by the
+    run's controller (precision/controller.py).
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
