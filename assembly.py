@@ -25,7 +25,6 @@ from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config, PrecisionConfig
-from megatron_fp4.measure.nonfinite import NonFiniteGuard
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
@@ -36,12 +35,15 @@ from megatron_fp4.precision.plan import Plan, build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
+from megatron_fp4.report.metrics import StepMetrics
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.identity import run_identity
+from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.step import StepResult
 from models.execution import Execution
 from models.execution_choice import agreed_execution, choose_execution
 from models.flops import training_flops_per_token
@@ -160,6 +162,24 @@ class Run:
         """The learning rate of `step` (from 0)."""
         switch = self.controller.switch
         return self.schedule.lr(step, switch.switched_at, switch.config.rewarm_steps)
+
+    def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
+        """The record of `step` (from 0), which took `seconds`."""
+        switch, rate = self.controller.switch, self.tokens_per_step / seconds
+        before, after = self.config.precision.name, f"after the switch to {switch.config.target}"
+        return StepMetrics(
+            step=step + 1,
+            tokens=(step + 1) * self.tokens_per_step,
+            loss=result.loss,
+            lr=self.lr(step),
+            grad_norm=result.grad_norm,
+            tokens_per_second=rate,
+            model_tflops=self.flops_per_token * rate / self.mesh.world_size / 1e12,
+            step_time=seconds,
+            skipped=result.skipped,
+            phase=self.phases.locate(step * self.config.train.global_batch_size).phase,
+            plan=before if switch.switched_at is None else after,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""

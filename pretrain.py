@@ -44,13 +44,12 @@ from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.recheck import RecheckError
 from megatron_fp4.report import console as show
-from megatron_fp4.report.metrics import StepMetrics
 from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.run_lock import sole_run
 from megatron_fp4.training.signals import StopRequest
-from megatron_fp4.training.step import StepResult, train_step
+from megatron_fp4.training.step import train_step
 from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count
 from models.pattern import MIXERS
@@ -169,7 +168,7 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
             )
         measurements.write(step)
         run.guard.observe(result, step, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
-        log.step(step_metrics(run, step, result, time.perf_counter() - began), run.guard.state_dict())
+        log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
             log.validation(done, done * run.tokens_per_step, losses)
@@ -184,25 +183,6 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
 def is_due(interval: int, done: int) -> bool:
     """Whether something that happens every `interval` steps (0: never) happens after `done` steps."""
     return interval > 0 and done % interval == 0
-
-
-def step_metrics(run: Run, step: int, result: StepResult, seconds: float) -> StepMetrics:
-    """The record of `step` (from 0), which took `seconds`."""
-    config, switch = run.config, run.controller.switch
-    rate = run.tokens_per_step / seconds
-    return StepMetrics(
-        step=step + 1,
-        tokens=(step + 1) * run.tokens_per_step,
-        loss=result.loss,
-        lr=run.lr(step),
-        grad_norm=result.grad_norm,
-        tokens_per_second=rate,
-        model_tflops=run.flops_per_token * rate / run.mesh.world_size / 1e12,
-        step_time=seconds,
-        skipped=result.skipped,
-        phase=run.phases.locate(step * config.train.global_batch_size).phase,
-        plan=config.precision.name if switch.switched_at is None else f"after the switch to {switch.config.target}",
-    )
 
 
 def introduce_run(run: Run, start: int) -> None:

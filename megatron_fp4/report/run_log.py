@@ -16,7 +16,7 @@ from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
 class RunLog:
     """The metrics and the console of one run, on its first rank; silent on the others (`active=False`).
 
-    The console speaks from the start. Metrics are recorded between `open` and the end of a `with` around the training
+    The console prints from the start. Metrics are recorded between `open` and the end of a `with` around the training
     loop; before that nothing of an earlier start is touched.
     """
 

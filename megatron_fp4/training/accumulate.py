@@ -56,15 +56,16 @@ def accumulate(
             model.set_is_last_backward(is_last)
             # The optimizer updates shards, so the last backward must leave only them.
             model.set_reshard_after_backward(is_last or reshard)
-        loss = loss_of(model, micro_batch, mesh, clock)
+        loss = loss_of(model, micro_batch.index, micro_batch.tokens, micro_batch.targets, mesh, clock)
         (loss / num_micro_batches).backward()
         loss_sum += loss.detach()
     return loss_sum / num_micro_batches
 
 
-def loss_of(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> Tensor:
-    """The forward pass: mean loss of `micro_batch`, FP32 0-dim."""
-    clock.micro_batch = micro_batch.index
-    tokens, targets = (t.to(mesh.device, non_blocking=True) for t in (micro_batch.tokens, micro_batch.targets))
-    loss: Tensor = model(tokens, targets)
+def loss_of(
+    model: nn.Module, index: int, tokens: Tensor, targets: Tensor, mesh: ParallelMesh, clock: RunClock
+) -> Tensor:
+    """The forward pass of micro-batch `index`: its mean loss, FP32 0-dim. tokens, targets: int64 [rows, sequence]."""
+    clock.micro_batch = index
+    loss: Tensor = model(tokens.to(mesh.device, non_blocking=True), targets.to(mesh.device, non_blocking=True))
     return loss

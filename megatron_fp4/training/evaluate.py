@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.accumulate import MicroBatch
+from megatron_fp4.training.accumulate import MicroBatch, loss_of
 
 
 @torch.no_grad()
@@ -31,21 +31,17 @@ def evaluate(
     counts, filler = _common_shape(batches, mesh)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=mesh.device)  # NLL, tokens
 
-    def mean_loss(index: int, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        clock.micro_batch = index
-        return model(tokens.to(mesh.device, non_blocking=True), targets.to(mesh.device, non_blocking=True))
-
     was_training, step, micro_batch = model.training, clock.step, clock.micro_batch
     model.eval()
     try:
         for row, mine, count in zip(sums, batches.values(), counts, strict=True):
             for batch in mine:
                 num_tokens = batch.targets.numel()
-                row[0] += mean_loss(batch.index, batch.tokens, batch.targets).double() * num_tokens
+                row[0] += loss_of(model, batch.index, batch.tokens, batch.targets, mesh, clock).double() * num_tokens
                 row[1] += num_tokens
             # FSDP gathers parameters in every forward, which all ranks must take part in.
             for _ in range(count - len(mine)):
-                mean_loss(0, filler, filler)
+                loss_of(model, 0, filler, filler, mesh, clock)
     finally:
         model.train(was_training)
         clock.step, clock.micro_batch = step, micro_batch

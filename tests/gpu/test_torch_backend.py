@@ -12,6 +12,7 @@ from megatron_fp4.precision.emulated import OperandRequest
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
+from megatron_fp4.precision.refusals import torch_unsupported
 from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization.rounding import rounding_key
@@ -121,7 +122,7 @@ def test_the_self_test_passes_with_the_gemms_replaced(name, monkeypatch):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", [(256, 288, 240), (1024, 512, 2048)])
 def test_tensor_cores(name, shape):
-    reason = torch_scaled_mm.unsupported(RECIPES[name], torch.cuda.get_device_capability())
+    reason = torch_unsupported(RECIPES[name], torch.cuda.get_device_capability())
     if reason is not None:
         pytest.skip(reason)
     findings = selftest.check(TorchBackend(), Case(*shape, 1, RECIPES[name]), torch.device("cuda", 0))
