@@ -22,6 +22,8 @@ from megatron_fp4.quantization.rounding import RoundingKey
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from megatron_fp4.quantization.tensor import QuantizedTensor
+
 
 @dataclass(frozen=True)
 class OperandRequest:
@@ -52,8 +54,22 @@ class BackendOperand(Protocol):
     def layout(self) -> Any:
         """Non-tensor metadata: how the tensors are to be read."""
 
+    @property
+    def native(self) -> bool:
+        """Whether codes and draws are another library's; comparisons then look at `decoded()`, else at values."""
+
+    @property
+    def scale(self) -> Tensor | None:
+        """FP32 0-dim factor from `unpacked()` to real values; None for 1."""
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What an autograd function has to save: three tensors, some of them None."""
+
+    def unpacked(self) -> Tensor:
+        """[rows, k]: values without the tensor scale."""
+
+    def decoded(self) -> QuantizedTensor:
+        """Codes and scales in our layout, of a native operand."""
 
 
 MakeOperand = Callable[[], BackendOperand]
