@@ -52,6 +52,7 @@ from megatron_fp4.parallel.mesh import (
     leave_distributed,
 )
 from megatron_fp4.planning.dry_run import dry_run
+from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -136,8 +137,9 @@ def part(what: str, overrides: list[str], output: Path) -> int:
 def plan(overrides: list[str]) -> dict[str, Any]:
     """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
     config = configure([*overrides, "run.dry=true"])
-    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, *parts))
-    return {"memory": asdict(dry.memory), "kernels": kernels(dry.execution, config)}
+    execution = planned_execution(config)
+    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, *parts), execution)
+    return {"memory": asdict(dry.memory), "kernels": kernels(execution, config)}
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.backend import PlanningBackend
 from megatron_fp4.planning.ledger import Ledger, Message
-from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
@@ -67,15 +66,11 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class DryRun:
-    """messages: the collectives of one step as the first rank sees them, with their number; groups go by axis name.
-
-    execution: the kernels that it was planned with.
-    """
+    """messages: the collectives of one step as the first rank sees them, with their number; groups go by axis name."""
 
     memory: RankMemory
     messages: Mapping[Message, int]
     micro_batches: int
-    execution: Execution
 
 
 @contextmanager
@@ -88,16 +83,15 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
+def dry_run(config: Config, world_size: int, build: Build, execution: Execution) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
-    of its linears, which the given backend computes.
+    of its linears, which the given backend computes. execution: these kernels, `planned_execution(config)`.
     """
     with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        execution = planned_execution(config)
         model, controller = build(mesh, clock, execution, PlanningBackend())
         num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
@@ -139,7 +133,7 @@ def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
                     message.operation, names.get(message.group, "all ranks"), message.ranks, message.num_bytes
                 )
                 messages[named] += count * times
-        return DryRun(memory, messages, num_micro_batches, execution)
+        return DryRun(memory, messages, num_micro_batches)
 
 
 @dataclass(frozen=True)

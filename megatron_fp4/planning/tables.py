@@ -6,6 +6,7 @@ from rich.table import Table
 
 from megatron_fp4.config.schema import Config
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
+from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.report import console as show
 from megatron_fp4.report.console import RunConsole
 from models.execution_choice import describe_execution
@@ -16,9 +17,10 @@ _GIB = 2**30
 
 def print_plan(config: Config, world_size: int, build: Build) -> None:
     """Print what the run of `config` on `world_size` ranks needs. build: see `dry_run`."""
-    dry = dry_run(config, world_size, build)
+    execution = planned_execution(config)
+    dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
-    console.text(f"kernels: {describe_execution(dry.execution, config.model.pattern)}")
+    console.text(f"kernels: {describe_execution(execution, config.model.pattern)}")
     console.table(show.batch_table(config.train, config.parallel, world_size))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, dry)))
     console.table(messages_table(dry))
