@@ -15,6 +15,7 @@ codes: 0 all agrees, 1 something does not, 2 the arguments are wrong.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass, field, replace
 
@@ -126,7 +127,7 @@ def composed(precision: str, overrides: list[str], device_type: str) -> Config:
     never = replace(config.precision, switch=replace(config.precision.switch, when="never"))
     config = replace(config, precision=never, after_switch=None)
     emulated = replace(config, precision=replace(config.precision, backend="emulated"))
-    check_config(emulated, config.parallel.tensor * config.parallel.replicate, device_type)
+    check_config(emulated, math.prod(config.parallel.sizes.values()), device_type)
     return config
 
 

@@ -6,6 +6,7 @@ wrong with a value alone the schema refuses (`megatron_fp4/config/schema.py`); p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,18 +34,20 @@ def validate(config: Config, world_size: int, device_type: str, shared: Mapping[
 
 def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> None:
     parallel = config.parallel
-    tensor, replicate = parallel.tensor, parallel.replicate
+    tensor, product = parallel.tensor, math.prod(parallel.sizes.values())
+    others = {key: size for key, size in parallel.sizes.items() if key != "tensor"}
     sizes = [size for size in _divisors(world_size) if all(count % size == 0 for count, _ in shared.values())]
-    with_replicas = [size for size in sizes if (world_size // size) % replicate == 0]
-    if world_size % (tensor * replicate):
-        remedies = [f"tensor sizes that work: {_listed(with_replicas)}"] if with_replicas else []
-        if replicate > 1 and tensor in sizes:
-            remedies.append(f"replicate sizes that work: {_listed(_divisors(world_size // tensor))}")
-        remedy = "; ".join(remedies) or f"set parallel.replicate=1; tensor sizes that work then: {_listed(sizes)}"
-        raise ConfigError(
-            f"parallel.tensor={tensor} x parallel.replicate={replicate} does not divide the {world_size} "
-            f"ranks of this run; {remedy}"
-        )
+    with_others = [size for size in sizes if (world_size // size) % (product // tensor) == 0]
+    if world_size % product:
+        remedies = [f"tensor sizes that work: {_listed(with_others)}"] if with_others else []
+        for key, size in others.items():
+            rest = product // size
+            if size > 1 and tensor in sizes and world_size % rest == 0:
+                remedies.append(f"{key} sizes that work: {_listed(_divisors(world_size // rest))}")
+        ones = " and ".join(f"parallel.{key}=1" for key, size in others.items() if size > 1)
+        remedy = "; ".join(remedies) or f"set {ones}; tensor sizes that work then: {_listed(sizes)}"
+        given = " x ".join(f"parallel.{key}={size}" for key, size in parallel.sizes.items())
+        raise ConfigError(f"{given} does not divide the {world_size} ranks of this run; {remedy}")
     if parallel.sequence and tensor == 1:
         raise ConfigError(
             "parallel.sequence=true has no effect with parallel.tensor=1; raise parallel.tensor or leave "
@@ -54,7 +57,7 @@ def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]
         if count % tensor:
             raise ConfigError(
                 f"parallel.tensor={tensor} does not divide {key}={value}; sizes that work for this model on "
-                f"{world_size} ranks: {_listed(with_replicas)}"
+                f"{world_size} ranks: {_listed(with_others)}"
             )
 
 

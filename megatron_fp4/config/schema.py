@@ -11,6 +11,7 @@ intervals in steps unless the name says otherwise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -391,6 +392,15 @@ class ParallelConfig:
     replicate: AtLeastOne = 1
     reshard: bool = False
     timeout_seconds: AtLeastOne = 600
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes of a given size by their keys, the innermost first; shards lie between `tensor` and the others."""
+        return {"tensor": self.tensor, "replicate": self.replicate}
+
+    def shards(self, world_size: int) -> int:
+        """What is left over of `world_size`, rounded down."""
+        return world_size // math.prod(self.sizes.values())
 
 
 @dataclass(frozen=True, config=STRICT)

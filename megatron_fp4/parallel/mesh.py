@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -79,9 +80,9 @@ class ParallelMesh:
     @cached_property
     def dp_group(self) -> dist.ProcessGroup:
         """The process group of all data-parallel ranks, replicas included."""
-        if self.num_replicas == 1:
-            return self.device_mesh["dp"].get_group()
-        return self.fsdp._flatten("data").get_group()
+        *names, _ = self.device_mesh.mesh_dim_names or ()
+        axes = self.device_mesh[tuple(names)]
+        return axes.get_group() if len(names) == 1 else axes._flatten("data").get_group()
 
     @property
     def world_size(self) -> int:
@@ -142,18 +143,16 @@ def end_process(exit_code: int) -> NoReturn:
 def build_mesh(config: ParallelConfig, device: torch.device) -> ParallelMesh:
     """The mesh of the initialized process group.
 
-    Raises ValueError if the world size is not a multiple of `tensor * replicate`.
+    Raises ValueError if the world size is not a multiple of the sizes of the other axes.
     """
-    world = dist.get_world_size()
-    if world % (config.tensor * config.replicate) != 0:
-        raise ValueError(
-            f"world size {world} is not a multiple of parallel.tensor={config.tensor} times "
-            f"parallel.replicate={config.replicate}"
-        )
-    shard = world // (config.tensor * config.replicate)
+    world, shard = dist.get_world_size(), config.shards(dist.get_world_size())
+    if world % math.prod(config.sizes.values()) != 0:
+        sizes = " times ".join(f"parallel.{key}={size}" for key, size in config.sizes.items())
+        raise ValueError(f"world size {world} is not a multiple of {sizes}")
     dims: tuple[int, ...] = (shard, config.tensor)
     names: tuple[str, ...] = ("dp", "tp")
-    if config.replicate > 1:
-        dims, names = (config.replicate, *dims), ("replicate", *names)
+    for key, size in config.sizes.items():
+        if key != "tensor" and size > 1:
+            dims, names = (size, *dims), (key, *names)
     sequence = config.tensor > 1 if config.sequence is None else config.sequence and config.tensor > 1
     return ParallelMesh(init_device_mesh(device.type, dims, mesh_dim_names=names), device, sequence)

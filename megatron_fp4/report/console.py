@@ -190,14 +190,16 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
 def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int) -> Table:
     """How ranks, micro-batches and gradient accumulation make up a step, and the run."""
     ranks = world_size // parallel.tensor
-    shard = ranks // parallel.replicate
     accumulation = train.global_batch_size // (train.micro_batch_size * ranks)
     tokens = train.global_batch_size * train.sequence_length
     table = _table("Batch")
     _columns(table, "quantity", "value>", "how")
-    mesh = f"{parallel.replicate} replicas x {shard} shards x {parallel.tensor} tensor-parallel"
+    copies = [(key, size) for key, size in reversed(parallel.sizes.items()) if key != "tensor"]
+    words = {"replicate": "replicas"}
+    axes = [*((words.get(key, key), size) for key, size in copies), ("shards", parallel.shards(world_size))]
+    mesh = " x ".join(f"{size} {name}" for name, size in [*axes, ("tensor-parallel", parallel.tensor)])
     table.add_row("ranks", str(world_size), mesh)
-    table.add_row("data-parallel ranks", str(ranks), "replicas x shards")
+    table.add_row("data-parallel ranks", str(ranks), " x ".join(name for name, _ in axes))
     table.add_row(
         "micro-batches per step and rank",
         str(accumulation),
