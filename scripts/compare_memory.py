@@ -137,8 +137,9 @@ def part(what: str, overrides: list[str], output: Path) -> int:
 def plan(overrides: list[str]) -> dict[str, Any]:
     """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
     config = configure([*overrides, "run.dry=true"])
-    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, *parts))
-    return {"memory": asdict(dry.memory), "kernels": kernels(planned_execution(config), config)}
+    execution = planned_execution(config)
+    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, *parts), execution)
+    return {"memory": asdict(dry.memory), "kernels": kernels(execution, config)}
 
 
 def measure(overrides: list[str]) -> dict[str, Any]:

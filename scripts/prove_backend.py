@@ -25,7 +25,7 @@ from assembly import CONFIGS, plans_of
 from assembly import check as check_config
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.backend import Backend, BackendOperand
 from megatron_fp4.precision.backend_choice import BACKENDS, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
@@ -190,7 +190,7 @@ def fairness_of(backend: Backend, case: Case, device: torch.device) -> dict[str,
 
             def make(
                 step: int, places: tuple[Place, Place] = places, index: int = index, tensor: torch.Tensor = tensor
-            ) -> object:
+            ) -> BackendOperand:
                 context = LinearContext("prove", case.recipe, RunClock(seed=7, step=step), backend)
                 made = LinearCall(context, w, x).prepare(*places, tensor)[index]
                 assert made is not None

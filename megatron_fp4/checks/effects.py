@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig, OperandConfig, PrecisionConfig, SwitchConfig
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.precision.recipe import GEMMS, Recipe
+from megatron_fp4.precision.recipe import GEMMS, Recipe, uses_amax, uses_signs
 
 
 def validate_effects(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> None:
@@ -29,12 +29,12 @@ def validate_effects(precision: PrecisionConfig, recipes: Sequence[Recipe], key:
     recipe = recipes[0]
     if not recipe.quantized:
         _unquantized_gemms(precision, key)
-    if precision.rht_signs != PrecisionConfig().rht_signs and not recipe.uses("rht_signs", GEMMS):
+    if precision.rht_signs != PrecisionConfig().rht_signs and not uses_signs(recipe.gemms.values()):
         raise ConfigError(
             f"{key}.rht_signs={precision.rht_signs} has no effect without a Hadamard transform; leave it at fixed, or "
             f"set {key}.wgrad.rht=16"
         )
-    if precision.amax != PrecisionConfig().amax and not recipe.uses("amax", GEMMS):
+    if precision.amax != PrecisionConfig().amax and not uses_amax(recipe.gemms.values()):
         raise ConfigError(
             f"{key}.amax={precision.amax} has no effect: only nvfp4 operands have a tensor maximum; leave it at global"
         )

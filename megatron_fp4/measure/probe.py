@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_fp4.measure import samples
 from megatron_fp4.measure.samples import Samples
@@ -41,6 +40,7 @@ from megatron_fp4.measure.statistics import (
     sum_of_squares,
 )
 from megatron_fp4.precision.emulated import GemmOperand, gemm
+from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
@@ -209,7 +209,7 @@ class ProbedCall:
                 self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
                 self._operand(WGRAD_ACTIVATION, call.pad_tokens(x).t(), x.numel())
-            self._product("wgrad", dy.t(), x.t(), dw._local_tensor if isinstance(dw, DTensor) else dw, None)
+            self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
         self.x = None
 
     def _operand(self, place: Place, x: Tensor, count: int) -> None:

@@ -26,7 +26,7 @@ from megatron_fp4.precision.linear_call import LinearContext
 
 
 class QuantizedLinear(nn.Module):
-    """What the two parallel linears share: a weight and its context, which `precision.plan` fills in."""
+    """What the two parallel linears share: a weight and its context, which precision/controller.py fills in."""
 
     context: LinearContext
 

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand, gemm
 from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 
-_BF16 = torch.bfloat16
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 class AllocatingGPU(cuda.NvidiaGPU):
@@ -33,8 +32,8 @@ class AllocatingGPU(cuda.NvidiaGPU):
         return True
 
     def multiprocessors(self, device: torch.device) -> int:
-        """132: some kernels' grids depend on it."""
-        return 132
+        """Some kernels' grids depend on it."""
+        return MULTIPROCESSORS
 
     def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Nothing."""
@@ -66,19 +65,13 @@ class PlanningBackend(EmulatedBackend):
         """Codes become values, as for cuBLAS; then the product is allocated."""
         assert total is None, "this backend does not add to gradients"
         with cuda.on(_GPU):
-            if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
-                return matmul_fp8(a.values, b.values, out_dtype)
-            left, right = a.unpacked(), b.unpacked().t()
-        if not a.quantized and not b.quantized and out_dtype == left.dtype:
-            return left @ right
-        alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
-        if not left.dtype == right.dtype == _BF16:
-            return (left.to(torch.float32) @ right.to(torch.float32)).to(out_dtype)
-        if alpha is None and not (a.quantized and b.quantized):
-            return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
-        # cuBLAS, with alpha on the device; it reads rows or columns that are in one piece.
-        left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
-        return left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
+            return gemm(a, b, out_dtype, _allocated)
+
+
+def _allocated(left: Tensor, right: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """As `gemm_cuda.scaled_matmul`: cuBLAS, which reads rows or columns that are in one piece."""
+    left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
+    return left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
 
 
 def _on_gpu(make: MakeOperand) -> MakeOperand:

@@ -25,7 +25,6 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.backend import PlanningBackend
 from megatron_fp4.planning.ledger import Ledger, Message
-from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
@@ -84,16 +83,16 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(config: Config, world_size: int, build: Build) -> DryRun:
+def dry_run(config: Config, world_size: int, build: Build, execution: Execution) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
-    of its linears, which the given backend computes.
+    of its linears, which the given backend computes. execution: these kernels, `planned_execution(config)`.
     """
     with fake_ranks(world_size):
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        model, controller = build(mesh, clock, planned_execution(config), PlanningBackend())
+        model, controller = build(mesh, clock, execution, PlanningBackend())
         num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
         shown = min(num_micro_batches, 3)

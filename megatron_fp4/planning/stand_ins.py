@@ -16,19 +16,15 @@ from torch import Tensor
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entropy, over_ranks
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import split_heads
 from models.execution import Execution
 from models.execution_choice import choose_execution
 from models.scan import ScanInputs
 
-MULTIPROCESSORS = 132  # of an H100 or H200: attention's temporaries grow with it
-
 
 def planned_execution(config: Config) -> Execution:
-    """The kernels of the run on a GPU that has every package, unless `train.kernels=torch`, as functions that allocate.
-
-    Raises ConfigError for unknown choices.
-    """
+    """The run's kernels on a GPU that has every package, unless `train.kernels=torch`, as functions that allocate."""
     train = config.train if config.train.kernels != "fused" else replace(config.train, kernels="auto")
     plain = choose_execution(train, config.model, config.parallel.tensor, "cpu", config.precision.compute_dtype)
     kernels: dict[str, Callable[..., Tensor]] = {"attention": attention(config.run.deterministic), "loss": loss}

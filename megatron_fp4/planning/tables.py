@@ -17,9 +17,10 @@ _GIB = 2**30
 
 def print_plan(config: Config, world_size: int, build: Build) -> None:
     """Print what the run of `config` on `world_size` ranks needs. build: see `dry_run`."""
-    dry = dry_run(config, world_size, build)
+    execution = planned_execution(config)
+    dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
-    console.text(f"kernels: {describe_execution(planned_execution(config), config.model.pattern)}")
+    console.text(f"kernels: {describe_execution(execution, config.model.pattern)}")
     console.table(show.batch_table(config.train, config.parallel, world_size))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, dry)))
     console.table(messages_table(dry))

@@ -1,8 +1,9 @@
 """What a backend is: it makes the operands of GEMMs and multiplies them; the autograd function does the rest.
 
 Three exist: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels of Blackwell and Hopper)
-and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). A linear holds the one that the plan gave
-it, and hands each operand only to the backend that made it. What each cannot compute is in `refusals.py`.
+and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's
+controller (`controller.py`) gives each linear its backend, which alone gets the operands that it made. What each cannot
+compute is in `refusals.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from megatron_fp4.quantization.rounding import RoundingKey
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from megatron_fp4.quantization.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,22 @@ class BackendOperand(Protocol):
     def layout(self) -> Any:
         """Non-tensor metadata: how the tensors are to be read."""
 
+    @property
+    def native(self) -> bool:
+        """Whether codes and draws are another library's; comparisons then look at `decoded()`, else at values."""
+
+    @property
+    def scale(self) -> Tensor | None:
+        """FP32 0-dim factor from `unpacked()` to real values; None for 1."""
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What an autograd function has to save: three tensors, some of them None."""
+
+    def unpacked(self) -> Tensor:
+        """[rows, k]: values without the tensor scale."""
+
+    def decoded(self) -> QuantizedTensor:
+        """Codes and scales in our layout, of a native operand."""
 
 
 MakeOperand = Callable[[], BackendOperand]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.reference import quantized
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
@@ -24,21 +23,21 @@ from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 _CHUNK_ELEMENTS, _CHUNK_ROWS = 2**22, 128
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.backend import OperandRequest
+    from megatron_fp4.precision.backend import BackendOperand, OperandRequest
     from megatron_fp4.precision.torch_scaled_mm import PackedOperand
 
 
-def actual_parts(made: object, rows: slice) -> dict[str, Tensor]:
+def actual_parts(made: BackendOperand, rows: slice) -> dict[str, Tensor]:
     """An operand in comparable parts: codes and scales of native operands, values of emulated ones."""
     return parts_by_rows(made)(rows)
 
 
-def parts_by_rows(made: object) -> Callable[[slice], dict[str, Tensor]]:
+def parts_by_rows(made: BackendOperand) -> Callable[[slice], dict[str, Tensor]]:
     """`actual_parts` of an operand that is decoded once, as a function of the rows."""
-    if isinstance(made, te.NativeOperand):
+    if made.native:
         decoded = made.decoded()
         return lambda rows: _code_parts(decoded, rows)
-    values, scale = made.unpacked(), made.scale  # type: ignore[attr-defined]
+    values, scale = made.unpacked(), made.scale
     whole = {} if scale is None else {"tensor scale": scale}
     return lambda rows: {"values": values[rows].to(torch.float32) + 0.0} | whole
 
@@ -56,9 +55,9 @@ def unsigned_zeros(codes: Tensor) -> Tensor:
     return torch.where((low & 0xF0) == 0x80, low & 0x0F, low)
 
 
-def expected_parts(right: QuantizedTensor, made: object) -> dict[str, Tensor]:
+def expected_parts(right: QuantizedTensor, made: BackendOperand) -> dict[str, Tensor]:
     """The reference in the parts that `actual_parts` has of `made`."""
-    if isinstance(made, te.NativeOperand):
+    if made.native:
         return _code_parts(right, slice(None))
     scale = {"tensor scale": right.decode_scale()} if isinstance(right, NVFP4Tensor) else {}
     return {"values": right.block_values() + 0.0} | scale
@@ -127,22 +126,6 @@ def _bits(t: Tensor) -> Tensor:
     return t.contiguous().view(sizes[t.element_size()])
 
 
-def operand_values(made: object) -> Tensor:
-    """[rows, k]: what an operand stands for, without the tensor scale."""
-    if isinstance(made, te.NativeOperand):
-        return made.decoded().block_values()
-    return made.unpacked()  # type: ignore[attr-defined]
-
-
-def operand_scale(made: object) -> Tensor | float:
-    """FP64 0-dim: the tensor scale of an operand."""
-    if isinstance(made, te.NativeOperand):
-        decoded = made.decoded()
-        return decoded.decode_scale().to(torch.float64) if isinstance(decoded, NVFP4Tensor) else 1.0
-    scale = made.scale  # type: ignore[attr-defined]
-    return 1.0 if scale is None else scale.to(torch.float64)
-
-
 # ----------------------------------------------------------------------------------------------------------- products
 
 # Largest relative error of a product (Frobenius norm), and of one element in units of the root mean square: BF16
@@ -185,13 +168,15 @@ def product_rows(product: Tensor, count: int = _ROWS) -> Tensor:
     return torch.linspace(0, product.shape[0] - 1, min(count, product.shape[0]), device=product.device).long()
 
 
-def product_errors(product: Tensor, a: object, b: object, rows: Tensor, *, cancelling: bool = False) -> ProductErrors:
+def product_errors(
+    product: Tensor, a: BackendOperand, b: BackendOperand, rows: Tensor, *, cancelling: bool = False
+) -> ProductErrors:
     """`rows` of the product a b^T against FP64 on the operands' own values.
 
     cancelling: the tensors are a run's, and sums may cancel further than those of random numbers.
     """
-    left, right = operand_values(a)[rows].to(torch.float64), operand_values(b)
-    scale = operand_scale(a) * operand_scale(b)
+    left, right = a.unpacked()[rows].to(torch.float64), b.unpacked()
+    scale = math.prod(1.0 if made.scale is None else made.scale.to(torch.float64) for made in (a, b))
     expected = _in_fp64(left, right) * scale
     if product.shape[1] != expected.shape[1]:
         return ProductErrors(math.inf, math.inf, 0.0, 1.0, product.dtype)

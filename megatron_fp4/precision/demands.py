@@ -14,6 +14,7 @@ the padded ones.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -51,6 +52,7 @@ class Demands:
         return -(-group_rows // step) * step
 
 
+@functools.cache
 def block_demands(recipe: Recipe) -> Demands:
     """What the blocks and transforms of `recipe` demand, whoever computes: whole ones.
 

@@ -35,12 +35,13 @@ from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import Encoded
+from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MakeOperand = Callable[[], "GemmOperand"]
+ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class GemmOperand:
     values: Tensor | Packed
     scale: Tensor | None = None
     quantized: bool = False
+    native = False
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
@@ -83,6 +85,10 @@ class GemmOperand:
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
+
+    def decoded(self) -> QuantizedTensor:
+        """Of native operands alone."""
+        raise NotImplementedError("its values are compared")
 
 
 class EmulatedBackend:
@@ -244,7 +250,7 @@ def quantize_operand(
     key: RoundingKey | None = None,
     amax_group: ProcessGroup | None = None,
 ) -> GemmOperand:
-    """`x` [rows, k] as a GEMM operand, in PyTorch on any device: the reference.
+    """`x` [rows, k] as a GEMM operand, in PyTorch on any device.
 
     rht, signs: size and FP32 signs of the Hadamard transform applied first (input and result in BF16), 0 for none.
     key: of the draws of stochastic rounding; required if the operand rounds stochastically.
@@ -288,8 +294,11 @@ def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     return bits.view(torch.float32)
 
 
-def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
-    """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, the tensor scales applied in FP32 before `out_dtype`."""
+def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, scaled_matmul: ScaledMatmul | None = None) -> Tensor:
+    """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, the tensor scales applied in FP32 before `out_dtype`.
+
+    scaled_matmul: computes `(left right) * alpha` of BF16 values; None: on a GPU cuBLAS, elsewhere FP32.
+    """
     if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
         return matmul_fp8(a.values, b.values, out_dtype)
     left, right = a.unpacked(), b.unpacked().t()
@@ -297,10 +306,12 @@ def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
         return left @ right
     # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
     alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
-    if left.is_cuda and left.dtype == right.dtype == torch.bfloat16:
+    if (left.is_cuda or scaled_matmul is not None) and left.dtype == right.dtype == torch.bfloat16:
         if alpha is not None or (a.quantized and b.quantized):
-            from megatron_fp4.precision.gemm_cuda import scaled_matmul
+            if scaled_matmul is None:
+                from megatron_fp4.precision import gemm_cuda
 
+                scaled_matmul = gemm_cuda.scaled_matmul
             return scaled_matmul(left, right, alpha, out_dtype)
         return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
     product = left.to(torch.float32) @ right.to(torch.float32)

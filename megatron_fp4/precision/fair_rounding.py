@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.backend import BackendOperand
 from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts
 from megatron_fp4.precision.recipe import Operand, Place, Recipe
-from megatron_fp4.precision.transformer_engine import NativeOperand
 from megatron_fp4.quantization.elements import E2M1_MAX, FP32_MAX, round_e2m1_stochastic
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale, quantize_nvfp4
 from megatron_fp4.quantization.tensor import NVFP4Tensor
@@ -28,7 +28,7 @@ _CORRELATION, _PAIRED_DRAWS, _PAIRED = 0.02, 4, 128
 class Draws:
     """make: the operand [n, k] of draw 0, 1, ...; the same again for the same number. count: of draws to take."""
 
-    make: Callable[[int], object]
+    make: Callable[[int], BackendOperand]
     count: int
 
 
@@ -57,7 +57,7 @@ class _Grid:
         position = torch.where(gap > 0, (scaled - low).abs() / gap.clamp(min=0.5), 0.0).to(torch.float64)
         return _Grid(scales, low, high, gap > 0, position)
 
-    def excess(self, made: object) -> tuple[Tensor, Tensor]:
+    def excess(self, made: BackendOperand) -> tuple[Tensor, Tensor]:
         """FP64 [n, k]: whether each value went up, less its chance; and the variance of that in a fair draw."""
         ups = (grid_values(made, self.scales) == self.high).to(torch.float64)
         return torch.where(self.between, ups - self.position, 0.0), self.position * (1 - self.position)
@@ -109,7 +109,7 @@ def fairness(rows: Tensor, draws: Draws, operand: Operand) -> tuple[float, float
     return float(bias), float(total.square().sum() / (draws.count * variance[grid.between].sum()))
 
 
-def _scale_fault(made: object, exact: NVFP4Tensor) -> str:
+def _scale_fault(made: BackendOperand, exact: NVFP4Tensor) -> str:
     """Scales and maximum are no matter of chance."""
     expected = expected_parts(exact, made)
     actual = actual_parts(made, slice(None))
@@ -120,7 +120,7 @@ def _scale_fault(made: object, exact: NVFP4Tensor) -> str:
 
 
 def dependence_fault(
-    rows: Mapping[Place, Tensor], draw: Callable[[int], Mapping[Place, object]], recipe: Recipe
+    rows: Mapping[Place, Tensor], draw: Callable[[int], Mapping[Place, BackendOperand]], recipe: Recipe
 ) -> str:
     """What the draws of two operands of one tensor have in common, or an empty string.
 
@@ -180,12 +180,12 @@ def _unfairness(ups: Tensor, position: Tensor, count: int) -> str:
     return ""
 
 
-def grid_values(made: object, scales: Tensor) -> Tensor:
+def grid_values(made: BackendOperand, scales: Tensor) -> Tensor:
     """FP32 [n, k] values on the E2M1 grid of an operand, native or emulated; `scales`: its FP32 block scales."""
-    if isinstance(made, NativeOperand):
+    if made.native:
         decoded = made.decoded()
         values, scales = decoded.block_values(), decoded.scales.to(torch.float32)  # type: ignore[union-attr]
     else:
-        values = made.unpacked().to(torch.float32)  # type: ignore[attr-defined]
+        values = made.unpacked().to(torch.float32)
     quotient = values.unflatten(-1, (-1, 16)) / scales[..., None]
     return torch.nan_to_num(quotient, nan=0.0).flatten(-2)

@@ -44,7 +44,8 @@ class ObservedCall(Protocol):
 
 @dataclass
 class LinearContext:
-    """What one linear needs to know besides its tensors. The plan writes `name`, `recipe`, `clock` and `backend`.
+    """What one linear needs to know besides its tensors. `name`, `recipe`, `clock` and `backend` are written by the
+    run's controller (precision/controller.py).
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
@@ -112,9 +113,11 @@ class LinearCall:
         keep_rows: the second is for the backward pass. x may be FP32 where the compute dtype is BF16, and counts as
         rounded then (weights).
         """
-        group = next((self.context.amax_group(place.tensor) for place in (columns, rows) if place is not None), None)
-        requests = (None if place is None else self.request(place) for place in (columns, rows))
-        return self.backend.operands(x, *requests, dtype=self.dtype, keep_rows=keep_rows, amax_group=group)
+        place = columns or rows
+        group = None if place is None else self.context.amax_group(place.tensor)
+        first = None if columns is None else self.request(columns)
+        second = None if rows is None else self.request(rows)
+        return self.backend.operands(x, first, second, dtype=self.dtype, keep_rows=keep_rows, amax_group=group)
 
     def request(self, place: Place) -> OperandRequest:
         """What the backend is asked to make for `place`."""
@@ -126,12 +129,9 @@ class LinearCall:
         """The key of an operand's draws; None where it is rounded to nearest."""
         if self.recipe[place].rounding != "stochastic":
             return None
-        offsets = {
-            "activation": (0, self.context.in_offset),
-            "weight": (self.out_offset, self.context.in_offset),
-            "gradient": (0, self.out_offset),
-        }[place.tensor]
-        rows, columns = reversed(offsets) if place.transposed else offsets
+        rows = self.out_offset if place.tensor == "weight" else 0
+        columns = self.out_offset if place.tensor == "gradient" else self.context.in_offset
+        rows, columns = (columns, rows) if place.transposed else (rows, columns)
         return self.context.key(self.step, self.micro_batch, place.name, rows, columns)
 
     def signs(self, gemm: str) -> Tensor:

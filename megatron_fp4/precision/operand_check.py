@@ -15,20 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.backend import BackendOperand, OperandRequest
 from megatron_fp4.precision.comparison import (
     difference,
     expected_parts,
     further,
-    operand_scale,
-    operand_values,
     parts_by_rows,
     parts_fault,
     row_chunks,
 )
 from megatron_fp4.precision.emulated import shared_amax, transform_signs
 from megatron_fp4.precision.reference import quantized
-from megatron_fp4.precision.transformer_engine import NativeOperand
 from megatron_fp4.quantization.elements import E2M1_MAX, E2M1_VALUES, FP32_MAX, e2m1_values, unpack_codes
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -43,7 +40,7 @@ if TYPE_CHECKING:
 _BF16_STEP, _NEAR_ZERO = 2.0**-7, 2.0**-14
 
 
-def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: ProcessGroup | None) -> str:
+def operand_fault(made: BackendOperand, rows: Tensor, request: OperandRequest, group: ProcessGroup | None) -> str:
     """What of the operand `made` differs from the reference, or an empty string.
 
     rows: [n, k], what it was made of, before the transform. group: ranks that share the tensor's maximum; then a
@@ -62,7 +59,7 @@ def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: Pr
     amax = shared_amax(amax, group) if format_of(operand.format).tensor_scale else amax
     if not amax.isfinite():
         return "" if _poisoned(made) else "is finite although it was made of NaN or inf"
-    if isinstance(made, NativeOperand) and (request.key is not None or request.rht):
+    if made.native and (request.key is not None or request.rht):
         decoded = made.decoded()
         assert isinstance(decoded, NVFP4Tensor)
         faults = (_native_fault(decoded, chunk, source(chunk), request, amax) for chunk in row_chunks(rows))
@@ -74,9 +71,8 @@ def operand_fault(made: object, rows: Tensor, request: OperandRequest, group: Pr
     return parts_fault(rows, parts_by_rows(made), expected)
 
 
-def _poisoned(made: object) -> bool:
-    scale = operand_scale(made)
-    return not torch.as_tensor(scale).isfinite() or not bool(operand_values(made).isfinite().all())
+def _poisoned(made: BackendOperand) -> bool:
+    return any(part is not None and not bool(part.isfinite().all()) for part in (made.scale, made.unpacked()))
 
 
 def _native_fault(decoded: NVFP4Tensor, chunk: slice, source: Tensor, request: OperandRequest, amax: Tensor) -> str:

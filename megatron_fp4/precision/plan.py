@@ -84,10 +84,10 @@ class Plan:
         """Forward FLOPs per token in all linears of the plan."""
         return sum(row.linear.flops_per_token for row in self.rows)
 
-    def switched(self, target: Plan, scope: str) -> Plan:
-        """The plan after a precision switch of `scope` to `target`, a plan of the same model."""
+    def switched(self, other: Plan, scope: str) -> Plan:
+        """The plan after a precision switch of `scope` to `other`, a plan of the same model."""
         rows = []
-        for now, then in zip(self.rows, target.rows, strict=True):
+        for now, then in zip(self.rows, other.rows, strict=True):
             if now.recipe == then.recipe:
                 rows.append(now)
             else:

@@ -13,8 +13,9 @@ Every operand is quantized along its GEMM's dot product. The paper's recipe (sec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -42,12 +43,12 @@ class Place:
     side: str
     tensor: str
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The label of the operand in keys of draws, records and plans, such as `dgrad_gradient`."""
         return f"{self.gemm}_{self.tensor}"
 
-    @property
+    @cached_property
     def transposed(self) -> bool:
         """Whether the operand is the transposed tensor: its dot product lies along the tensor's rows."""
         return self == USES[self.tensor][1]
@@ -130,6 +131,16 @@ class Gemm:
         return self.left.quantized or self.right.quantized
 
 
+def uses_signs(gemms: Iterable[Gemm]) -> bool:
+    """Whether `rht_signs` makes a difference to any of `gemms`."""
+    return any(gemm.rht for gemm in gemms)
+
+
+def uses_amax(gemms: Iterable[Gemm]) -> bool:
+    """Whether `amax` makes a difference to any of `gemms`."""
+    return any(operand.format == "nvfp4" for gemm in gemms for operand in gemm.operands)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Three GEMMs, where the signs of their Hadamard transforms come from, and whether tensor-parallel ranks share
@@ -143,36 +154,28 @@ class Recipe:
     amax: str = "global"
 
     def __getitem__(self, place: Place) -> Operand:
-        gemm = self.gemms[place.gemm]
-        return gemm.left if place.side == "left" else gemm.right
+        operand: Operand = getattr(getattr(self, place.gemm), place.side)
+        return operand
 
-    @property
+    @cached_property
     def gemms(self) -> dict[str, Gemm]:
         """The GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
-    @property
+    @cached_property
     def operands(self) -> dict[Place, Operand]:
         """The six operands by their places."""
         return {place: self[place] for place in PLACES}
 
-    @property
-    def formats(self) -> set[str]:
+    @cached_property
+    def formats(self) -> frozenset[str]:
         """Of the quantized operands."""
-        return {operand.format for operand in self.operands.values() if operand.quantized}
+        return frozenset(operand.format for operand in self.operands.values() if operand.quantized)
 
     @property
     def quantized(self) -> bool:
         """Whether any operand of any GEMM is quantized."""
         return bool(self.formats)
-
-    def uses(self, option: str, gemms: Iterable[str]) -> bool:
-        """Whether `rht_signs` or `amax` makes a difference to any of `gemms`."""
-        asked = [self.gemms[name] for name in gemms]
-        if option == "rht_signs":
-            return any(gemm.rht for gemm in asked)
-        assert option == "amax"
-        return any(operand.format == "nvfp4" for gemm in asked for operand in gemm.operands)
 
     def describe(self) -> list[str]:
         """One line per GEMM, for people."""
@@ -188,7 +191,7 @@ BF16 = Recipe()
 
 
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
-    """The recipe of a precision config or of an exception (which `megatron_fp4.checks.combinations` has checked)."""
+    """The recipe of a precision config or of an exception (which checks/precision.py has checked)."""
     fprop, dgrad, wgrad = (_gemm(getattr(config, name), tensors) for name, tensors in GEMMS.items())
     return Recipe(config.name, fprop, dgrad, wgrad, config.rht_signs, config.amax)
 
@@ -203,8 +206,8 @@ def rounded_to_nearest(recipe: Recipe) -> Recipe:
     return replace(recipe, fprop=nearest(recipe.fprop), dgrad=nearest(recipe.dgrad), wgrad=nearest(recipe.wgrad))
 
 
-def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
-    """The recipe after a switch of `scope` (`both`, `forward` or `backward`) from `current` to `target`.
+def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
+    """The recipe after a switch of `scope` (`both`, `forward` or `backward`) from `current` to `other`.
 
     A switch of the backward pass alone leaves 16x16 weights without their purpose (equal codes in both passes);
     fprop's weights then take 1x16 blocks, as in the paper's appendix D. After a switch of one pass, operands of the
@@ -214,36 +217,34 @@ def switched_recipe(current: Recipe, target: Recipe, scope: str) -> Recipe:
     Raises ValueError for a scope that is none, and where parts of both recipes use one of these and differ in it.
     """
     if scope == "both":
-        return target
+        return other
     if scope not in ("forward", "backward"):
         raise ValueError(f"precision.switch.scope={scope!r} is not one of both, forward, backward")
-    forward, backward = (target, current) if scope == "forward" else (current, target)
+    forward, backward = (other, current) if scope == "forward" else (current, other)
     fprop, weight = forward.fprop, forward.fprop.right
-    if scope == "backward" and not target.dgrad.right.quantized and weight.block[0] > 1:
+    if scope == "backward" and not other.dgrad.right.quantized and weight.block[0] > 1:
         fprop = replace(fprop, right=replace(weight, block=(1, weight.block[1])))
     taken = ("fprop",) if scope == "forward" else ("dgrad", "wgrad")
+    kept = [name for name in GEMMS if name not in taken]
+
+    def shared(option: str, before: str, after: str, uses: Callable[[Iterable[Gemm]], bool]) -> str:
+        keeps, takes = uses(current.gemms[name] for name in kept), uses(other.gemms[name] for name in taken)
+        if keeps and takes and before != after:
+            raise ValueError(
+                f"precision.{option}={before} goes on in {' and '.join(kept)} after a switch of "
+                f"precision.switch.scope={scope}, but {other.name} has {after} for {' and '.join(taken)}, and a linear "
+                f"has one {option} for all GEMMs; make them equal, or set precision.switch.scope=both"
+            )
+        return after if takes else before
+
     return Recipe(
-        f"{current.name}, {scope} {target.name}",
+        f"{current.name}, {scope} {other.name}",
         fprop,
         replace(backward.dgrad, right=replace(backward.dgrad.right, reuse_fprop=False)),
         replace(backward.wgrad, right=replace(backward.wgrad.right, reuse_fprop=False)),
-        _shared("rht_signs", current, target, taken, scope),
-        _shared("amax", current, target, taken, scope),
+        shared("rht_signs", current.rht_signs, other.rht_signs, uses_signs),
+        shared("amax", current.amax, other.amax, uses_amax),
     )
-
-
-def _shared(option: str, current: Recipe, target: Recipe, taken: tuple[str, ...], scope: str) -> str:
-    """`rht_signs` or `amax` of a recipe that has the GEMMs `taken` from `target` and the others from `current`."""
-    kept = [gemm for gemm in GEMMS if gemm not in taken]
-    before, after = getattr(current, option), getattr(target, option)
-    keeps, takes = current.uses(option, kept), target.uses(option, taken)
-    if keeps and takes and before != after:
-        raise ValueError(
-            f"precision.{option}={before} goes on in {' and '.join(kept)} after a switch of "
-            f"precision.switch.scope={scope}, but {target.name} has {after} for {' and '.join(taken)}, and a linear "
-            f"has one {option} for all GEMMs; make them equal, or set precision.switch.scope=both"
-        )
-    return str(after if takes else before)
 
 
 def _gemm(config: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str]) -> Gemm:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megatron_fp4.precision import torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.backend import Backend, MakeOperand
+from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand
 from megatron_fp4.precision.backend_choice import BACKENDS
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.comparison import (
@@ -205,7 +205,7 @@ def _amax(rows: Tensor) -> Tensor:
     return rows.abs().amax().to(torch.float32)
 
 
-def _codes_fault(made: object, rows: Tensor, operand: Operand, amax: Tensor) -> str:
+def _codes_fault(made: BackendOperand, rows: Tensor, operand: Operand, amax: Tensor) -> str:
     """What of an operand differs from the reference of `rows` [n, k]; of a stochastic one only what is no draw."""
     drawn = ("codes", "values") if operand.rounding == "stochastic" else ()
 
@@ -270,7 +270,7 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
         count = max(128, min(tensor.shape[0], _DRAW_ELEMENTS // tensor.shape[1] // 128 * 128))
         tensor = tensor[: min(count, tensor.shape[0])]
 
-        def draw(step: int, name: str = name, tensor: Tensor = tensor) -> dict[Place, object]:
+        def draw(step: int, name: str = name, tensor: Tensor = tensor) -> dict[Place, BackendOperand]:
             call = LinearCall(_context(backend, ungrouped, step), tensors["weight"], tensor)
             return {place: make() for place, make, _ in _makers(call, {name: tensor})}
 
@@ -279,7 +279,9 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
         rows = {place: transformed(source, call, place).contiguous() for place, source in sources.items()}
         for place in stochastic:
 
-            def make(step: int, place: Place = place, draw: Callable[[int], dict[Place, object]] = draw) -> object:
+            def make(
+                step: int, place: Place = place, draw: Callable[[int], dict[Place, BackendOperand]] = draw
+            ) -> BackendOperand:
                 return draw(step)[place]
 
             fault = rounding_faults(rows[place], Draws(make, _DRAWS), case.recipe[place])

@@ -101,6 +101,7 @@ class PackedOperand:
     scale: Tensor | None
     layout: tuple[Operand, int]
     quantized: bool = True
+    native = False
 
     @staticmethod
     def of(codes: Tensor, scales: Tensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
@@ -127,6 +128,10 @@ class PackedOperand:
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
         return QuantizedTensor(*self.plain(), self.layout[0].block).block_values()
+
+    def decoded(self) -> QuantizedTensor:
+        """Of native operands alone."""
+        raise NotImplementedError("its values are compared")
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
@@ -248,7 +253,7 @@ def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
 
 
 def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) -> PackedOperand | GemmOperand:
-    """`x` [rows, k] as an operand, in PyTorch on any device: the reference."""
+    """`x` [rows, k] as an operand, in PyTorch on any device."""
     signs = None
     if request.rht:
         signs = transform_signs(request.rht, request.signs, request.signs_key, x.device)

@@ -69,6 +69,7 @@ FUSED_TRANSFORM_COLUMNS = 128
 FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 
 
+@functools.cache
 def demands(recipe: Recipe) -> Demands:
     """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
     multiple = max((GEMM_MULTIPLES[form] for form in recipe.formats if form in GEMM_MULTIPLES), default=1)
@@ -152,6 +153,13 @@ class NativeOperand:
     amax: Tensor | None
     layout: _Layout
     quantized: bool = True
+    native = True
+
+    @property
+    def scale(self) -> Tensor | None:
+        """FP32 0-dim tensor scale of NVFP4, else None."""
+        decoded = self.decoded()
+        return decoded.decode_scale() if isinstance(decoded, NVFP4Tensor) else None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Data, scales, amax."""
@@ -165,6 +173,10 @@ class NativeOperand:
         if self.layout.operand.format == "nvfp4":
             parts |= {f"amax_{name}": self.amax, f"amax_{other}": None}
         return self.layout.storage(**parts, **dict(self.layout.settings))
+
+    def unpacked(self) -> Tensor:
+        """FP32 [rows, k]: `code * block scale`."""
+        return self.decoded().block_values()
 
     def decoded(self) -> QuantizedTensor:
         """Codes and scales in our layout."""

@@ -16,7 +16,7 @@ import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -118,7 +118,7 @@ class NvidiaGPU:
 
     def available(self, device: torch.device) -> bool:
         """Whether the fused kernels run on `device`; of a GPU, a warning says once why they do not."""
-        return device.type != "cpu" and _available(device)
+        return device.type == "cuda" and _available(device)
 
     def aligned(self, x: Tensor) -> bool:
         """Whether `x` starts where 16 bytes can be loaded at a time."""
@@ -131,13 +131,15 @@ class NvidiaGPU:
     def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Start a kernel as `launch` describes it."""
         device = arguments[0].device
-        with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-            if kernel in _UNSPECIALIZED:
-                fp32 = arguments[0].dtype == torch.float32
-                compiled, values = _compiled(kernel, device.index, fp32, tuple(constants.items()))
-                compiled[(*grid, 1, 1)[:3]](*arguments, *values)
-            else:
-                _kernel(kernel)[grid](*arguments, **constants)
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.start(kernel, grid, arguments, constants)
+        elif kernel in _UNSPECIALIZED:
+            fp32 = arguments[0].dtype == torch.float32
+            compiled, values = _compiled(kernel, device.index, fp32, tuple(constants), tuple(constants.values()))
+            compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        else:
+            _kernel(kernel)[grid](*arguments, **constants)
 
 
 gpu = NvidiaGPU()
@@ -154,24 +156,22 @@ def on(other: NvidiaGPU) -> Iterator[None]:
         gpu = before
 
 
-def launch(kernel: str, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+def launch(kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     """Launch a kernel of this room on the device of its first argument.
 
     kernel: `module.name`. arguments: tensors and numbers in the order of its signature. constants: by their names
     there, and Triton's options.
     Raises ValueError for more programs than CUDA starts.
     """
-    for programs, most in zip(grid, _MOST_PROGRAMS, strict=False):
-        if programs > most:
-            raise ValueError(f"{kernel}: {programs} programs along one axis, and CUDA starts at most {most}")
+    if max(grid) > _MOST_PROGRAMS[-1]:  # seldom: the limits themselves take longer to compare with
+        for programs, most in zip(grid, _MOST_PROGRAMS, strict=False):
+            if programs > most:
+                raise ValueError(f"{kernel}: {programs} programs along one axis, and CUDA starts at most {most}")
     gpu.start(kernel, grid, arguments, constants)
 
 
-@functools.cache
 def kernels_unavailable(device: torch.device) -> str | None:
-    """Why the fused kernels cannot run on `device`, or None if they can: compute capability 8.0 and Triton."""
-    if device.type != "cuda":
-        return f"{device.type} is not an NVIDIA GPU"
+    """Why the fused kernels cannot run on a CUDA `device`, or None if they can: compute capability 8.0 and Triton."""
     if torch.version.hip is not None:
         return "AMD GPUs are not supported by the kernels"
     capability = torch.cuda.get_device_capability(device)
@@ -209,10 +209,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _compiled(
-    kernel: str, device_index: int, fp32: bool, constants: tuple[tuple[str, Any], ...]
+    kernel: str, device_index: int, fp32: bool, given: tuple[str, ...], constants: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A kernel compiled for the current device, whose index is a key like the constants, and these in its order."""
-    jitted, named = _kernel(kernel), dict(constants)
+    """A kernel compiled for the current device, whose index is a key like the constants, and these in its order.
+
+    given: the names of `constants`.
+    """
+    jitted, named = _kernel(kernel), dict(zip(given, constants, strict=True))
     types = [(torch.int64 if fp32 else _I32) if of is None else of for of in _UNSPECIALIZED[kernel]]
     names = list(inspect.signature(jitted.fn).parameters)[len(types) :]
     assert named.keys() == set(names), f"{kernel} has the constants {names}, not {list(named)}"

@@ -65,7 +65,7 @@ class PackedColumns:
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
         grid = (-(-columns // block // groups) * (rows // block),)
         arguments = (self.codes, self.scales, values, rows, columns // block)
-        launch("triton_fp4.unpack_kernel", grid, *arguments, BLOCK=block, GROUPS=groups)
+        launch("triton_fp4.unpack_kernel", grid, arguments, {"BLOCK": block, "GROUPS": groups})
         return values.t()
 
 
@@ -94,7 +94,7 @@ class FusedFP4(Fused):
         self._transform = {"HADAMARD": hadamard, "SIGNS": signs, "FACTOR": 1.0 / math.sqrt(self.block)}
         self._fp32 = x.dtype == torch.float32
         self._amax = self._hashes = self.x  # stand-ins that no kernel reads
-        self._scaled = side.block in NVFP4_BLOCKS
+        self._scaled = side.format == "nvfp4"
         self.columns_scale = torch.empty((), device=x.device) if self._scaled and columns is not None else None
         self.rows_scale = torch.empty((), device=x.device) if self._scaled and rows is not None else None
         self._measure(*(None if side is None else side.key for side in (columns, rows)))
@@ -129,14 +129,16 @@ class FusedFP4(Fused):
         launch(
             "triton_fp4.measure_kernel",
             (column_programs, min(row_programs, self.size[0] // self.block)),
-            *(self.x, self._amax, self._hashes, *self.size, *starts),
-            BLOCK=self.block,
-            AMAX=self._scaled,
-            **self._transform,
-            HASH_0=columns_key is not None,
-            HASH_1=rows_key is not None,
-            FP32=self._fp32,
-            GROUPS=groups,
+            (self.x, self._amax, self._hashes, *self.size, *starts),
+            {
+                "BLOCK": self.block,
+                "AMAX": self._scaled,
+                **self._transform,
+                "HASH_0": columns_key is not None,
+                "HASH_1": rows_key is not None,
+                "FP32": self._fp32,
+                "GROUPS": groups,
+            },
         )
 
     def along_columns(self) -> Tensor:
@@ -162,13 +164,15 @@ class FusedFP4(Fused):
         launch(
             "triton_fp4.quantize_columns_kernel",
             grid,
-            *(self.x, values, codes, scales, self._amax, decode, self._hashes, *self.size, tiles),
-            BLOCK=self.block,
-            BLOCK_ROWS=self.columns.block[0],
-            STOCHASTIC=self.columns.key is not None,
-            PACKED=packed,
-            FP32=self._fp32,
-            GROUPS=groups,
+            (self.x, values, codes, scales, self._amax, decode, self._hashes, *self.size, tiles),
+            {
+                "BLOCK": self.block,
+                "BLOCK_ROWS": self.columns.block[0],
+                "STOCHASTIC": self.columns.key is not None,
+                "PACKED": packed,
+                "FP32": self._fp32,
+                "GROUPS": groups,
+            },
         )
 
     def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
@@ -197,13 +201,15 @@ class FusedFP4(Fused):
         launch(
             "triton_fp4.quantize_rows_kernel",
             grid,
-            *(self.x, out, scales, self._amax, self._or_x(self.rows_scale), self._hashes, *self.size, tiles),
-            BLOCK=self.block,
-            STOCHASTIC=self.rows.key is not None,
-            PACKED=packed,
-            **self._transform,
-            FP32=self._fp32,
-            GROUPS=groups,
+            (self.x, out, scales, self._amax, self._or_x(self.rows_scale), self._hashes, *self.size, tiles),
+            {
+                "BLOCK": self.block,
+                "STOCHASTIC": self.rows.key is not None,
+                "PACKED": packed,
+                **self._transform,
+                "FP32": self._fp32,
+                "GROUPS": groups,
+            },
         )
 
     def _or_x(self, scale: Tensor | None) -> Tensor:
@@ -221,7 +227,7 @@ def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
     """`(x * alpha).to(dtype)` of contiguous FP32 `x` in one pass, `alpha` FP32 0-dim on the device."""
     out = torch.empty_like(x, dtype=dtype)
     grid = (-(-x.numel() // 4096),)
-    launch("triton_fp4.scale_cast_kernel", grid, x, alpha, out, x.numel(), SIZE=4096, num_warps=8)
+    launch("triton_fp4.scale_cast_kernel", grid, (x, alpha, out, x.numel()), {"SIZE": 4096, "num_warps": 8})
     return out
 
 

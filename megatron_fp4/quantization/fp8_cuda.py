@@ -82,13 +82,15 @@ def quantize_fp8_fused(
     launch(
         "triton_fp8.quantize_fp8_kernel",
         (-(-num_columns // 128), -(-num_rows // 128)),
-        *(x, out, scales, num_rows, num_columns),
-        BLOCK_ROWS=rows,
-        BLOCK_COLUMNS=columns,
-        POWER_OF_TWO=power_of_two_scales,
-        OUT=kind,
-        num_warps=8,
-        enable_fp_fusion=False,
+        (x, out, scales, num_rows, num_columns),
+        {
+            "BLOCK_ROWS": rows,
+            "BLOCK_COLUMNS": columns,
+            "POWER_OF_TWO": power_of_two_scales,
+            "OUT": kind,
+            "num_warps": 8,
+            "enable_fp_fusion": False,
+        },
     )
     if kind == "values":
         return out.t() if along_rows else out
@@ -108,16 +110,18 @@ def matmul_fp8(a: BlockScaled, b: BlockScaled, out_dtype: torch.dtype) -> Tensor
     out = torch.empty(m, n, dtype=out_dtype, device=codes_a.device)
     # Found on an H200, by whether both codes have their dot products in one piece.
     block_m, block_n = (64, 128) if codes_a.stride(1) == codes_b.stride(1) == 1 else (128, 64)
+    strides = (*codes_a.stride(), *codes_b.stride(), *a.scales.stride(), *b.scales.stride())
     launch(
         "triton_fp8.matmul_fp8_kernel",
         (-(-m // block_m) * -(-n // block_n),),
-        *(codes_a, codes_b, a.scales, b.scales, out, m, n, k),
-        *(*codes_a.stride(), *codes_b.stride(), *a.scales.stride(), *b.scales.stride()),
-        A_ROWS=a.block_rows,
-        B_ROWS=b.block_rows,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        num_warps=4,
-        num_stages=4,
+        (codes_a, codes_b, a.scales, b.scales, out, m, n, k, *strides),
+        {
+            "A_ROWS": a.block_rows,
+            "B_ROWS": b.block_rows,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "num_warps": 4,
+            "num_stages": 4,
+        },
     )
     return out

@@ -31,9 +31,11 @@ class PackedMXFP8:
         launch(
             "triton_mxfp8.decode_mxfp8_kernel",
             _grid(rows, columns),
-            *(self.codes, self.scales, values, rows, columns),
-            num_warps=4,
-            enable_fp_fusion=False,
+            (self.codes, self.scales, values, rows, columns),
+            {
+                "num_warps": 4,
+                "enable_fp_fusion": False,
+            },
         )
         return values.t()
 
@@ -96,12 +98,14 @@ def _quantized(x: Tensor, block_rows: int, *, along_rows: bool, codes: bool) -> 
     launch(
         "triton_mxfp8.quantize_mxfp8_kernel",
         _grid(num_rows, num_columns),
-        *(x, out, scales, num_rows, num_columns),
-        BLOCK_ROWS=rows,
-        BLOCK_COLUMNS=columns,
-        CODES=codes,
-        num_warps=4,
-        enable_fp_fusion=False,
+        (x, out, scales, num_rows, num_columns),
+        {
+            "BLOCK_ROWS": rows,
+            "BLOCK_COLUMNS": columns,
+            "CODES": codes,
+            "num_warps": 4,
+            "enable_fp_fusion": False,
+        },
     )
     return out, scales
 

@@ -42,7 +42,9 @@ def run(
         "config, world_size = pickle.load(sys.stdin.buffer)\n"
         "from assembly import sharded_model\n"
         "from megatron_fp4.planning.dry_run import dry_run\n"
-        "result = dry_run(config, world_size, lambda *parts: sharded_model(config, *parts)[:2])\n"
+        "from megatron_fp4.planning.stand_ins import planned_execution\n"
+        "execution = planned_execution(config)\n"
+        "result = dry_run(config, world_size, lambda *parts: sharded_model(config, *parts), execution)\n"
         "sys.stdout.buffer.write(pickle.dumps(result))\n"
     )
     base: Config = compose_config([f"precision={precision}"], ROOT / "configs")

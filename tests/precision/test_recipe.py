@@ -14,6 +14,8 @@ from megatron_fp4.precision.recipe import (
     Operand,
     recipe_from_config,
     switched_recipe,
+    uses_amax,
+    uses_signs,
 )
 from tests.precision import reference as ref
 from tests.quantization import oracle
@@ -154,14 +156,14 @@ def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, tak
 
 
 def test_each_transform_and_each_nvfp4_operand_uses_its_option():
-    assert not BF16.uses("rht_signs", GEMMS) and not BF16.uses("amax", GEMMS)
+    assert not uses_signs(BF16.gemms.values()) and not uses_amax(BF16.gemms.values())
     for gemm in GEMMS:
         transformed = replace(BF16, **{gemm: Gemm(rht=16)})
-        assert [g for g in GEMMS if transformed.uses("rht_signs", [g])] == [gemm]
+        assert [g for g in GEMMS if uses_signs([transformed.gemms[g]])] == [gemm]
         for one_sided in (Gemm(ref.X), Gemm(right=ref.X)):
             recipe = replace(BF16, **{gemm: one_sided})
-            assert [g for g in GEMMS if recipe.uses("amax", [g])] == [gemm]
-    assert not ref.MXFP4.uses("amax", GEMMS) and not ref.FP8.uses("amax", GEMMS)
+            assert [g for g in GEMMS if uses_amax([recipe.gemms[g]])] == [gemm]
+    assert not uses_amax(ref.MXFP4.gemms.values()) and not uses_amax(ref.FP8.gemms.values())
 
 
 def test_an_unknown_scope_is_refused():
