@@ -138,7 +138,8 @@ def uses_signs(gemms: Iterable[Gemm]) -> bool:
 
 def uses_amax(gemms: Iterable[Gemm]) -> bool:
     """Whether `amax` makes a difference to any of `gemms`."""
-    return any(operand.format == "nvfp4" for gemm in gemms for operand in gemm.operands)
+    operands = (operand for gemm in gemms for operand in gemm.operands if operand.quantized)
+    return any(format_of(operand.format).tensor_scale for operand in operands)
 
 
 @dataclass(frozen=True)
