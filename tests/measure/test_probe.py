@@ -220,6 +220,7 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
     return probe.collect(list(layers))
 
 
+@pytest.mark.slow
 def test_numbers_do_not_depend_on_the_tensor_parallel_size() -> None:
     single = launch(_probe_layers, 1, 1)[0]
     both = launch(_probe_layers, 2, 2)

@@ -91,6 +91,7 @@ def on_a_rank(rank: int, tensor: int, reshard: bool) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tensor", "reshard"), [(1, False), (1, True), (2, True)])
 def test_over_ranks(tensor, reshard):
     assert launch(on_a_rank, 2, tensor, reshard) == [[], []]

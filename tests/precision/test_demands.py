@@ -122,6 +122,7 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
     assert computed > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_divides_nowhere_is_refused_before_the_run(model: str, tensor: int) -> None:
@@ -227,6 +228,7 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
     assert seen == {(codes, product) for codes in (FP4, E4M3) for product in (torch.bfloat16, torch.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
     """Each linear by the plan of `nvfp4_nemotron_3`."""

@@ -161,6 +161,7 @@ def test_wandb_offline_keeps_its_run_across_resumes(tmp_path):
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first.wandb_run_id}*"))) == 2
 
 
+@pytest.mark.slow
 def test_wandb_online_obeys_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert write(tmp_path, 0, 1, wandb_mode="online").wandb_run_id

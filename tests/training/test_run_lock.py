@@ -55,6 +55,7 @@ def holder(run_dir: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_path, monkeypatch):
     monkeypatch.setattr(run_lock, "PATIENCE", 0.5)
     with holder(tmp_path / "new" / "run", 60) as process:
@@ -68,6 +69,7 @@ def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_p
             assert f"process {os.getpid()} " in (tmp_path / "new" / "run" / LOCK_FILE).read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_leaving_is_waited_for(mesh: ParallelMesh, tmp_path, caplog):
     with holder(tmp_path, 1.0), caplog.at_level(logging.WARNING):
         began = time.monotonic()
