@@ -45,7 +45,7 @@ class Bf16BlocksDefault:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """A stack of blocks given by `pattern`: `M` Mamba-2, `-` FFN, `*` attention; whitespace is not allowed.
+    """A stack of blocks given by `pattern`, a letter each (models/pattern.py has the table); whitespace is not allowed.
 
     nvfp4_bf16_blocks, fp8_bf16_blocks: what the recipes of these formats leave in BF16 of this model; they set
         `precision.bf16_blocks` with it. A transformer block is two characters.

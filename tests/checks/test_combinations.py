@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from assembly import check as validate
+from data.kinds import KINDS
 from megatron_fp4.checks.combinations import data_parallel_size
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.schema import PhaseConfig
@@ -126,7 +127,7 @@ def test_sequence_parallel_slices():
 def test_data():
     phases = [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.4, {"web": 1.0})]
     indexed = {"data.kind": "indexed", "data.sources": {"web": "/d/web"}}
-    assert refusal({"data.kind": "csv"}) == "data.kind=csv is not known; choose one of builtin, indexed"
+    assert refusal({"data.kind": "csv"}) == f"data.kind=csv is not known; choose one of {', '.join(KINDS)}"
     assert "data.sources={'web': '/d/web'} has no effect" in refusal({"data.sources": {"web": "/d/web"}})
     assert "choose data=indexed" in refusal({"data.eod_token": "</s>"})
     assert "'data.sources={web: /data/web}'" in refusal({"data.kind": "indexed"})

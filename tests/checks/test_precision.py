@@ -6,6 +6,7 @@ import torch
 from assembly import check as validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.quantization.formats import FORMATS
 from models.hybrid import build_model
 from models.pattern import linear_shapes
 from tests.checks.composed import changed, composed, refusal
@@ -69,7 +70,8 @@ def test_recipes_that_cannot_be_computed(changes, value, remedy):
 
 def test_unknown_formats_are_refused_wherever_a_recipe_is():
     change = {"fprop.weight.format": "nvfp5"}
-    message = "precision.fprop.weight.format=nvfp5 is not known; choose one of bf16, nvfp4, mxfp4, mxfp8, fp8"
+    known = ", ".join(["bf16", *FORMATS])
+    message = f"precision.fprop.weight.format=nvfp5 is not known; choose one of {known}"
     assert refusal({"precision.fprop.weight.format": "nvfp5"}) == message
     config = composed("precision.exceptions=[{precision: mxfp8}]")
     (exception,) = config.precision.exceptions
