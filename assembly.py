@@ -235,9 +235,11 @@ def sharded_model(
     return model, controller
 
 
-def initialized_model(config: Config, mesh: ParallelMesh, clock: RunClock) -> tuple[HybridModel, PrecisionController]:
-    """`sharded_model` on the mesh's device with its initial weights, computed by the run's backend."""
-    model, controller = sharded_model(config, mesh, clock, execution_of(config), backend_of(config).open())
+def initialized_model(
+    config: Config, mesh: ParallelMesh, clock: RunClock, execution: Execution, backend: BackendChoice
+) -> tuple[HybridModel, PrecisionController]:
+    """`sharded_model` on the mesh's device with its initial weights."""
+    model, controller = sharded_model(config, mesh, clock, execution, backend.open())
     model.to_empty(device=mesh.device)
     initialize(model, config.model, config.run.seed)
     return model, controller
@@ -250,8 +252,8 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     np.random.seed(seed)
     torch.manual_seed(seed)
     backend = agreed_backend(backend_of(config))
-    agreed_execution(execution_of(config))
-    model, controller = initialized_model(config, mesh, RunClock(seed=seed))
+    execution = agreed_execution(execution_of(config))
+    model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
     with configuration_errors():
         bundle, phases, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from assembly import CONFIGS, execution_of, initialized_model
+from assembly import CONFIGS, backend_of, execution_of, initialized_model
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
@@ -204,7 +204,7 @@ def linear_rows(
 def optimizer_rows(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One update by every implementation that runs here."""
     config = configure(case.overrides, options, mesh.device.type)
-    model, _ = initialized_model(config, mesh, RunClock(seed=0))
+    model, _ = initialized_model(config, mesh, RunClock(seed=0), execution_of(config), backend_of(config))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     rows: list[dict[str, Any]] = []
@@ -234,7 +234,7 @@ def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argp
     """Time, memory and kernels of one model in one precision."""
     config = configure((*case.overrides, f"precision={precision}"), options, mesh.device.type)
     clock = RunClock(seed=0)
-    model, controller = initialized_model(config, mesh, clock)
+    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     generator = torch.Generator().manual_seed(0)
     size = (case.micro_batch_size, case.sequence_length + 1)
     text = torch.randint(0, config.model.vocab_size, size, generator=generator).to(mesh.device)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from assembly import configure, device_type_of, initialized_model, set_determinism
+from assembly import backend_of, configure, device_type_of, execution_of, initialized_model, set_determinism
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
@@ -63,7 +63,7 @@ def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, controller = initialized_model(config, mesh, clock)
+    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
     batches = random_micro_batches(config, mesh, 0)
     seconds, losses = [], []

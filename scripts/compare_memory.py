@@ -37,6 +37,7 @@ from assembly import (
     backend_of,
     configure,
     device_type_of,
+    execution_of,
     initialized_model,
     set_determinism,
     sharded_model,
@@ -150,7 +151,7 @@ def measure(overrides: list[str]) -> dict[str, Any]:
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, _ = initialized_model(config, mesh, clock)
+    model, _ = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
     peaks = []
     for step in range(2):

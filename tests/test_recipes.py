@@ -28,7 +28,9 @@ GRADIENT_ERROR = {
 def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
     """Loss and flattened gradient of the tiny model's first micro-batch under a recipe."""
     config = compose_config([f"precision={name}", "train.sequence_length=128"], assembly.CONFIGS)
-    model = assembly.initialized_model(config, mesh, RunClock(seed=3))[0]
+    model = assembly.initialized_model(
+        config, mesh, RunClock(seed=3), assembly.execution_of(config), assembly.backend_of(config)
+    )[0]
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=generator)
     loss = model(tokens, targets)

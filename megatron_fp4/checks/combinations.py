@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig, ParallelConfig
+from megatron_fp4.config.schema import Config, ConfigError, DataConfig
 from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.training.schedule import WSDSchedule
 
@@ -74,7 +74,7 @@ def _batch(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"train.sequence_length={length} is not a multiple of {_TILE}; use {_neighbours(length, _TILE)}"
         )
-    ranks = data_parallel_size(parallel, world_size)
+    ranks = parallel.data_parallel_size(world_size)
     together = micro * ranks
     if train.global_batch_size % together:
         per_rank = train.global_batch_size // ranks
@@ -95,11 +95,6 @@ def _batch(config: Config, world_size: int) -> None:
             "sequence parallelism needs; use "
             f"train.sequence_length={-(-length // slice_tokens) * slice_tokens} or parallel.sequence=false"
         )
-
-
-def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Ranks that see different data: all that are not tensor-parallel partners of each other."""
-    return world_size // parallel.tensor
 
 
 def _schedule(config: Config) -> None:

@@ -229,6 +229,10 @@ class ParallelConfig:
         """The axes of a given size by their keys, the innermost first; shards lie between `tensor` and the others."""
         return {"tensor": self.tensor, "replicate": self.replicate}
 
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that see different data: all that are not tensor-parallel partners of each other."""
+        return world_size // self.tensor
+
     def shards(self, world_size: int) -> int:
         """What is left over of `world_size`, rounded down."""
         return world_size // math.prod(self.sizes.values())

@@ -55,10 +55,6 @@ class BackendOperand(Protocol):
         """Non-tensor metadata: how the tensors are to be read."""
 
     @property
-    def native(self) -> bool:
-        """Whether codes and draws are another library's; comparisons then look at `decoded()`, else at values."""
-
-    @property
     def scale(self) -> Tensor | None:
         """FP32 0-dim factor from `unpacked()` to real values; None for 1."""
 
@@ -68,8 +64,10 @@ class BackendOperand(Protocol):
     def unpacked(self) -> Tensor:
         """[rows, k]: values without the tensor scale."""
 
-    def decoded(self) -> QuantizedTensor:
-        """Codes and scales in our layout, of a native operand."""
+    @property
+    def decoded(self) -> Callable[[], QuantizedTensor] | None:
+        """Of native operands, whose codes and draws are another library's: gives codes and scales in our layout. None
+        of others, whose values are compared."""
 
 
 MakeOperand = Callable[[], BackendOperand]

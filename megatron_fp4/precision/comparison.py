@@ -34,7 +34,7 @@ def actual_parts(made: BackendOperand, rows: slice) -> dict[str, Tensor]:
 
 def parts_by_rows(made: BackendOperand) -> Callable[[slice], dict[str, Tensor]]:
     """`actual_parts` of an operand that is decoded once, as a function of the rows."""
-    if made.native:
+    if made.decoded is not None:
         decoded = made.decoded()
         return lambda rows: _code_parts(decoded, rows)
     values, scale = made.unpacked(), made.scale
@@ -57,7 +57,7 @@ def unsigned_zeros(codes: Tensor) -> Tensor:
 
 def expected_parts(right: QuantizedTensor, made: BackendOperand) -> dict[str, Tensor]:
     """The reference in the parts that `actual_parts` has of `made`."""
-    if made.native:
+    if made.decoded is not None:
         return _code_parts(right, slice(None))
     scale = {"tensor scale": right.decode_scale()} if isinstance(right, NVFP4Tensor) else {}
     return {"values": right.block_values() + 0.0} | scale

@@ -35,7 +35,7 @@ from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor
+from megatron_fp4.quantization.tensor import Encoded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,7 +57,7 @@ class GemmOperand:
     values: Tensor | Packed
     scale: Tensor | None = None
     quantized: bool = False
-    native = False
+    decoded = None  # its values are compared
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
@@ -85,10 +85,6 @@ class GemmOperand:
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
-
-    def decoded(self) -> QuantizedTensor:
-        """Of native operands alone."""
-        raise NotImplementedError("its values are compared")
 
 
 class EmulatedBackend:

@@ -182,7 +182,7 @@ def _unfairness(ups: Tensor, position: Tensor, count: int) -> str:
 
 def grid_values(made: BackendOperand, scales: Tensor) -> Tensor:
     """FP32 [n, k] values on the E2M1 grid of an operand, native or emulated; `scales`: its FP32 block scales."""
-    if made.native:
+    if made.decoded is not None:
         decoded = made.decoded()
         values, scales = decoded.block_values(), decoded.scales.to(torch.float32)  # type: ignore[union-attr]
     else:

@@ -59,7 +59,7 @@ def operand_fault(made: BackendOperand, rows: Tensor, request: OperandRequest, g
     amax = shared_amax(amax, group) if format_of(operand.format).tensor_scale else amax
     if not amax.isfinite():
         return "" if _poisoned(made) else "is finite although it was made of NaN or inf"
-    if made.native and (request.key is not None or request.rht):
+    if made.decoded is not None and (request.key is not None or request.rht):
         decoded = made.decoded()
         assert isinstance(decoded, NVFP4Tensor)
         faults = (_native_fault(decoded, chunk, source(chunk), request, amax) for chunk in row_chunks(rows))

@@ -101,7 +101,7 @@ class PackedOperand:
     scale: Tensor | None
     layout: tuple[Operand, int]
     quantized: bool = True
-    native = False
+    decoded = None  # its values are compared
 
     @staticmethod
     def of(codes: Tensor, scales: Tensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
@@ -128,10 +128,6 @@ class PackedOperand:
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
         return QuantizedTensor(*self.plain(), self.layout[0].block).block_values()
-
-    def decoded(self) -> QuantizedTensor:
-        """Of native operands alone."""
-        raise NotImplementedError("its values are compared")
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""

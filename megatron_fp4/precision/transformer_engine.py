@@ -153,7 +153,6 @@ class NativeOperand:
     amax: Tensor | None
     layout: _Layout
     quantized: bool = True
-    native = True
 
     @property
     def scale(self) -> Tensor | None:

@@ -189,7 +189,7 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
 
 def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int) -> Table:
     """How ranks, micro-batches and gradient accumulation make up a step, and the run."""
-    ranks = world_size // parallel.tensor
+    ranks = parallel.data_parallel_size(world_size)
     accumulation = train.global_batch_size // (train.micro_batch_size * ranks)
     tokens = train.global_batch_size * train.sequence_length
     table = _table("Batch")

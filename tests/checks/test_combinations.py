@@ -4,7 +4,6 @@ import pytest
 
 from assembly import check as validate
 from data.kinds import KINDS
-from megatron_fp4.checks.combinations import data_parallel_size
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.schema import PhaseConfig
 from tests.checks.composed import DATA, changed, composed, refusal
@@ -82,7 +81,7 @@ def test_batch_that_does_not_divide_names_sizes_that_work():
     assert "micro batch" not in message.split("; ", 1)[1]  # 16 sequences never divide by 3 ranks
     for remedy in ({"train.micro_batch_size": 3}, {"train.global_batch_size": 8}):
         validate(changed(composed(), {"train.global_batch_size": 6, **remedy}), 1, "cpu")
-    assert data_parallel_size(changed(composed(), {"parallel.tensor": 2}).parallel, 8) == 4
+    assert changed(composed(), {"parallel.tensor": 2}).parallel.data_parallel_size(8) == 4
 
 
 def test_sequence_length_in_tiles():
