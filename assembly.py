@@ -21,6 +21,8 @@ from data.phases import Phase, PhaseSchedule
 from data.samples import SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
+from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
@@ -39,8 +41,6 @@ from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
-from megatron_fp4.training.checkpoint import Checkpointer
-from megatron_fp4.training.identity import run_identity
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule

@@ -39,6 +39,8 @@ from megatron_fp4 import __version__
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.faults.run_lock import sole_run
+from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
@@ -48,9 +50,7 @@ from megatron_fp4.report import console as show
 from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
-from megatron_fp4.training.run_lock import sole_run
-from megatron_fp4.training.signals import StopRequest
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.step import StepRequests, train_step
 from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count
 from models.pattern import MIXERS
@@ -165,7 +165,7 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
                 lr=run.lr(step),
                 clip_norm=config.optimizer.clip_norm,
                 reshard=config.parallel.reshard,
-                stop_requested=stop.requested,
+                requests=StepRequests(stop=stop.requested),
             )
         measurements.write(step)
         run.guard.observe(result, step, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
@@ -173,9 +173,9 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
             log.validation(done, done * run.tokens_per_step, losses)
-        if done == steps or result.stop or is_due(config.checkpoint.interval, done):
+        if done == steps or result.requests.stop or is_due(config.checkpoint.interval, done):
             log.checkpoint(done, save(run, done))
-        if result.stop and done < steps:
+        if result.requests.stop and done < steps:
             log.stop(done, stop.received)
             return done, losses
     return steps, losses

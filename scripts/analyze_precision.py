@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, check, set_determinism
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
@@ -42,7 +43,6 @@ from megatron_fp4.measure.ranking import (
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.training.accumulate import accumulate
-from megatron_fp4.training.checkpoint_files import DamagedCheckpointError, Manifest, check_file, read_manifest
 
 
 def main(arguments: list[str]) -> int:

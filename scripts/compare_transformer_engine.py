@@ -243,7 +243,7 @@ def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Te
             context.probe = capture if step == num_steps - 1 else None  # type: ignore[assignment]
         lr = run.schedule.lr(step, None, 0)
         settings: dict[str, Any] = {"step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
-        settings |= {"reshard": config.parallel.reshard, "stop_requested": False}
+        settings |= {"reshard": config.parallel.reshard}
         result = train_step(run.model, run.optimizer.optimizer, batch, mesh, run.controller.clock, **settings)
         print(f"step {step + 1}/{num_steps} loss {result.loss:.4f} gradient norm {result.grad_norm:.3f}")
     dist.destroy_process_group()

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import matplotlib
 
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import leave_distributed
-from megatron_fp4.training.checkpoint_files import DamagedCheckpointError
 from scripts.study.exactness import study_exactness
 from scripts.study.formats import study_formats
 from scripts.study.hadamard import study_hadamard

@@ -1,8 +1,8 @@
 """One training step: accumulate, reduce, look, then update or skip.
 
 The step talks to other ranks twice beyond what the model and FSDP do: the sum over the tensor axis (with sequence
-parallelism only) and one all-reduce of three FP64 numbers: loss, squared gradient norm, stop requests. Reading
-these three is its only host sync. Since all ranks read the same three, they clip, skip and stop alike.
+parallelism only) and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and what ranks request (to
+stop, to save, ...). Reading these is its only host sync. Since all ranks read the same, they clip, skip and stop alike.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,19 +24,34 @@ from megatron_fp4.training.gradients import clip_gradients, squared_norm_share, 
 from megatron_fp4.training.optimizer import optimizer_parameters, set_lr
 
 
+class StepRequests(NamedTuple):
+    """What ranks tell each other with a step: of one rank when given to `train_step`, of any rank in its result.
+
+    stop: to end after this step, with a checkpoint (signals.StopRequest). save: a checkpoint now. save_failed: this
+    rank's last save in the background came to nothing.
+    """
+
+    stop: bool = False
+    save: bool = False
+    save_failed: bool = False
+
+
+NO_REQUESTS = StepRequests()
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step did; the same on all ranks.
 
     loss: mean NLL in nats over the global batch, before the update. grad_norm: global L2 norm before clipping.
     skipped: loss or norm was not finite, so weights and optimizer are as they were.
-    stop: some rank was asked to stop (see signals.StopRequest).
+    requests: of any rank.
     """
 
     loss: float
     grad_norm: float
     skipped: bool
-    stop: bool
+    requests: StepRequests = NO_REQUESTS
 
 
 def train_step(
@@ -49,13 +65,13 @@ def train_step(
     lr: float,
     clip_norm: float,
     reshard: bool = False,
-    stop_requested: bool = False,
+    requests: StepRequests = NO_REQUESTS,
 ) -> StepResult:
     """Update `model` once, with the mean gradient over the micro-batches of all data-parallel ranks.
 
     model(tokens, targets) returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's, equally
     many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
-    parameters between micro-batches. stop_requested: whether this rank was asked to stop.
+    parameters between micro-batches. requests: this rank's.
     FSDP must add gradients up over ranks (`apply_data_parallel` sees to that).
     """
     parameters = optimizer_parameters(optimizer)
@@ -67,10 +83,10 @@ def train_step(
 
     # All ranks of a tensor-parallel group have the same loss; it counts once.
     counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
-    stop = torch.full_like(loss, float(stop_requested))
-    totals = torch.stack((counted_loss, squared_norm_share(parameters, mesh), stop))
+    requested = loss.new_tensor(requests)
+    totals = torch.cat((torch.stack((counted_loss, squared_norm_share(parameters, mesh))), requested))
     dist.all_reduce(totals)
-    mean_loss, squared_norm, stops = totals.tolist()
+    mean_loss, squared_norm, *counts = totals.tolist()
 
     grad_norm = math.sqrt(squared_norm)
     skipped = not (math.isfinite(mean_loss) and math.isfinite(grad_norm))
@@ -80,4 +96,4 @@ def train_step(
         optimizer.step()
         clock.weights_version += 1
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, grad_norm, skipped, stop=stops > 0)
+    return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)))

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, configure, set_determinism
+from megatron_fp4.checkpoint.files import read_manifest
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.measure.probe import Probe
@@ -23,7 +24,6 @@ from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.training.accumulate import accumulate
-from megatron_fp4.training.checkpoint_files import read_manifest
 from megatron_fp4.training.step import train_step
 
 if TYPE_CHECKING:

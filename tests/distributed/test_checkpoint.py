@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from megatron_fp4.checkpoint import checkpointer as checkpoint
+from megatron_fp4.checkpoint import files as checkpoint_files
+from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.config.schema import OptimizerConfig
+from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training import checkpoint, checkpoint_files
-from megatron_fp4.training.checkpoint import Checkpointer, CheckpointError
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
-from megatron_fp4.training.signals import StopRequest
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.step import StepRequests, train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
 
 pytestmark = pytest.mark.slow
@@ -63,11 +64,11 @@ def run(
             batches = toy_batches(step, mesh)
             result = train_step(
                 model, optimizer, batches, mesh, clock,
-                step=step, lr=1e-2, clip_norm=1.0, stop_requested=stop.requested,
+                step=step, lr=1e-2, clip_norm=1.0, requests=StepRequests(stop=stop.requested),
             )  # fmt: skip
             losses.append((result.loss, result.grad_norm))
             draws += [random.random(), float(np.random.normal()), torch.rand(()).item()]
-            done, stopped = step + 1, result.stop
+            done, stopped = step + 1, result.requests.stop
             if done % interval == 0 or stopped or done == until:
                 checkpointer.save(
                     done, model, optimizer, {"skipped": 0, "note": [step, 0.1]},

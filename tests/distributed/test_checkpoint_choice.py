@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.checkpoint import Checkpointer, CheckpointError
 from tests.training.harness import alone, toy
 
 pytestmark = pytest.mark.slow

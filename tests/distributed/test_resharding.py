@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.checkpoint import Checkpointer
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, relative_error, sharded_model, whole

@@ -12,8 +12,8 @@ from megatron_fp4.training.nonfinite_guard import NonFiniteError, NonFiniteGuard
 from megatron_fp4.training.step import StepResult, train_step
 from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh
 
-GOOD = StepResult(2.0, 1.0, skipped=False, stop=False)
-BAD = StepResult(math.nan, math.inf, skipped=True, stop=False)
+GOOD = StepResult(2.0, 1.0, skipped=False)
+BAD = StepResult(math.nan, math.inf, skipped=True)
 
 
 def test_guard_counts_in_a_row() -> None:

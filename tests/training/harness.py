@@ -33,7 +33,7 @@ from megatron_fp4.parallel.parameters import local_parameter as local
 from megatron_fp4.training.optimizer import build_optimizer
 
 # torch._dynamo because FSDP imports it when first used, which would cost every process a second.
-_PRELOAD = [__name__, "megatron_fp4.training.checkpoint", "pytest", "numpy.random", "torch._dynamo"]
+_PRELOAD = [__name__, "megatron_fp4.checkpoint.checkpointer", "pytest", "numpy.random", "torch._dynamo"]
 VOCAB_SIZE = 32
 LENGTH = 8
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training import autotuning
 from megatron_fp4.training.autotuning import choices_in, choices_of, live_autotuners, pin_kernels, put_back, record_of
-from megatron_fp4.training.checkpoint import Checkpointer
 from tests.training.harness import RankFailedError, alone, launch, toy, toy_mesh
 from tests.training.kernels import Config, call, install
 

@@ -12,7 +12,7 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.step import StepRequests, train_step
 from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, whole
 
 
@@ -26,7 +26,7 @@ def _train(rank: int, num_steps: int, replicate: int = 1, **keywords: Any) -> tu
         )
         for step in range(num_steps)
     ]
-    assert clock.weights_version == num_steps and not any(r.skipped or r.stop for r in results)
+    assert clock.weights_version == num_steps and not any(r.skipped or r.requests.stop for r in results)
     return [r.loss for r in results], [r.grad_norm for r in results], whole(model.head.weight)
 
 
@@ -87,10 +87,10 @@ def test_the_clock_the_loss_and_the_clipped_update() -> None:
         assert model.seen == [(7, 4, 0), (7, 6, 0)] and clock.weights_version == 1
         assert model.weight.item() == pytest.approx(1.0 - 0.5 * 2.0)
         assert model.weight.grad is None
-        assert not result.stop
+        assert not result.requests.stop
         assert train_step(
-            model, optimizer, batches, mesh, clock, step=8, lr=0.5, clip_norm=0.0, stop_requested=True
-        ).stop
+            model, optimizer, batches, mesh, clock, step=8, lr=0.5, clip_norm=0.0, requests=StepRequests(stop=True)
+        ).requests.stop
 
 
 def _one_bad(rank: int, bad_rank: int) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.faults import run_lock
+from megatron_fp4.faults.run_lock import LOCK_FILE, sole_run
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.training import run_lock
-from megatron_fp4.training.run_lock import LOCK_FILE, sole_run
 from tests.training.harness import launch
 
 # Holds the lock of the folder argv[1] for argv[2] seconds, with a forked child that outlives it.
@@ -27,7 +27,7 @@ _HOLDER = """
 import os, sys, time
 from pathlib import Path
 from megatron_fp4.parallel.mesh import init_distributed
-from megatron_fp4.training.run_lock import sole_run
+from megatron_fp4.faults.run_lock import sole_run
 
 init_distributed("cpu", 10)
 with sole_run(Path(sys.argv[1])):

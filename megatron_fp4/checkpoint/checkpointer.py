@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.identity import identity_differences
+from megatron_fp4.checkpoint.random_state import restore_random_state, save_random_state
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training import checkpoint_files as files
-from megatron_fp4.training.identity import identity_differences
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.random_state import restore_random_state, save_random_state
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.training import checkpoint_files as files
+from megatron_fp4.checkpoint import files
 
 
 def make(root: Path, step: int, save_index: int, suffix: str = "") -> Path:

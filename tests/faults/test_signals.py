@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
+from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.signals import StopRequest
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.step import StepRequests, train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh
 
 
@@ -41,9 +41,9 @@ def _stop_one(rank: int) -> tuple[int, bool, bool]:
                 os.kill(os.getpid(), signal.SIGTERM)
             result = train_step(
                 model, optimizer, toy_batches(step, mesh), mesh, RunClock(0),
-                step=step, lr=1e-2, clip_norm=1.0, stop_requested=stop.requested,
+                step=step, lr=1e-2, clip_norm=1.0, requests=StepRequests(stop=stop.requested),
             )  # fmt: skip
-            if result.stop:
+            if result.requests.stop:
                 return step, quiet, stop.agreed(mesh)
     raise AssertionError("nobody stopped")
 

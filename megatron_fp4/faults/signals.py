@@ -1,7 +1,7 @@
 """Stopping on request: a signal to any rank ends the run on all ranks after the same step.
 
 SIGTERM and SIGUSR1 (schedulers send one of them before they take the machine away) and the first SIGINT only set a
-flag. Each step's all-reduce carries it (train_step's `stop_requested`, StepResult.stop), so nobody stops alone; the
+flag. Each step's all-reduce carries it (train_step's `requests`), so nobody stops alone; the
 loop then saves and leaves. A second SIGINT is the usual KeyboardInterrupt.
 """
 

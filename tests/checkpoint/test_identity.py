@@ -1,7 +1,7 @@
 from dataclasses import replace
 
+from megatron_fp4.checkpoint.identity import identity_differences, run_identity
 from megatron_fp4.config.schema import Bf16BlocksDefault, Config, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from megatron_fp4.training.identity import identity_differences, run_identity
 
 DATA = {"tokenizer": "abc", "train": {"web": {"sha256": "1", "num_tokens": 10}}, "validation": {}}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_fp4.training.random_state import restore_random_state, save_random_state
+from megatron_fp4.checkpoint.random_state import restore_random_state, save_random_state
 
 CPU = torch.device("cpu")
 
