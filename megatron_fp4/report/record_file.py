@@ -121,13 +121,15 @@ class RecordFile:
             self.outage.failed(error)
             return False
         if self.outage.on:
-            self.outage.worked(f"{self.lost} records are lost, all others are written" if self.lost else "nothing lost")
-            if self.lost:
-                note = {"kind": "event", "step": 0, "event": "records_lost", "count": self.lost}
+            lost, self.lost = self.lost, 0
+            self.outage.worked(f"{lost} records are lost, all others are written" if lost else "nothing is lost")
+            if lost:
+                step = 0
                 with contextlib.suppress(ValueError, LookupError, TypeError):
-                    note["step"] = json.loads(self._lines[-1])["step"]
-                self.lost = 0
-                self.write(json.dumps(note))
+                    step = json.loads(self._lines[-1])["step"]
+                note = {"kind": "event", "step": step, "event": "records_lost", "count": lost}
+                self._lines.append(json.dumps(note).encode() + b"\n")
+                return self._attempt(self._push)
         return True
 
     def _push(self) -> None:

@@ -71,9 +71,10 @@ def test_a_full_disk_loses_nothing_when_it_has_room_again(
     file = RecordFile(path := tmp_path / "m.jsonl", retry_seconds=0.0)
     file.write(line(1))
     disk.room = 10  # the next line is cut in the middle
-    for step in (2, 3, 4):
-        file.write(line(step))
+    file.write(line(2))
     assert path.read_bytes() == (line(1) + "\n").encode() + line(2).encode()[:10]
+    for step in (3, 4):
+        file.write(line(step))
     disk.room = None
     file.write(line(5))
     assert steps(path) == [1, 2, 3, 4, 5]
@@ -81,7 +82,7 @@ def test_a_full_disk_loses_nothing_when_it_has_room_again(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert "LOGGING FAILED, training goes on" in said[0] and "No space left" in said[0] and str(path) in said[0]
-    assert "works again" in said[1] and "nothing lost" in said[1]
+    assert "works again" in said[1] and "nothing is lost" in said[1]
     assert file.outage.failures == 3
 
 
@@ -175,7 +176,7 @@ def test_attempts_are_rare_while_the_disk_refuses(tmp_path: Path, disk: Disk) ->
 
 
 def test_syncs_from_another_thread_do_not_disturb_writes(tmp_path: Path, disk: Disk) -> None:
-    file = RecordFile(path := tmp_path / "m.jsonl", pending=50, retry_seconds=0.0)
+    file = RecordFile(path := tmp_path / "m.jsonl", retry_seconds=0.0)
     done = threading.Event()
 
     def sync() -> None:
@@ -290,22 +291,22 @@ def test_whatever_is_in_a_line_is_set_aside(tmp_path: Path, wrong: bytes) -> Non
 
 
 @pytest.mark.slow
-def test_a_million_records_are_cut_in_seconds_and_little_memory(
+def test_many_records_are_cut_in_seconds_and_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.jsonl"
     tail = ', "tokens": 4096, "loss": 3.0625, "lr": 0.001, "grad_norm": 1.5, "tokens_per_second": 40000.0}\n'
     with path.open("w") as file:
-        file.writelines(f'{{"kind": "step", "step": {step}{tail}' for step in range(1_000_000))
+        file.writelines(f'{{"kind": "step", "step": {step}{tail}' for step in range(200_000))
     began = time.process_time()
-    assert cut_after(path, 900_000).removed == 99_999
-    assert time.process_time() - began < 60  # some 3 s on an idle core
+    assert cut_after(path, 100_000).removed == 99_999
+    assert time.process_time() - began < 20  # less than a second on an idle core
     monkeypatch.setattr(record_file, "MAX_LINE", 2**16)
     damaged = path.read_bytes()[:2_000_000] + b"\n" + bytes(10 * 2**20) + b"\n" + line(7).encode() + b"\n"
     path.write_bytes(damaged)
     del damaged
     tracemalloc.start()
-    cut = cut_after(path, 900_000)
+    cut = cut_after(path, 100_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(cut.bad_lines) == 2 and peak < 2 * 2**20
