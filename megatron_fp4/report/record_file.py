@@ -188,6 +188,7 @@ def cut_after(path: str | Path, step: int) -> Cut:
         return cut
     offset = shorter = 0
     scattered = False  # something is kept behind something that is not
+    kept: list[list[int]] = []  # first and last bytes of what is kept, in one piece as far as it goes
     with path.open("rb") as file:
         for number, line, length in lines_of(file):
             offset += length
@@ -195,6 +196,10 @@ def cut_after(path: str | Path, step: int) -> Cut:
             if line is not None and isinstance(record, dict) and record["step"] <= step:
                 shorter += length
                 scattered |= shorter != offset or not line.endswith(b"\n")
+                if kept and kept[-1][1] == offset - length:
+                    kept[-1][1] = offset
+                else:
+                    kept.append([offset - length, offset])
             elif isinstance(record, dict):
                 cut.removed += 1
             elif record not in (UNFINISHED, EMPTY):
@@ -204,7 +209,7 @@ def cut_after(path: str | Path, step: int) -> Cut:
     if cut.bad_lines:
         cut.kept_as = _keep(path)
     if cut.bad_lines or scattered:
-        _rewrite(path, step)
+        _rewrite(path, kept)
     else:  # needs no room on the disk
         descriptor = os.open(path, os.O_WRONLY)
         try:
@@ -307,24 +312,28 @@ def _keep(path: Path) -> Path:
     return target
 
 
-def _copy(path: Path, target: BinaryIO) -> None:
+def _copy(path: Path, target: BinaryIO, first: int = 0, last: int | None = None) -> bytes:
+    """Copy the bytes of a file from `first` up to, not including, `last`; returns the last piece."""
+    piece = b""
     with path.open("rb") as source:
-        while chunk := source.read(2**20):
-            target.write(chunk)
+        source.seek(first)
+        left = os.fstat(source.fileno()).st_size - first if last is None else last - first
+        while left > 0 and (chunk := source.read(min(2**20, left))):
+            target.write(piece := chunk)
+            left -= len(chunk)
+    return piece
 
 
-def _rewrite(path: Path, step: int) -> None:
+def _rewrite(path: Path, kept: list[list[int]]) -> None:
     def write(target: BinaryIO) -> None:
-        with path.open("rb") as source:
-            for _, line, _ in lines_of(source):
-                record = record_of(line)
-                if line is not None and isinstance(record, dict) and record["step"] <= step:
-                    target.write(line.rstrip() + b"\n")
+        for first, last in kept:
+            if not _copy(path, target, first, last).endswith(b"\n"):
+                target.write(b"\n")
 
     _replace_with(path, write)
 
 
-def _replace_with(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def _replace_with(path: Path, write: Callable[[BinaryIO], object]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:

@@ -291,9 +291,7 @@ def test_whatever_is_in_a_line_is_set_aside(tmp_path: Path, wrong: bytes) -> Non
 
 
 @pytest.mark.slow
-def test_many_records_are_cut_in_seconds_and_little_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_records_are_cut_in_seconds_and_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.jsonl"
     tail = ', "tokens": 4096, "loss": 3.0625, "lr": 0.001, "grad_norm": 1.5, "tokens_per_second": 40000.0}\n'
     with path.open("w") as file:
