@@ -92,7 +92,9 @@ def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPa
     own = tmp_path / "precision" / "of_here.yaml"
     own.write_text(
         "\n".join(
-            "  rht: ${oc.decode:${oc.env:RHT}}" if line.startswith("  rht:") else line.replace("name: nvfp4", "name: of_here")
+            "  rht: ${oc.decode:${oc.env:RHT}}"
+            if line.startswith("  rht:")
+            else line.replace("name: nvfp4", "name: of_here")
             for line in (CONFIGS / "precision" / "nvfp4.yaml").read_text().splitlines()
         )
     )

@@ -2,15 +2,19 @@ import json
 import math
 import subprocess
 import sys
+import threading
+import types
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_fp4.report import metrics as metrics_module
+from megatron_fp4.report import views
 from megatron_fp4.report.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
-from megatron_fp4.report.views import TensorBoardView
+from megatron_fp4.report.views import TensorBoardView, WandbView
 
 
 def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
@@ -240,3 +244,81 @@ def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch, modul
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=message):
         MetricsWriter(tmp_path, **options)
+
+
+class FakeWandb(types.ModuleType):
+    """wandb as far as a run uses it. refuse: what `init` raises online."""
+
+    def __init__(self, refuse: Exception | None = None) -> None:
+        super().__init__("wandb")
+        self.refuse, self.starts, self.logged, self.broken = refuse, [], [], False
+        self.hang = threading.Event()
+        self.hang.set()
+
+    def Settings(self, **settings):
+        return settings
+
+    def init(self, *, mode, dir, id, **rest):
+        self.starts.append((mode, rest))
+        if mode == "online" and self.refuse is not None:
+            raise self.refuse
+        return types.SimpleNamespace(
+            id=id or "new", dir=f"{dir}/wandb/{mode}-run-1-{id or 'new'}/files", log=self.log, finish=self.finish
+        )
+
+    def log(self, values, step):
+        if self.broken:
+            raise ConnectionError("the service has gone")
+        self.logged.append(step)
+
+    def finish(self):
+        self.hang.wait(60)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("90 s"), RuntimeError("CommError:\nno route")])
+def test_wandb_that_does_not_answer_is_offline_with_the_way_to_send_it(tmp_path, monkeypatch, caplog, error):
+    fake = FakeWandb(refuse=error)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online", wandb_run_id="abc") as writer:
+        writer.step(metrics(1))
+    assert [mode for mode, _ in fake.starts] == ["online", "offline"] and fake.logged == [1]
+    assert writer.wandb_run_id == "abc"
+    assert fake.starts[0][1]["settings"]["init_timeout"] + fake.starts[0][1]["settings"]["login_timeout"] <= 90
+    event, _ = read_metrics(tmp_path / METRICS_FILE)
+    assert event["event"] == "wandb_offline"
+    assert event["reason"].endswith(f"send it later: wandb sync {tmp_path}/wandb/offline-run-1-abc")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert event["reason"] in said and "\n" not in said
+
+
+def test_wandb_that_fails_in_between_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(metrics_module, "WandbView", partial(WandbView, retry_seconds=0.0))
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
+        for step in range(1, 7):
+            fake.broken = step in (3, 4)
+            writer.step(metrics(step))
+    assert fake.logged == [1, 2, 5, 6]
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == list(range(1, 7))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "training goes on: wandb: ConnectionError" in said[0] and "wandb works again" in said[1]
+
+
+def test_a_wandb_that_cannot_even_start_offline_is_left_out(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb()
+    fake.init = MagicMock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online", wandb_run_id="abc") as writer:
+        writer.step(metrics(1))
+    assert writer.wandb_run_id == "abc" and "training goes on: wandb" in caplog.text
+
+
+def test_the_end_does_not_wait_for_wandb_for_ever(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb()
+    fake.hang.clear()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(views, "FINISH_SECONDS", 0.1)
+    write(tmp_path, 0, 1, wandb_mode="online")
+    fake.hang.set()
+    assert "not everything was sent" in caplog.text and f"wandb sync {tmp_path}/wandb/online-run-1-new" in caplog.text
