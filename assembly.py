@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
@@ -186,7 +187,7 @@ class Run:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         plan = self.controller.plan.as_dict()
-        return {"version": __version__, **state, "plan": plan, "config": asdict(self.config)}
+        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this

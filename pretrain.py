@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 import torch
-import yaml
 
 from assembly import (
     CONFIGS,
@@ -36,7 +35,7 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
-from megatron_fp4.config.compose import to_yaml
+from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.run_lock import sole_run
@@ -96,6 +95,7 @@ def print_needs(config: Config) -> int:
 
 def pretrain(config: Config) -> int:
     """Build the parts and run them, as the only run in its folder; returns the exit code."""
+    apply_file_mode(config.run.file_mode)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
@@ -131,9 +131,8 @@ def run_to_end(run: Run) -> int:
     pin_autotuned(run, start)
     test_backend(run)
     run.checkpointer.prepare(run.model, run.optimizer.optimizer)
-    if first_rank:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
-        (run_dir / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    run.checkpointer.saves.before_publish = log.sync
+    log.settings(plan)
     with (
         StopRequest() as stop,
         log,

@@ -251,6 +251,8 @@ class RunConfig:
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches, and the peak in TFLOP/s
         (the default is an H200's for dense BF16).
+    file_mode: what files that the run creates may be, such as "0640" (the owner writes, the group reads, nobody else
+        anything); folders can be entered by those who may read. null: as the umask of the shell says.
     """
 
     dir: str = "runs/default"
@@ -260,6 +262,7 @@ class RunConfig:
     dry: bool = False
     dry_mfu: PositiveShare = 0.4
     dry_peak_tflops: Positive = 989.0
+    file_mode: str | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -268,6 +271,8 @@ class Config:
 
     after_switch: the precision that `precision.switch.target` names, as it resolves for this model; None with
         `precision.switch.when=never`. No key of its own: `compose` fills it.
+    from_environment: key -> its text, such as `${oc.env:SCRATCH}/runs`, where an environment variable has a part in the
+        value; it stands in everything that is written instead of the value (config/environment.py). No key either.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -282,3 +287,4 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     after_switch: PrecisionConfig | None = None
+    from_environment: dict[str, str] = field(default_factory=dict)

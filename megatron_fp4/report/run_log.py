@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import yaml
+
 from megatron_fp4.checkpoint.saves import SaveReport
+from megatron_fp4.config.compose import to_yaml
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
+from megatron_fp4.report.run_files import attempt, replace_text
 
 
 class RunLog:
@@ -46,11 +50,24 @@ class RunLog:
             wandb_mode=settings.wandb,
             wandb_project=settings.wandb_project,
             wandb_run_id=self._wandb_run_id,
-            config=asdict(self.config),
+            config=as_saved(self.config),
             active=self.active,
         )
         self._wandb_run_id = self.metrics.wandb_run_id
         self.metrics.run(start, **facts)
+
+    def sync(self) -> None:
+        """Bring every record so far to the disk: before a checkpoint is published. Any thread may call it."""
+        self.metrics.sync()
+
+    def settings(self, plan: Mapping[str, Any]) -> None:
+        """Write config.yaml and plan.yaml. plan: `Plan.as_dict` of the first plan."""
+        if not self.active:
+            return
+        run_dir = Path(self.config.run.dir)
+        texts = {"config.yaml": to_yaml(self.config), "plan.yaml": yaml.safe_dump(dict(plan), sort_keys=False)}
+        for name, text in texts.items():
+            attempt(str(run_dir / name), lambda: replace_text(run_dir / name, text))  # noqa: B023
 
     def __enter__(self) -> RunLog:
         with ExitStack() as stack:
