@@ -141,13 +141,17 @@ class Run:
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
     bundle: DataBundle
-    phases: PhaseSchedule
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
     guard: NonFiniteGuard
     kernels: KernelChoices
     log: RunLog
+
+    @property
+    def phases(self) -> PhaseSchedule:
+        """The data phases; behind a resume, with those that have been."""
+        return self.loader.schedule
 
     @property
     def tokens_per_step(self) -> int:
@@ -255,7 +259,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     execution = agreed_execution(execution_of(config))
     model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
     with configuration_errors():
-        bundle, phases, loader, validation = open_run_data(config, mesh)
+        bundle, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
@@ -269,7 +273,6 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
         bundle=bundle,
-        phases=phases,
         loader=loader,
         validation=validation,
         checkpointer=Checkpointer(
@@ -283,7 +286,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
 
 def open_run_data(
     config: Config, mesh: ParallelMesh
-) -> tuple[DataBundle, PhaseSchedule, MicroBatchLoader, list[ValidationSet]]:
+) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
     """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
 
     Raises ValueError or OSError for what cannot be opened or does not fit.
@@ -314,7 +317,7 @@ def open_run_data(
         ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
         for name, stream in bundle.validation.items()
     ]
-    return bundle, phases, loader, validation
+    return bundle, loader, validation
 
 
 @contextlib.contextmanager

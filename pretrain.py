@@ -197,10 +197,12 @@ def introduce_run(run: Run, start: int) -> None:
             count = sum(p.numel() for block in own for p in block.parameters())
             parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
+    size, length = config.train.global_batch_size, config.train.sequence_length
     phases = [
-        show.PhaseRow(span.name, span.start // size + 1, span.end // size, tokens[span.name], phase.blend)
-        for span, phase in zip(run.phases.spans, config.data.phases, strict=True)
+        show.PhaseRow(
+            span.name, span.start // size + 1, span.end // size, span.num_samples * length, span.blend.weights
+        )
+        for span in run.phases.spans
     ]
     when, at_step = config.precision.switch.when, switch.at_step
     facts = {
