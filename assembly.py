@@ -22,6 +22,7 @@ from data.samples import SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
@@ -190,7 +191,8 @@ class Run:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         plan = self.controller.plan.as_dict()
-        return {"version": __version__, **state, "plan": plan, "config": asdict(self.config)}
+        origin = origin_state(self.checkpointer.origin)
+        return {"version": __version__, **state, "plan": plan, "config": asdict(self.config), "origin": origin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
@@ -284,9 +286,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     )
 
 
-def open_run_data(
-    config: Config, mesh: ParallelMesh
-) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
+def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
     """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
 
     Raises ValueError or OSError for what cannot be opened or does not fit.

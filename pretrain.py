@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -36,6 +37,9 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
+from megatron_fp4.checkpoint import drift
+from megatron_fp4.checkpoint.checkpointer import Resumed
+from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
@@ -126,6 +130,8 @@ def run_to_end(run: Run) -> int:
         world_size=mesh.world_size,
         optimizer=run.optimizer.name,
         plan=plan,
+        resume=config.checkpoint.resume,
+        origin=origin_state(run.checkpointer.origin),
     )
     introduce_run(run, start)
     pin_autotuned(run, start)
@@ -274,7 +280,21 @@ def resume(run: Run) -> int:
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
+        say_what_differs(run, resumed)
     return start
+
+
+def say_what_differs(run: Run, resumed: Resumed) -> None:
+    """Print and record what was damaged, and what of the configuration has changed since the checkpoint."""
+    saved, switch, start = resumed.trainer["config"], run.controller.switch, resumed.step
+    for damage in resumed.damaged:
+        line = (
+            f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
+        )
+        run.log.found("damaged", [line], **asdict(damage))
+    if changes := drift.configuration_changes(saved, run.config):
+        lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
+        run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
 
 
 def pin_autotuned(run: Run, start: int) -> None:

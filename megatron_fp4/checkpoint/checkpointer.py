@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.choice import Damage, Origin, choose
 from megatron_fp4.checkpoint.identity import identity_differences
 from megatron_fp4.checkpoint.random_state import restore_random_state, save_random_state
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -54,6 +55,7 @@ class Resumed:
 
     step: optimizer steps done, so also the next step's number. trainer: as it was given to `save`.
     same_world: the job had as many ranks, and generators were restored; otherwise they are as the start left them.
+    damaged: newer checkpoints that were not whole, moved aside.
     """
 
     path: Path
@@ -62,6 +64,7 @@ class Resumed:
     consumed_tokens: int
     trainer: dict[str, Any]
     same_world: bool
+    damaged: tuple[Damage, ...] = ()
 
 
 class Checkpointer:
@@ -78,6 +81,8 @@ class Checkpointer:
         self._keep = keep
         self._identity = dict(identity)
         self._saved_step: int | None = None
+        self.origin: Origin | None = None
+        """The checkpoint of another run that this one began from; its trainer state keeps it."""
 
     def save(
         self,
@@ -134,34 +139,48 @@ class Checkpointer:
     ) -> Resumed | None:
         """Load a checkpoint into `model` and `optimizer`; None if the run begins at step 0. Call it once, first.
 
-        resume: `auto` (the newest whole checkpoint under `root`), `never`, or the folder of a checkpoint.
-        allow_mismatch: load although the run's identity differs from the checkpoint's.
+        resume: `auto` (the newest intact checkpoint under `root`), `never`, or the folder of a checkpoint; choice.py
+        has what each means. allow_mismatch: load although the run's identity differs from the checkpoint's.
 
-        Raises ValueError if the identity differs or the given folder is not there, and CheckpointError if a
-        checkpoint is damaged: the given one or, with `auto`, all of them.
+        Raises ValueError for what the user has to decide: the identity differs, nothing is intact or left of an
+        earlier run, the given folder is not a checkpoint; and CheckpointError if reading fails otherwise.
         """
-        for line in self._together("clean up", lambda: files.clean_stale(self.root), first_rank_only=True)[0]:
+        for line in self._first("clean up", lambda: files.clean_stale(self.root)):
             self._log(logging.WARNING, f"{self.root}: {line}")
-        if resume == "never":
-            return None
-        chosen = self._newest_whole() if resume == "auto" else self._given(Path(resume))
+
+        def load(folder: Path, manifest: files.Manifest) -> dict[str, Any]:
+            self._check_identity(folder, manifest, allow_mismatch)
+            return self._load(folder, manifest, model, optimizer)
+
+        chosen = choose(self.root, resume, self._first, load, self._verify)
         if chosen is None:
             return None
-        folder, manifest = chosen
-        self._check_identity(folder, manifest, allow_mismatch)
-
-        self._together("load model and optimizer", lambda: _read_tensors(folder, model, optimizer))
         clock.weights_version += 1
-        same_world = manifest.world_size == self._mesh.world_size
-        if same_world:
-            rng = folder / _rng_name(self._mesh.rank)
-            self._together("load generators", lambda: restore_random_state(rng, self._mesh.device))
-        trainer = self._together("load", lambda: json.loads((folder / _TRAINER).read_text()), first_rank_only=True)
-        if folder.parent.absolute() == self.root.absolute():
+        self.origin, manifest = chosen.origin, chosen.manifest
+        if chosen.folder.absolute().parent == self.root.absolute():
             self._saved_step = manifest.step
         return Resumed(
-            folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer[0], same_world
+            chosen.folder,
+            manifest.step,
+            manifest.consumed_samples,
+            manifest.consumed_tokens,
+            chosen.trainer,
+            manifest.world_size == self._mesh.world_size,
+            chosen.damaged,
         )
+
+    def _load(
+        self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Load a checkpoint and return its trainer state. Raises DamagedCheckpointError on all ranks."""
+        if problems := self._verify(folder, manifest):
+            raise files.DamagedCheckpointError("; ".join(problems))
+        self._together("load model and optimizer", lambda: _read_tensors(folder, model, optimizer))
+        if manifest.world_size == self._mesh.world_size:
+            rng = folder / _rng_name(self._mesh.rank)
+            self._together("load generators", lambda: restore_random_state(rng, self._mesh.device))
+        trainer: dict[str, Any] = self._first("load", lambda: json.loads((folder / _TRAINER).read_text()))
+        return trainer
 
     def steps_after(self, step: int) -> list[int]:
         """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that goes on from
@@ -193,45 +212,8 @@ class Checkpointer:
             if removed:
                 logger.info("removed old checkpoints: %s", ", ".join(folder.name for folder in removed))
 
-    def _newest_whole(self) -> tuple[Path, files.Manifest] | None:
-        found = self._together("scan", lambda: files.scan(self.root), first_rank_only=True)[0]
-        pointer = self._together("scan", lambda: files.read_pointer(self.root), first_rank_only=True)[0]
-        damaged: list[str] = []
-        for folder, manifest, problem in found:
-            problems = [problem] if problem is not None else self._verify(folder, manifest)
-            if not problems:
-                if damaged or pointer not in (None, folder.name):
-                    self._log(logging.WARNING, f"resuming from {folder.name}; the pointer names {pointer}")
-                assert manifest is not None
-                return folder, manifest
-            damaged.append(f"{folder.name}: {'; '.join(problems)}")
-            self._log(logging.ERROR, f"CHECKPOINT DAMAGED, trying the one before: {damaged[-1]}")
-        if not damaged and pointer is None:
-            return None
-        missing = [] if pointer is None or damaged else [f"{pointer}: named by `{files.POINTER}` but missing"]
-        raise CheckpointError(
-            f"there are checkpoints under {self.root}, but none is whole ("
-            + " | ".join(damaged + missing)
-            + "). Not starting again at step 0 unasked: restore one, set checkpoint.resume to a whole checkpoint, "
-            "or begin anew with checkpoint.resume=never"
-        )
-
-    def _given(self, folder: Path) -> tuple[Path, files.Manifest]:
-        found: list[object] = list(self._together("look", folder.is_dir))
-        if not all(found):
-            raise ValueError(
-                f"checkpoint.resume is {str(folder)!r}, which is not a folder on every rank; give auto, never or the "
-                f"path of a checkpoint such as {self.root / files.folder_name(200)}"
-            )
-        manifest = self._together("read its manifest", lambda: files.read_manifest(folder), first_rank_only=True)[0]
-        problems = self._verify(folder, manifest)
-        if problems:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
-        return folder, manifest
-
-    def _verify(self, folder: Path, manifest: files.Manifest | None) -> list[str]:
+    def _verify(self, folder: Path, manifest: files.Manifest) -> list[str]:
         """Each rank reads its share of the files, so that a large checkpoint is checked in parallel."""
-        assert manifest is not None
         share = sorted(manifest.files.items())[self._mesh.rank :: self._mesh.world_size]
         problems = self._together("verify", lambda: [files.check_file(folder, name, record) for name, record in share])
         return [problem for of_rank in problems for problem in of_rank if problem is not None]
@@ -242,13 +224,13 @@ class Checkpointer:
         differences = list(dict.fromkeys(line for lines in of_ranks for line in lines))
         if not differences:
             return
-        listing = "\n  ".join(differences)
+        listing = "; ".join(differences)
         if not allow_mismatch:
             raise ValueError(
-                f"{folder} belongs to another run:\n  {listing}\nSet these back, choose another run.dir, or resume "
+                f"{folder} belongs to another run: {listing}. Set these back, choose another run.dir, or resume "
                 "anyway with checkpoint.allow_mismatch=true"
             )
-        self._log(logging.WARNING, f"resuming from {folder} although it differs:\n  {listing}")
+        self._log(logging.WARNING, f"resuming from {folder} although it differs: {listing}")
 
     def _together(self, what: str, action: Callable[[], T], first_rank_only: bool = False) -> list[T]:
         """Run `action` on all ranks (or the first); what they returned, or CheckpointError everywhere."""
@@ -268,6 +250,9 @@ class Checkpointer:
             reasons = " | ".join(f"rank {rank}: {error}" for error, rank in failed.items())
             raise CheckpointError(f"checkpoint under {self.root}: could not {what}: {reasons}")
         return [result for result, _ in (outcomes[:1] if first_rank_only else outcomes)]  # type: ignore[misc]
+
+    def _first(self, what: str, action: Callable[[], T]) -> T:
+        return self._together(what, action, first_rank_only=True)[0]
 
     def _log(self, level: int, message: str) -> None:
         if self._mesh.rank == 0:

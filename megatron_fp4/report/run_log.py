@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ class RunLog:
         self.config, self.active = config, active
         self.console = RunConsole(config.train.steps, interval=config.logging.interval, active=active)
         self._wandb_run_id: str | None = None
+        self._found: list[tuple[str, dict[str, Any]]] = []
 
     def state_dict(self) -> str | None:
         """The run's id at wandb, under which it goes on after a resume."""
@@ -32,6 +34,12 @@ class RunLog:
     def load_state_dict(self, wandb_run_id: str | None) -> None:
         """Take up what a checkpoint held."""
         self._wandb_run_id = wandb_run_id
+
+    def found(self, event: str, lines: Sequence[str], **details: Any) -> None:
+        """Say what a start has found before it began: `lines` now, and an event with details once records are open."""
+        for line in lines:
+            self.console.text(line)
+        self._found.append((event, details))
 
     def open(self, start: int, **facts: Any) -> None:
         """Begin to record, from `start` steps done, with facts about the run (JSON values)."""
@@ -49,6 +57,8 @@ class RunLog:
         )
         self._wandb_run_id = self.metrics.wandb_run_id
         self.metrics.run(start, **facts)
+        for event, details in self._found:
+            self.metrics.event(start, event, **details)
 
     def __enter__(self) -> RunLog:
         with ExitStack() as stack:

@@ -175,7 +175,7 @@ def test_a_run_may_change_what_it_has_not_reached(sources: Sources, make_dataset
     }
     phases = [*PHASES[:2], Phase("late", 0.1, {"new": 1.0})]
     assert resume(state, sources, PhaseSchedule(phases, NUM_STEPS, GLOBAL_BATCH)).consumed_samples == 15 * GLOBAL_BATCH
-    with pytest.raises(ValueError, match="phase 'broad' has served samples, so it must stay in data.phases"):
+    with pytest.raises(ValueError, match="phase 'broad' has served samples, so it must stay"):
         resume(state, sources, PhaseSchedule([replace(PHASES[0], blend={"code": 1.0}), *PHASES[1:]], 20, GLOBAL_BATCH))
     before.consumed_samples = 14 * GLOBAL_BATCH
     assert resume(before.state_dict(), sources, schedule(num_steps=40)).consumed_samples == 14 * GLOBAL_BATCH
@@ -195,7 +195,7 @@ def test_a_longer_run_keeps_its_past_and_lays_out_the_rest(sources: Sources, don
     old = ["broad"] * 14 + ["balanced"] * 4 + ["late"] * 2
     assert names == old[:done] + ["broad"] * (28 - done) + ["balanced"] * 8 + ["late"] * 4
     assert samples(longer.steps(0, done)) == past
-    counted = {name: 0 for name in ("code", "prose")}
+    counted = dict.fromkeys(("code", "prose"), 0)
     for i in range(40 * GLOBAL_BATCH):  # nothing is left out, nothing comes twice
         _, source, ordinal = longer.schedule.locate(i)
         assert ordinal == counted[source]
