@@ -51,6 +51,7 @@ from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.recheck import RecheckError
 from megatron_fp4.report import console as show
+from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
@@ -113,10 +114,11 @@ def run_to_end(run: Run) -> int:
     """Resume, train, save, summarize; returns the exit code."""
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
     start, steps, first_rank = resume(run), config.train.steps, mesh.rank == 0
-    if start >= steps:
+    missing = missing_of(run_dir, steps, validates=bool(run.validation)) if start == steps else None
+    if missing is not None and not (missing.names and run.checkpointer.has(steps)):
         log.console.text(
-            f"{run_dir} is finished: its newest checkpoint is of step {start} of {steps}. Raise train.steps to go on, "
-            f"or choose another run.dir."
+            f"{run_dir} is finished: the checkpoint it starts from is of step {start} of {steps}. Raise train.steps "
+            "to go on, or choose another run.dir."
         )
         return 0
 
@@ -133,7 +135,8 @@ def run_to_end(run: Run) -> int:
         resume=config.checkpoint.resume,
         origin=origin_state(run.checkpointer.origin),
     )
-    introduce_run(run, start)
+    if missing is None:
+        introduce_run(run, start)
     pin_autotuned(run, start)
     test_backend(run)
     if first_rank:
@@ -145,7 +148,7 @@ def run_to_end(run: Run) -> int:
         memory_history(run_dir, active=config.logging.memory_history and first_rank),
         ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=first_rank) as window,
     ):
-        steps_done, losses = train(run, start, stop, window)
+        steps_done, losses = train(run, start, stop, window) if missing is None else complete(run, missing)
     if first_rank and steps_done == steps:
         summarize(log.console, config, run.controller.switch.switched_at, losses, entropy)
     return 0
@@ -187,6 +190,20 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
     return steps, losses
 
 
+def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
+    """Write the records that a finished run lacks; returns its steps and its last validation losses."""
+    steps, log, losses = run.config.train.steps, run.log, missing.losses
+    log.console.text(
+        f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}: from its last checkpoint"
+    )
+    if missing.validation:
+        losses = validation_losses(run)
+        log.validation(steps, steps * run.tokens_per_step, losses)
+    if missing.checkpoint:
+        log.checkpoint(steps, run.checkpointer.folder(steps))
+    return steps, losses
+
+
 def is_due(interval: int, done: int) -> bool:
     """Whether something that happens every `interval` steps (0: never) happens after `done` steps."""
     return interval > 0 and done % interval == 0
@@ -211,10 +228,13 @@ def introduce_run(run: Run, start: int) -> None:
         for span in run.phases.spans
     ]
     when, at_step = config.precision.switch.when, switch.at_step
+    switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
+    if switch.switched_at is not None:
+        switch_step = f"was before step {switch.switched_at + 1}"
     facts = {
         "compute dtype, backend": f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}",
         "why this backend": run.backend.reason,
-        "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
+        "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
         "kernels": describe_execution(model.execution, pattern),
         "activation checkpointing": model.execution.recompute,

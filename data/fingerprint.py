@@ -37,7 +37,8 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed_s
     if past != now and (changed := _changed_phase(saved, current, consumed_samples)):
         found.append(
             f"the phases up to sample {consumed_samples} were {_spell(past)} and are now {_spell(now)}; phase "
-            f"{changed!r} has served samples, so it must stay in data.phases with its blend (give one that begins now another name)"
+            f"{changed!r} has served samples, so it must stay in data.phases with its blend "
+            "(give one that begins now another name)"
         )
     for name in dict.fromkeys(name for _, _, blend in past for name, _ in blend):
         before, after = saved["sources"][name], current["sources"].get(name)

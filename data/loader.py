@@ -181,10 +181,11 @@ class MicroBatchLoader:
         """
         consumed = int(state["consumed_samples"])
         if consumed % self.global_batch_size or not 0 <= consumed <= self.schedule.num_samples:
+            steps = -(-consumed // self.global_batch_size)
             raise ValueError(
                 f"the checkpoint stands after {consumed} samples, which is not a whole number of global "
                 f"batches of {self.global_batch_size} within a run of {self.schedule.num_samples} samples; resume with "
-                f"the checkpoint's train.global_batch_size and train.steps={-(-consumed // self.global_batch_size)} or more"
+                f"the checkpoint's train.global_batch_size and train.steps={steps} or more"
             )
         found = differences(state["fingerprint"], self.fingerprint, consumed)
         if found and not self.allow_other_data:

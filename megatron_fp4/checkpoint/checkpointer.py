@@ -188,6 +188,14 @@ class Checkpointer:
         steps = [files.step_of(folder) for folder in files.list_checkpoints(self.root)]
         return [other for other in steps if other > step]
 
+    def has(self, step: int) -> bool:
+        """Whether this run's checkpoint of `step` steps was loaded or saved last; the same on all ranks."""
+        return step == self._saved_step
+
+    def folder(self, step: int) -> Path:
+        """The folder of the checkpoint of `step` steps, there or not."""
+        return self.root / files.folder_name(step)
+
     def _write_own_files(self, staging: Path, trainer_json: str) -> dict[str, files.FileRecord]:
         rank = self._mesh.rank
         save_random_state(staging / _rng_name(rank), self._mesh.device)

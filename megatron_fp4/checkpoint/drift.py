@@ -60,8 +60,9 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
     if switch.switched_at is not None and switch.at_step is not None and switch.at_step > start:
         lines.append(
             f"the precision switched before step {switch.switched_at + 1} and stays switched, although "
-            f"precision.switch.when={config.precision.switch.when} now means step {switch.at_step + 1}; to switch there, "
-            f"begin from a checkpoint before step {switch.switched_at + 1} in another run.dir (checkpoint.resume=PATH)"
+            f"precision.switch.when={config.precision.switch.when} now means step {switch.at_step + 1}; to switch "
+            f"there, begin from a checkpoint before step {switch.switched_at + 1} in another "
+            "run.dir (checkpoint.resume=PATH)"
         )
     try:
         schedule = ScheduleConfig(**saved["schedule"])

@@ -91,8 +91,8 @@ class MetricsWriter:
         if resume_step > 0:
             cut_after(self.path, resume_step)
         else:
-            _move_aside(self.path)
-            _move_aside(directory / "tensorboard")
+            move_aside(self.path)
+            move_aside(directory / "tensorboard")
         if tensorboard:
             self._tensorboard = _open_tensorboard(directory / "tensorboard", resume_step)
         if wandb_mode != "disabled":
@@ -230,7 +230,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _move_aside(path: Path) -> None:
+def move_aside(path: Path) -> None:
+    """Rename a file or folder of an earlier run to `NAME.1`, `NAME.2` and so on, if it is there."""
     if not path.exists():
         return
     number = 1

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_fp4.config.schema import Config
+from megatron_fp4.report.completion import set_aside_ending
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
 
@@ -43,10 +44,12 @@ class RunLog:
 
     def open(self, start: int, **facts: Any) -> None:
         """Begin to record, from `start` steps done, with facts about the run (JSON values)."""
-        settings = self.config.logging
+        settings, run_dir = self.config.logging, Path(self.config.run.dir)
         self.console.start_step = start
+        if self.active and start < self.config.train.steps:
+            set_aside_ending(run_dir, anew=start == 0)
         self.metrics = MetricsWriter(
-            Path(self.config.run.dir),
+            run_dir,
             resume_step=start,
             tensorboard=settings.tensorboard,
             wandb_mode=settings.wandb,

@@ -10,7 +10,9 @@ from typing import Any
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report import console as show
+from megatron_fp4.report.completion import SUMMARY_FILE
 from megatron_fp4.report.console import RunConsole
+from megatron_fp4.report.metrics import METRICS_FILE
 from megatron_fp4.report.plot import plot_loss
 
 
@@ -76,8 +78,14 @@ def summarize(
         facts[f"validation loss, {name} (nats)"] = round(loss, 4)
         facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
         facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
-    plot = plot_loss(run_dir)
-    (run_dir / "summary.json").write_text(json.dumps({"finished": True, **facts}, indent=1) + "\n")
-    names = ("metrics.jsonl", plot.name, "config.yaml", "plan.yaml", "summary.json", "checkpoints")
+    names = [METRICS_FILE, "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints"]
+    try:
+        names.insert(1, plot_loss(run_dir).name)
+    except (FileNotFoundError, ValueError) as error:  # of a run that lost its records
+        console.text(f"no picture of the losses: {error}")
+    # Replaced whole: a summary that is there says that the run is finished.
+    temporary = run_dir / f"{SUMMARY_FILE}.tmp"
+    temporary.write_text(json.dumps({"finished": True, **facts}, indent=1) + "\n")
+    temporary.replace(run_dir / SUMMARY_FILE)
     facts["files"] = f"{run_dir}: {', '.join(names)}"
     console.table(show.facts_table("Finished", facts))
