@@ -22,30 +22,24 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.evidence import Evidence, earlier_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
+from megatron_fp4.checkpoint.together import DamageError, Together
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-
-class First(Protocol):
-    """Runs `action` on the first rank and returns its result on all; if it fails, raises on all. A collective."""
-
-    def __call__(self, what: str, action: Callable[[], T]) -> T: ...
 
 
 Load = Callable[[Path, Manifest], dict[str, Any]]
-"""Loads a checkpoint and returns its trainer state; a collective. Raises DamagedCheckpointError on all ranks if any
-found it not to be what its manifest says; what else it raises ends the search, also on all ranks."""
+"""Loads a checkpoint and returns its trainer state. A collective, which raises DamageError on all ranks if any found
+the checkpoint not to be what its manifest says; what else it raises, on all ranks too, ends the search."""
 
-Verify = Callable[[Path, Manifest], list[str]]
-"""What is wrong with a checkpoint's files, a line each, the same on all ranks; a collective."""
+Check = Callable[[Path, Manifest], None]
+"""Only looks whether a checkpoint is whole. A collective, which raises as Load does."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,7 @@ class Chosen:
     origin: Origin | None = None
 
 
-def choose(root: Path, resume: str, first: First, load: Load, verify: Verify) -> Chosen | None:
+def choose(root: Path, resume: str, together: Together, load: Load, check: Check) -> Chosen | None:
     """Load what `resume` (see the table above) means for the run whose checkpoints lie under `root`.
 
     Returns None if the run begins at step 0. Raises ValueError, the same on all ranks, for what the user has to decide:
@@ -90,13 +84,13 @@ def choose(root: Path, resume: str, first: First, load: Load, verify: Verify) ->
         return None
     given = None if resume == "auto" else Path(os.path.realpath(resume))
     if given is not None and given.parent == Path(os.path.realpath(root)):
-        return _go_back(root, given, first, load, verify)
-    chosen = _newest_intact(root, first, load)
+        return _go_back(root, given, together, load, check)
+    chosen = _newest_intact(root, together, load)
     if chosen is not None:
         if given is not None:
-            _check_origin(chosen, given, root, first)
-        return replace(chosen, damaged=_move_aside(root, chosen.damaged, first, latest=chosen.folder))
-    evidence = first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
+            _check_origin(chosen, given, root, together)
+        return replace(chosen, damaged=_move_aside(root, chosen.damaged, together, latest=chosen.folder))
+    evidence = together.first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
     if evidence.found:
         raise ValueError(_nothing_left(root, evidence, given))
     if given is None:
@@ -104,10 +98,10 @@ def choose(root: Path, resume: str, first: First, load: Load, verify: Verify) ->
             _log(logging.WARNING, f"{root.parent}: an earlier start made {evidence.steps} steps and no checkpoint; "
                  "beginning at step 0 again, its records are moved aside")  # fmt: skip
         return None
-    return _given(given, first, load)
+    return _given(given, together, load)
 
 
-def _newest_intact(root: Path, first: First, load: Load) -> Chosen | None:
+def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
     """The newest checkpoint that can be loaded; None if there is none at all. Raises ValueError if none is intact."""
     candidates: list[tuple[Path, Manifest]] = []  # the first rank's
 
@@ -123,17 +117,17 @@ def _newest_intact(root: Path, first: First, load: Load) -> Chosen | None:
         candidates.sort(key=lambda candidate: candidate[1].save_index)
         return broken, None
 
-    damaged, refusal = first("scan", scan)
+    damaged, refusal = together.first("scan", scan)
     if refusal is not None:
         raise ValueError(refusal)
     for broken in damaged:
         _report(broken)
-    while (candidate := first("scan", lambda: candidates.pop() if candidates else None)) is not None:
+    while (candidate := together.first("scan", lambda: candidates.pop() if candidates else None)) is not None:
         folder, manifest = candidate
         try:
             trainer = load(folder, manifest)
-        except DamagedCheckpointError as error:
-            damaged.append(Damage(folder.name, str(error)))
+        except DamageError as error:
+            damaged.append(Damage(folder.name, error.reasons))
             _report(damaged[-1])
         else:
             return Chosen(folder, manifest, trainer, tuple(damaged), _origin_in(trainer))
@@ -146,20 +140,23 @@ def _newest_intact(root: Path, first: First, load: Load) -> Chosen | None:
     )
 
 
-def _go_back(root: Path, folder: Path, first: First, load: Load, verify: Verify) -> Chosen:
+def _go_back(root: Path, folder: Path, together: Together, load: Load, check: Check) -> Chosen:
     """Load this run's own checkpoint in `folder`, and move later ones aside if all of them are damaged.
 
     Intact ones stay, and the caller will not overwrite them.
     """
-    chosen = _given(folder, first, load)
-    later, damaged = first("scan", lambda: _later(root, chosen.manifest.step))
+    chosen = _given(folder, together, load)
+    later, damaged = together.first("scan", lambda: _later(root, chosen.manifest.step))
     for other, manifest in later:
-        if not (problems := verify(other, manifest)):
+        try:
+            check(other, manifest)
+        except DamageError as error:
+            damaged.append(Damage(other.name, error.reasons))
+        else:
             return replace(chosen, origin=_origin_in(chosen.trainer))
-        damaged.append(Damage(other.name, "; ".join(problems)))
     for each in damaged:
         _report(each)
-    moved = _move_aside(root, damaged, first, latest=folder)
+    moved = _move_aside(root, damaged, together, latest=folder)
     return replace(chosen, damaged=moved, origin=_origin_in(chosen.trainer))
 
 
@@ -175,7 +172,7 @@ def _later(root: Path, step: int) -> tuple[list[tuple[Path, Manifest]], list[Dam
     return readable, broken
 
 
-def _given(folder: Path, first: First, load: Load) -> Chosen:
+def _given(folder: Path, together: Together, load: Load) -> Chosen:
     """Load the checkpoint in `folder`, of this run or another. Raises ValueError if it is not there or damaged."""
 
     def look() -> tuple[Manifest | None, str, str]:
@@ -191,17 +188,17 @@ def _given(folder: Path, first: First, load: Load) -> Chosen:
             return None, f"is damaged: {error}", ""
         return manifest, "", hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
 
-    manifest, refusal, digest = first("read a manifest", look)
+    manifest, refusal, digest = together.first("read a manifest", look)
     if manifest is None:
         raise ValueError(f"checkpoint.resume={folder} {refusal}")
     try:
         trainer = load(folder, manifest)
-    except DamagedCheckpointError as error:
-        raise ValueError(f"checkpoint.resume={folder} is damaged: {error}; give another one") from error
+    except DamageError as error:
+        raise ValueError(f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one") from error
     return Chosen(folder, manifest, trainer, origin=Origin(str(folder), manifest.step, digest))
 
 
-def _check_origin(chosen: Chosen, given: Path, root: Path, first: First) -> None:
+def _check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -> None:
     """Refuse to go on with checkpoints of a run that did not begin from `given`."""
     origin = chosen.origin
 
@@ -209,7 +206,7 @@ def _check_origin(chosen: Chosen, given: Path, root: Path, first: First) -> None
         manifest = given / files.MANIFEST  # which may be gone by now
         return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
 
-    now = first("compare origins", digest)
+    now = together.first("compare origins", digest)
     if origin is not None and str(given) == origin.path:
         if now not in (None, origin.manifest_sha256):
             _log(logging.WARNING, f"{given} is not the checkpoint any more that this run began from")
@@ -234,7 +231,7 @@ def origin_state(origin: Origin | None) -> dict[str, Any] | None:
     return None if origin is None else asdict(origin)
 
 
-def _move_aside(root: Path, damaged: Sequence[Damage], first: First, latest: Path) -> tuple[Damage, ...]:
+def _move_aside(root: Path, damaged: Sequence[Damage], together: Together, latest: Path) -> tuple[Damage, ...]:
     """Rename damaged checkpoints, and let the pointer name `latest`, which was loaded instead of them."""
     if not damaged:
         return ()
@@ -244,7 +241,7 @@ def _move_aside(root: Path, damaged: Sequence[Damage], first: First, latest: Pat
         files.write_pointer(latest)
         return moved
 
-    moved = first("move damaged checkpoints aside", move)
+    moved = together.first("move damaged checkpoints aside", move)
     for each in moved:
         _log(logging.ERROR, f"{each.name} was moved to {root / each.moved_to}; going on from {latest.name}")
     return moved

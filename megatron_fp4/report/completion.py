@@ -60,7 +60,8 @@ def set_aside_ending(run_dir: Path, *, anew: bool) -> None:
 def _look(run_dir: Path, steps: int, validates: bool) -> Missing:
     records = _records(run_dir / METRICS_FILE)
     last = [record for record in records if record.get("step") == steps]
-    losses = next((r["losses"] for r in reversed(last) if r.get("kind") == "validation" and r.get("losses")), {})
+    measured = [record["losses"] for record in last if record.get("kind") == "validation" and record.get("losses")]
+    losses = measured[-1] if measured else {}
     files = []
     if any(record.get("kind") == "step" for record in records) and not (run_dir / PICTURE_FILE).is_file():
         files.append(PICTURE_FILE)

@@ -92,13 +92,13 @@ def test_given(root: Path, mesh: ParallelMesh) -> None:
     with pytest.raises(ValueError, match="step_00000009 is not a folder; give auto"):
         Job(root, mesh).resume(str(root / "step_00000009"))
     flip_a_bit(root / "step_00000002" / "__0_0.distcp")
-    with pytest.raises(ValueError, match=r"is damaged: __0_0\.distcp has changed"):
+    with pytest.raises(ValueError, match=r"is damaged: .*__0_0\.distcp has changed"):
         Job(root, mesh).resume(str(root / "step_00000002"))
     with pytest.raises(ValueError, match=r"is damaged: manifest\.json is missing"):
         Job(root.parent / "another", mesh).resume(str(root.parent))
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.json", "rng_00000.pt", "manifest.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "trainer.json", "rng.pt", "manifest.json"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
 def test_any_damage_falls_back_loudly(
     root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture, name: str, harm: str
@@ -124,7 +124,7 @@ def test_damaged_ones_are_kept_and_the_step_is_saved_again(root: Path, mesh: Par
         (root / "step_00000002" / ".metadata").unlink(missing_ok=True)
         job = Job(root, mesh, keep=1)
         assert job.resume() == 1
-        job.checkpointer._keep = 0 if again < 2 else 1
+        job.checkpointer.saves.keep = 0 if again < 2 else 1
         job.save(2)
         job.save(3)
         assert Job(root, mesh).checkpointer.steps_after(3) == []
@@ -139,10 +139,10 @@ def test_a_checkpoint_of_another_version_is_not_damaged(
 ) -> None:
     manifest = files.read_manifest(root / "step_00000003")
     with monkeypatch.context() as newer:
-        newer.setattr(files, "FORMAT", 2)
-        manifest = dataclasses.replace(manifest, format=2)
+        newer.setattr(files, "FORMAT", files.FORMAT + 1)
+        manifest = dataclasses.replace(manifest, format=files.FORMAT)
         files.write_manifest(root / "step_00000003", manifest)
-    with pytest.raises(ValueError, match="has format 2, this version reads 1; resume with the version that wrote it"):
+    with pytest.raises(ValueError, match=r"has format \d, .* resume with the version that wrote it"):
         Job(root, mesh).resume()
     assert "step_00000003" in names(root)
 
@@ -353,7 +353,7 @@ def test_another_run_is_refused(root: Path, mesh: ParallelMesh, caplog: pytest.L
 def test_another_shape_is_an_error_even_if_allowed(root: Path, mesh: ParallelMesh) -> None:
     job = Job(root, mesh)
     job.model.extra = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match=r"could not load model and optimizer.*extra\.weight"):
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.extra\.weight"):
         job.resume(allow_mismatch=True)
 
 
