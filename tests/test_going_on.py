@@ -8,27 +8,56 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pretrain
+from data.indexed_dataset import IndexedDatasetWriter
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
 
 pytestmark = pytest.mark.slow
 
-FEW = [*SMALL, "checkpoint.interval=2", "logging.tensorboard=false", "data.num_workers=0"]
+# As in configs/data/builtin.yaml.
+PHASES = ", ".join(
+    f"{{name: {name}, fraction: {fraction}, blend: {{code: {code}, prose: {1 - code:.1f}}}}}"
+    for name, fraction, code in (("broad", 0.7, 0.7), ("balanced", 0.2, 0.5), ("prose", 0.1, 0.3))
+)
+FEW = [
+    *SMALL,
+    "checkpoint.interval=2",
+    "logging.tensorboard=false",
+    "data=indexed",
+    "data.num_workers=0",
+    f"data.phases=[{PHASES}]",
+]
 Start = Callable[..., str]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"data.cache_dir={tmp_path_factory.mktemp('corpus')}"
+def write_text(path: Path, documents: int) -> None:
+    generator = np.random.default_rng(documents)
+    with IndexedDatasetWriter(path, np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(generator.zipf(1.3, 200) % 512)
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides for a corpus of its own, with the names that the built-in one has."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sizes = {"code": 300, "prose": 200, "held_out_code": 30, "held_out_prose": 31}
+    for name, documents in sizes.items():
+        write_text(folder / name, documents)
+    return [
+        f"data.sources={{code: {folder}/code, prose: {folder}/prose}}",
+        f"data.validation={{code: {folder}/held_out_code, prose: {folder}/held_out_prose}}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
     """The folder of a run of 8 steps, with checkpoints of steps 2, 4, 6 and 8. Not to be changed."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    assert pretrain.main([*FEW, cache, f"run.dir={folder}"]) == 0
+    assert pretrain.main([*FEW, *data, f"run.dir={folder}"]) == 0
     return folder
 
 
@@ -38,12 +67,12 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(cache: str, capsys: pytest.CaptureFixture[str]) -> Start:
+def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
     """Start pretrain.py with run.dir and overrides; what it printed, if it ended with `code`."""
 
     def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
         capsys.readouterr()
-        ended = pretrain.main([*FEW, cache, f"run.dir={run_dir}", *overrides])
+        ended = pretrain.main([*FEW, *data, f"run.dir={run_dir}", *overrides])
         printed = capsys.readouterr()
         assert ended == code, printed
         if code == 2:
@@ -77,14 +106,14 @@ def cut(path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_moved_aside_on_two_ranks(
-    finished: Path, copy: Path, cache: str, tmp_path: Path
+    finished: Path, copy: Path, data: list[str], tmp_path: Path
 ) -> None:
     """Also a pointer that is empty and a folder of a save that was cut off."""
     cut(checkpoint(copy, 8) / "__0_0.distcp")
     damaged = {path.name: path.read_bytes() for path in checkpoint(copy, 8).iterdir()}
     (copy / "checkpoints" / "latest").write_text("")
     (copy / "checkpoints" / "step_00000010.tmp").mkdir()
-    output = run(2, [*FEW, cache, f"run.dir={copy}"])
+    output = run(2, [*FEW, *data, f"run.dir={copy}"])
     assert output.count("CHECKPOINT DAMAGED: step_00000008: ") == 1 and "__0_0.distcp" in output
     assert "kept as step_00000008.damaged, training again from step 6" in output
     assert "removed unfinished step_00000010.tmp" in output
@@ -225,6 +254,13 @@ def test_what_is_refused_names_the_difference_and_what_accepts_it(
     assert sorted(path for path in finished.rglob("*") if path.name != ".lock") == [
         path for path in before if path.name != ".lock"
     ]
+
+
+def test_data_that_was_written_anew_is_refused(finished: Path, start: Start, tmp_path: Path) -> None:
+    write_text(tmp_path / "code", 301)
+    output = start(finished, f"data.sources.code={tmp_path}/code", code=2)
+    assert "source 'code' had 60000 tokens" in output and "now has 60200" in output
+    assert "checkpoint.allow_mismatch=true" in output
 
 
 def test_other_data_can_be_allowed(copy: Path, start: Start) -> None:
