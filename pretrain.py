@@ -309,7 +309,7 @@ def resume(run: Run) -> int:
 
 def say_what_differs(run: Run, resumed: Resumed) -> None:
     """Print and record what was damaged, and what of the configuration has changed since the checkpoint."""
-    saved, switch, start = resumed.trainer["config"], run.controller.switch, resumed.step
+    saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
     for damage in resumed.damaged:
         line = (
             f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"

@@ -131,13 +131,6 @@ class PhaseSchedule:
         source, ordinal = span.blend.source(global_sample - span.start)
         return Location(span.name, source, self._offsets[index].get(source, 0) + ordinal)
 
-    def tokens_per_phase(self, seq_length: int) -> dict[str, int]:
-        """Target tokens of each phase: its samples times seq_length."""
-        tokens: dict[str, int] = {}
-        for span in self.spans:  # with a history, a phase may have several
-            tokens[span.name] = tokens.get(span.name, 0) + span.num_samples * seq_length
-        return tokens
-
     def description(self) -> list[dict[str, Any]]:
         """What a checkpoint keeps to recognise the phases: name, samples [start, end), normalized weights.
 

@@ -203,8 +203,8 @@ class Checkpointer:
     def steps_after(self, step: int) -> list[int]:
         """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that goes on from
         `step` would come to replace them."""
-        steps = [files.step_of(folder) for folder in files.list_checkpoints(self.root)]
-        return [other for other in steps if other > step]
+        folders = self._together.first("scan", lambda: files.list_checkpoints(self.root))
+        return [other for folder in folders if (other := files.step_of(folder)) > step]
 
     def _load(
         self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer

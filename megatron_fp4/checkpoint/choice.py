@@ -16,6 +16,7 @@ What was found damaged on the way is moved aside once an intact one is loaded, a
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -109,12 +110,17 @@ def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
         broken = []
         for folder in files.list_checkpoints(root):
             try:
-                candidates.append((folder, files.read_manifest(folder)))
+                found = _manifest_of(folder)
             except files.OtherFormatError as error:
                 return [], f"{folder}: {error}; resume with the version that wrote it"
-            except DamagedCheckpointError as error:
-                broken.append(Damage(folder.name, str(error)))
+            if isinstance(found, Damage):
+                broken.append(found)
+            else:
+                candidates.append((folder, found))
         candidates.sort(key=lambda candidate: candidate[1].save_index)
+        pointer = files.read_pointer(root)
+        if candidates and pointer is not None and not (root / pointer).is_dir():
+            logger.warning("%s names %s, which is not there", root / files.POINTER, pointer)
         return broken, None
 
     damaged, refusal = together.first("scan", scan)
@@ -147,29 +153,52 @@ def _go_back(root: Path, folder: Path, together: Together, load: Load, check: Ch
     """
     chosen = _given(folder, together, load)
     later, damaged = together.first("scan", lambda: _later(root, chosen.manifest.step))
+    chosen = replace(chosen, origin=_origin_in(chosen.trainer))
     for other, manifest in later:
+        if manifest is None:  # of another version
+            return chosen
         try:
             check(other, manifest)
         except DamageError as error:
             damaged.append(Damage(other.name, error.reasons))
         else:
-            return replace(chosen, origin=_origin_in(chosen.trainer))
+            return chosen
     for each in damaged:
         _report(each)
     moved = _move_aside(root, damaged, together, latest=folder)
-    return replace(chosen, damaged=moved, origin=_origin_in(chosen.trainer))
+    return replace(chosen, damaged=moved)
 
 
-def _later(root: Path, step: int) -> tuple[list[tuple[Path, Manifest]], list[Damage]]:
-    """The checkpoints of later steps with a manifest, and those without one."""
-    readable, broken = [], []
+def _later(root: Path, step: int) -> tuple[list[tuple[Path, Manifest | None]], list[Damage]]:
+    """The checkpoints of later steps with their manifests (None: another version's), and those without one."""
+    readable: list[tuple[Path, Manifest | None]] = []
+    broken = []
     for folder in files.list_checkpoints(root):
         if files.step_of(folder) > step:
             try:
-                readable.append((folder, files.read_manifest(folder)))
-            except DamagedCheckpointError as error:
-                broken.append(Damage(folder.name, str(error)))
+                found = _manifest_of(folder)
+            except files.OtherFormatError:
+                readable.append((folder, None))
+                continue
+            if isinstance(found, Damage):
+                broken.append(found)
+            else:
+                readable.append((folder, found))
     return readable, broken
+
+
+def _manifest_of(folder: Path) -> Manifest | Damage:
+    """The manifest, or in what way there is none. Raises OtherFormatError, and OSError for what is no damage."""
+    try:
+        return files.read_manifest(folder)
+    except files.OtherFormatError:
+        raise
+    except DamagedCheckpointError as error:
+        return Damage(folder.name, str(error))
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EISDIR):
+            raise
+        return Damage(folder.name, str(error))
 
 
 def _given(folder: Path, together: Together, load: Load) -> Chosen:
@@ -177,16 +206,14 @@ def _given(folder: Path, together: Together, load: Load) -> Chosen:
 
     def look() -> tuple[Manifest | None, str, str]:
         if not folder.is_dir():
-            return (
-                None,
-                "is not a folder; give auto, never or the path of a checkpoint such as RUN/checkpoints/step_00000200",
-                "",
-            )
+            return None, "is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200", ""
         try:
-            manifest = files.read_manifest(folder)
-        except DamagedCheckpointError as error:
-            return None, f"is damaged: {error}", ""
-        return manifest, "", hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
+            found = _manifest_of(folder)
+        except files.OtherFormatError as error:
+            return None, f"is of another version: {error}", ""
+        if isinstance(found, Damage):
+            return None, f"is damaged: {found.problem}; give another one", ""
+        return found, "", hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
 
     manifest, refusal, digest = together.first("read a manifest", look)
     if manifest is None:

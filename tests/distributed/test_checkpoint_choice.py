@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint import files, shards
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from tests.training.harness import alone, toy
+from tests.training.harness import alone, launch, toy, toy_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -134,14 +135,9 @@ def test_damaged_ones_are_kept_and_the_step_is_saved_again(root: Path, mesh: Par
     assert names(root) == ["latest", *kept[:3], "step_00000003", *kept[3:]]
 
 
-def test_a_checkpoint_of_another_version_is_not_damaged(
-    root: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: ParallelMesh) -> None:
     manifest = files.read_manifest(root / "step_00000003")
-    with monkeypatch.context() as newer:
-        newer.setattr(files, "FORMAT", files.FORMAT + 1)
-        manifest = dataclasses.replace(manifest, format=files.FORMAT)
-        files.write_manifest(root / "step_00000003", manifest)
+    files.write_manifest(root / "step_00000003", dataclasses.replace(manifest, format=files.FORMAT + 1))
     with pytest.raises(ValueError, match=r"has format \d, .* resume with the version that wrote it"):
         Job(root, mesh).resume()
     assert "step_00000003" in names(root)
@@ -361,3 +357,55 @@ def test_trainer_state_must_be_json(root: Path, mesh: ParallelMesh) -> None:
     with pytest.raises(TypeError):
         Job(root, mesh).save(9, tensor=torch.zeros(1))
     assert len(names(root)) == 4
+
+
+def _resume_with_another_view(rank: int, root: str) -> tuple[int | None, list[int]]:
+    """Rank 1 sees an empty folder, as on a file system that is slow to show what another host wrote."""
+    if rank == 1:
+        files.list_checkpoints = lambda root: []  # type: ignore[assignment]
+    job = Job(Path(root), toy_mesh())
+    return job.resume(), job.checkpointer.steps_after(1)
+
+
+def test_the_first_rank_decides(root: Path) -> None:
+    flip_a_bit(root / "step_00000003" / "trainer.json")
+    assert launch(_resume_with_another_view, 2, str(root)) == [(2, [2])] * 2
+    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
+
+
+def _resume_with_a_dying_disk(rank: int, root: str) -> int | None:
+    """Rank 1 cannot read a shard of step 3, which has all its bytes as rank 0 sees it."""
+    if rank == 1:
+        read = shards._read_exactly
+
+        def dying(file: Any, length: int) -> bytearray:
+            if "step_00000003" in str(file.name):
+                raise OSError(errno.EIO, "Input/output error")
+            return read(file, length)
+
+        shards._read_exactly = dying
+    return Job(Path(root), toy_mesh()).resume()
+
+
+def test_damage_that_one_rank_finds_is_known_to_all(root: Path) -> None:
+    assert launch(_resume_with_a_dying_disk, 2, str(root)) == [2, 2]
+    assert (root / "step_00000003.damaged").is_dir()
+
+
+def test_later_ones_of_another_version_stay(root: Path, mesh: ParallelMesh) -> None:
+    (root / "step_00000003" / "manifest.json").unlink()
+    manifest = dataclasses.replace(files.read_manifest(root / "step_00000002"), format=files.FORMAT + 1)
+    files.write_manifest(root / "step_00000002", manifest)
+    job = Job(root, mesh)
+    assert job.resume(str(root / "step_00000001")) == 1
+    assert job.checkpointer.steps_after(1) == [2, 3]
+    with pytest.raises(ValueError, match="is of another version"):
+        Job(root, mesh).resume(str(root / "step_00000002"))
+
+
+def test_a_newest_one_that_was_taken_away_is_said(
+    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(root / "step_00000003")
+    assert Job(root, mesh).resume() == 2
+    assert "latest names step_00000003, which is not there" in caplog.text
