@@ -22,6 +22,7 @@ from data.samples import SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
@@ -142,13 +143,17 @@ class Run:
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
     bundle: DataBundle
-    phases: PhaseSchedule
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
     guard: NonFiniteGuard
     kernels: KernelChoices
     log: RunLog
+
+    @property
+    def phases(self) -> PhaseSchedule:
+        """The data phases; behind a resume, with those that have been."""
+        return self.loader.schedule
 
     @property
     def tokens_per_step(self) -> int:
@@ -187,7 +192,8 @@ class Run:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         plan = self.controller.plan.as_dict()
-        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config)}
+        origin = origin_state(self.checkpointer.origin)
+        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config), "origin": origin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
@@ -256,7 +262,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     execution = agreed_execution(execution_of(config))
     model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
     with configuration_errors():
-        bundle, phases, loader, validation = open_run_data(config, mesh)
+        bundle, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
@@ -270,7 +276,6 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
         bundle=bundle,
-        phases=phases,
         loader=loader,
         validation=validation,
         checkpointer=Checkpointer(
@@ -287,9 +292,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     )
 
 
-def open_run_data(
-    config: Config, mesh: ParallelMesh
-) -> tuple[DataBundle, PhaseSchedule, MicroBatchLoader, list[ValidationSet]]:
+def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
     """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
 
     Raises ValueError or OSError for what cannot be opened or does not fit.
@@ -320,7 +323,7 @@ def open_run_data(
         ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
         for name, stream in bundle.validation.items()
     ]
-    return bundle, phases, loader, validation
+    return bundle, loader, validation
 
 
 @contextlib.contextmanager

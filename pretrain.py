@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -35,6 +36,9 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
+from megatron_fp4.checkpoint import drift
+from megatron_fp4.checkpoint.checkpointer import Resumed
+from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
@@ -46,6 +50,7 @@ from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.recheck import RecheckError
 from megatron_fp4.report import console as show
+from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
@@ -109,10 +114,11 @@ def run_to_end(run: Run) -> int:
     """Resume, train, save, summarize; returns the exit code."""
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
     start, steps, first_rank = resume(run), config.train.steps, mesh.rank == 0
-    if start >= steps:
+    missing = missing_of(run_dir, steps, validates=bool(run.validation)) if start == steps else None
+    if missing is not None and not (missing.names and run.checkpointer.has(steps)):
         log.console.text(
-            f"{run_dir} is finished: its newest checkpoint is of step {start} of {steps}. Raise train.steps to go on, "
-            f"or choose another run.dir."
+            f"{run_dir} is finished: the checkpoint it starts from is of step {start} of {steps}. Raise train.steps "
+            "to go on, or choose another run.dir."
         )
         return 0
 
@@ -126,8 +132,11 @@ def run_to_end(run: Run) -> int:
         world_size=mesh.world_size,
         optimizer=run.optimizer.name,
         plan=plan,
+        resume=config.checkpoint.resume,
+        origin=origin_state(run.checkpointer.origin),
     )
-    introduce_run(run, start)
+    if missing is None:
+        introduce_run(run, start)
     pin_autotuned(run, start)
     test_backend(run)
     run.checkpointer.prepare(run.model, run.optimizer.optimizer)
@@ -140,7 +149,7 @@ def run_to_end(run: Run) -> int:
         ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=first_rank) as window,
         run.checkpointer,
     ):
-        steps_done, losses = train(run, start, stop, window)
+        steps_done, losses = train(run, start, stop, window) if missing is None else complete(run, missing)
         run.checkpointer.finish()
         log.saves(run.checkpointer.reports())
     if first_rank and steps_done == steps:
@@ -185,6 +194,18 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
     return steps, losses
 
 
+def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
+    """Write the records that a finished run lacks; returns its steps and its last validation losses."""
+    steps, log, losses = run.config.train.steps, run.log, missing.losses
+    log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
+    if missing.validation:
+        losses = validation_losses(run)
+        log.validation(steps, steps * run.tokens_per_step, losses)
+    if missing.checkpoint:
+        log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
+    return steps, losses
+
+
 def is_due(interval: int, done: int) -> bool:
     """Whether something that happens every `interval` steps (0: never) happens after `done` steps."""
     return interval > 0 and done % interval == 0
@@ -201,16 +222,21 @@ def introduce_run(run: Run, start: int) -> None:
             count = sum(p.numel() for block in own for p in block.parameters())
             parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
+    size, length = config.train.global_batch_size, config.train.sequence_length
     phases = [
-        show.PhaseRow(span.name, span.start // size + 1, span.end // size, tokens[span.name], phase.blend)
-        for span, phase in zip(run.phases.spans, config.data.phases, strict=True)
+        show.PhaseRow(
+            span.name, span.start // size + 1, span.end // size, span.num_samples * length, span.blend.weights
+        )
+        for span in run.phases.spans
     ]
     when, at_step = config.precision.switch.when, switch.at_step
+    switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
+    if switch.switched_at is not None:
+        switch_step = f"was before step {switch.switched_at + 1}"
     facts = {
         "compute dtype, backend": f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}",
         "why this backend": run.backend.reason,
-        "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
+        "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
         "kernels": describe_execution(model.execution, pattern),
         "activation checkpointing": model.execution.recompute,
@@ -276,7 +302,21 @@ def resume(run: Run) -> int:
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
+        say_what_differs(run, resumed)
     return start
+
+
+def say_what_differs(run: Run, resumed: Resumed) -> None:
+    """Print and record what was damaged, and what of the configuration has changed since the checkpoint."""
+    saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
+    for damage in resumed.damaged:
+        line = (
+            f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
+        )
+        run.log.found("damaged", [line], **asdict(damage))
+    if changes := drift.configuration_changes(saved, run.config):
+        lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
+        run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
 
 
 def pin_autotuned(run: Run, start: int) -> None:

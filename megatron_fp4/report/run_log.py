@@ -14,6 +14,7 @@ from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
+from megatron_fp4.report.completion import set_aside_ending
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.report.run_files import attempt, replace_text
@@ -30,6 +31,7 @@ class RunLog:
         self.config, self.active = config, active
         self.console = RunConsole(config.train.steps, interval=config.logging.interval, active=active)
         self._wandb_run_id: str | None = None
+        self._found: list[tuple[str, dict[str, Any]]] = []
 
     def state_dict(self) -> str | None:
         """The run's id at wandb, under which it goes on after a resume."""
@@ -39,12 +41,20 @@ class RunLog:
         """Take up what a checkpoint held."""
         self._wandb_run_id = wandb_run_id
 
+    def found(self, event: str, lines: Sequence[str], **details: Any) -> None:
+        """Say what a start has found before it began: `lines` now, and an event with details once records are open."""
+        for line in lines:
+            self.console.text(line)
+        self._found.append((event, details))
+
     def open(self, start: int, **facts: Any) -> None:
         """Begin to record, from `start` steps done, with facts about the run (JSON values)."""
-        settings = self.config.logging
+        settings, run_dir = self.config.logging, Path(self.config.run.dir)
         self.console.start_step = start
+        if self.active and start < self.config.train.steps:
+            set_aside_ending(run_dir, anew=start == 0)
         self.metrics = MetricsWriter(
-            Path(self.config.run.dir),
+            run_dir,
             resume_step=start,
             tensorboard=settings.tensorboard,
             wandb_mode=settings.wandb,
@@ -55,6 +65,8 @@ class RunLog:
         )
         self._wandb_run_id = self.metrics.wandb_run_id
         self.metrics.run(start, **facts)
+        for event, details in self._found:
+            self.metrics.event(start, event, **details)
 
     def sync(self) -> None:
         """Bring every record so far to the disk: before a checkpoint is published. Any thread may call it."""
