@@ -48,6 +48,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; raised on all ranks."""
 
 
+class CheckpointGoneError(CheckpointError):
+    """A checkpoint that was whole no longer is; raised on all ranks, before anything was loaded."""
+
+
 @dataclass(frozen=True)
 class Resumed:
     """What was loaded, apart from what went into model and optimizer.
@@ -78,6 +82,7 @@ class Checkpointer:
         self._keep = keep
         self._identity = dict(identity)
         self._saved_step: int | None = None
+        self._last: tuple[Path, int] | None = None
 
     def save(
         self,
@@ -121,6 +126,7 @@ class Checkpointer:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
         self._saved_step = step
+        self._last = final, step
         return final
 
     def resume(
@@ -149,7 +155,41 @@ class Checkpointer:
             return None
         folder, manifest = chosen
         self._check_identity(folder, manifest, allow_mismatch)
+        resumed = self._load(folder, manifest, model, optimizer, clock)
+        if folder.parent.absolute() == self.root.absolute():
+            self._saved_step = manifest.step
+        self._last = folder, manifest.step
+        return resumed
 
+    def last_step(self) -> int | None:
+        """The step of the checkpoint that `reload` would load: the last that was saved or resumed from, if any."""
+        return None if self._last is None else self._last[1]
+
+    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, clock: RunClock) -> Resumed:
+        """Load the checkpoint of `last_step` again, in the middle of the run: weights, moments, generators.
+
+        What is to come of the trainer's state is the caller's to decide. Raises CheckpointGoneError on all ranks if the
+        checkpoint is no longer there or no longer whole; then nothing has changed.
+        """
+        assert self._last is not None, "there is no checkpoint to go back to: ask last_step first"
+        folder = self._last[0]
+        try:
+            manifest = self._together("read its manifest", lambda: files.read_manifest(folder), first_rank_only=True)[0]
+            problems = self._verify(folder, manifest)
+        except CheckpointError as error:
+            raise CheckpointGoneError(str(error)) from error
+        if problems:
+            raise CheckpointGoneError(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
+        return self._load(folder, manifest, model, optimizer, clock)
+
+    def _load(
+        self,
+        folder: Path,
+        manifest: files.Manifest,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clock: RunClock,
+    ) -> Resumed:
         self._together("load model and optimizer", lambda: _read_tensors(folder, model, optimizer))
         clock.weights_version += 1
         same_world = manifest.world_size == self._mesh.world_size
@@ -157,8 +197,6 @@ class Checkpointer:
             rng = folder / _rng_name(self._mesh.rank)
             self._together("load generators", lambda: restore_random_state(rng, self._mesh.device))
         trainer = self._together("load", lambda: json.loads((folder / _TRAINER).read_text()), first_rank_only=True)
-        if folder.parent.absolute() == self.root.absolute():
-            self._saved_step = manifest.step
         return Resumed(
             folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer[0], same_world
         )

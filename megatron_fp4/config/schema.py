@@ -140,6 +140,24 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class SpikesConfig:
+    """Steps whose loss or gradient norm lies far above what the steps before had (training/spikes.py has the rule).
+
+    action: `none`; `skip` (no update with that batch); `rollback` (back to the last checkpoint's weights and moments,
+        and on with the next batch: the data since then is skipped).
+    threshold: in robust standard deviations above the median. window: accepted steps that it is taken over.
+    min_history: as many must have been accepted, in the same data phase and precision, before a step can be a spike.
+    max_in_row: so many spikes in a row, of rollbacks those to one checkpoint, end the run with a diagnosis.
+    """
+
+    action: Literal["none", "skip", "rollback"] = "none"
+    threshold: Positive = 6.0
+    window: AtLeastOne = 128
+    min_history: AtLeastOne = 64
+    max_in_row: AtLeastOne = 5
+
+
+@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off.
 
@@ -269,6 +287,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -8,8 +8,8 @@
     validation  `losses`, one per source (nats per token), and `loss`, their mean
     diagnostics, gradient_noise
                 measurements of what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
-    event       `event` (switch, checkpoint, skip, stop) and its details; a switch belongs to the first step that it
-                changes
+    event       `event` (switch, checkpoint, skip, spike, stop) and its details; a switch belongs to the first step that
+                it changes
 
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates belongs to
 step N. JSON has no NaN or infinity: a number that is not finite is written as `null`, and `skipped` or an event says
@@ -38,7 +38,8 @@ class StepMetrics:
 
     step: steps done, this one included. tokens: seen since the run began. loss: mean NLL in nats per token over the
     global batch. lr: what the update used. grad_norm: before clipping. tokens_per_second: over all ranks.
-    model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite.
+    model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite or
+    the step was a spike.
     phase: name of the data phase. plan: name of the precision plan in effect.
     """
 
@@ -53,6 +54,11 @@ class StepMetrics:
     skipped: bool
     phase: str
     plan: str
+
+    @property
+    def spike(self) -> bool:
+        """Whether it was skipped although everything was finite."""
+        return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class MetricsWriter:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_fp4.config.schema import Config
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
+from megatron_fp4.training.spikes import Spike
 
 
 class RunLog:
@@ -72,8 +73,13 @@ class RunLog:
         """A training step is done. skipped: the counts of skipped steps, recorded where this is one."""
         self.metrics.step(metrics)
         self.console.step(metrics)
-        if metrics.skipped:
+        if metrics.skipped and not metrics.spike:
             self.metrics.event(metrics.step, "skip", **skipped)
+
+    def spike(self, spike: Spike, answer: str, **details: Any) -> None:
+        """A step was a spike. answer: what was done about it, for people. details: the same and more (JSON values)."""
+        self.metrics.event(spike.step, "spike", **{k: v for k, v in asdict(spike).items() if k != "step"}, **details)
+        self.console.event(spike.step, f"spike: {spike}; {answer}")
 
     def validation(self, step: int, tokens: int, losses: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, after `step` steps and `tokens` training tokens."""
