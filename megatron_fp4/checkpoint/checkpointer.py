@@ -177,7 +177,7 @@ class Checkpointer:
             manifest = self._together("read its manifest", lambda: files.read_manifest(folder), first_rank_only=True)[0]
             problems = self._verify(folder, manifest)
         except CheckpointError as error:
-            raise CheckpointGoneError(str(error)) from error
+            raise CheckpointGoneError(f"{folder} cannot be read: {error}") from error
         if problems:
             raise CheckpointGoneError(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
         return self._load(folder, manifest, model, optimizer, clock)
