@@ -300,7 +300,12 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         loader=loader,
         validation=validation,
         checkpointer=Checkpointer(
-            Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
+            Path(config.run.dir) / "checkpoints",
+            mesh,
+            keep=config.checkpoint.keep,
+            identity=identity,
+            asynchronous=config.checkpoint.asynchronous,
+            max_failed_saves=config.checkpoint.max_failed_saves,
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),

@@ -139,6 +139,7 @@ def run_to_end(run: Run) -> int:
     introduce_run(run, start)
     pin_autotuned(run, start)
     test_backend(run)
+    run.checkpointer.prepare(run.model, run.optimizer.optimizer)
     if first_rank:
         (run_dir / "config.yaml").write_text(to_yaml(config))
         (run_dir / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
@@ -147,8 +148,11 @@ def run_to_end(run: Run) -> int:
         log,
         memory_history(run_dir, active=config.logging.memory_history and first_rank),
         ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=first_rank) as window,
+        run.checkpointer,
     ):
         steps_done, losses = train(run, start, stop, window)
+        run.checkpointer.finish()
+        log.saves(run.checkpointer.reports())
     if first_rank and steps_done == steps:
         summarize(log.console, config, run.controller.switch.switched_at, losses, entropy)
     return 0
@@ -175,7 +179,7 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
                 lr=run.lr(step),
                 clip_norm=config.optimizer.clip_norm,
                 reshard=config.parallel.reshard,
-                requests=StepRequests(stop=stop.requested),
+                requests=StepRequests(stop=stop.requested, save_failed=run.checkpointer.failed),
                 accept=run.spikes.accept,
             )
         measurements.write(step)
@@ -186,8 +190,9 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
             log.validation(done, done * run.tokens_per_step, losses)
+        log.saves(run.checkpointer.reports(result.requests.save_failed))
         if done == steps or result.requests.stop or is_due(config.checkpoint.interval, done):
-            log.checkpoint(done, save(run, done))
+            save(run, done)
         if result.requests.stop and done < steps:
             log.stop(done, stop.received)
             return done, losses
@@ -282,11 +287,11 @@ def validation_losses(run: Run) -> dict[str, float]:
     return evaluate(run.model, batches, mesh, run.controller.clock)
 
 
-def save(run: Run, step: int) -> Path:
-    """Write the checkpoint of `step` steps done; returns its folder."""
+def save(run: Run, step: int) -> None:
+    """Write the checkpoint of `step` steps done, or begin to."""
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
-    return run.checkpointer.save(
+    run.checkpointer.save(
         step,
         run.model,
         run.optimizer.optimizer,

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
+from megatron_fp4.checkpoint import files
 from megatron_fp4.training.nonfinite_guard import DivergedError
 from megatron_fp4.training.optimizer import optimizer_state
 from tests.test_pretrain import SMALL
@@ -41,7 +43,8 @@ def small_corpus(folder: Path) -> list[str]:
 def spiked_run(
     rank: int, overrides: list[str], spikes: list[int], factor: float, kill_before: int | None = None
 ) -> dict[str, Any]:
-    """pretrain.py in this group, the loss of the last rank times `factor` in the steps `spikes` (counted from 1).
+    """pretrain.py in this group, with a slow disk; the loss of the last rank is `factor` times itself in the steps
+    `spikes` (counted from 1).
 
     kill_before: SIGKILL before this step. Returns what the steps began with: hashes of weights and moments and a draw
     of the generators, by step; or the message of the error that ended the run.
@@ -50,6 +53,11 @@ def spiked_run(
     config = pretrain.configure([*SMALL, *FAST, *SPIKED, *overrides])
     train_step = pretrain.train_step
     began: dict[str, Any] = {}
+    publish = files.publish
+
+    def slowly(*folders: Path) -> None:
+        time.sleep(1.0)  # a step takes less: a rollback that does not wait for the save finds no checkpoint
+        publish(*folders)
 
     def watched(model: Any, optimizer: Any, batches: Any, mesh: Any, clock: Any, *, step: int, **settings: Any) -> Any:
         if not began and rank == mesh.world_size - 1:
@@ -64,6 +72,7 @@ def spiked_run(
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "train_step", watched),
+        mock.patch.object(files, "publish", slowly),
     ):
         try:
             assert pretrain.pretrain(config) == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pretrain
-from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError, Checkpointer
+from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointGoneError
 from megatron_fp4.config.schema import SpikesConfig
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import optimizer_state
@@ -27,22 +27,22 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("damage", ["none", "a bit", "the folder"])
-def test_reload(damage: str, tmp_path: Path) -> None:
+def test_reload(damage: str, asynchronous: bool, tmp_path: Path) -> None:
     with alone() as mesh:
         model, optimizer = toy(mesh)
         clock = RunClock(0)
-        checkpointer = Checkpointer(tmp_path, mesh, keep=1, identity={})
+        checkpointer = Checkpointer(tmp_path, mesh, keep=1, identity={}, asynchronous=asynchronous)
         assert checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False) is None
+        checkpointer.prepare(model, optimizer)
         assert checkpointer.last_step() is None
 
         def train(step: int) -> None:
             train_step(model, optimizer, toy_batches(step, mesh), mesh, clock, step=step, lr=1e-2, clip_norm=1.0)
 
         train(0)
-        folder = checkpointer.save(
-            1, model, optimizer, {"note": 1}, consumed_samples=8, consumed_tokens=64
-        )  # fmt: skip
+        folder = checkpointer.save(1, model, optimizer, {"note": 1}, consumed_samples=8, consumed_tokens=64)
         saved, draws = state(model, optimizer), torch.get_rng_state()
         train(1)
         torch.rand(3)
