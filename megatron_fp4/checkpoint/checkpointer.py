@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +112,12 @@ class Checkpointer:
         final = self.root / files.folder_name(step)
         if step == self._saved_step and not self.saves.failed_in_a_row:
             return final
+        began = time.perf_counter()
         trainer_json = json.dumps(dict(trainer), indent=1)
         state = state_of(model, optimizer)
         manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
         pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
-        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json))
+        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json), began)
         self._saved_step = step
         return final
 

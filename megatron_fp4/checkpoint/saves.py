@@ -101,9 +101,16 @@ class Saves:
         """Whether this rank's save in the background has come to nothing and nobody was told."""
         return self._thread is not None and not self._thread.is_alive() and self._outcome is not None
 
-    def begin(self, snapshot: Snapshot) -> None:
-        """Save; in the background if there is staging, once the save before has ended. Raises as `end` does."""
-        began = time.perf_counter()
+    @property
+    def on_its_way(self) -> bool:
+        """Whether this rank is writing in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, snapshot: Snapshot, began: float) -> None:
+        """Save; in the background if there is staging, once the save before has ended. Raises as `end` does.
+
+        began: when training began to wait for it, as `time.perf_counter` counts.
+        """
         self.end()
         self._began, self._outcome = began, None
         self._current = SaveReport(snapshot.manifest.step, self.root / files.folder_name(snapshot.manifest.step), 0, 0)
