@@ -45,6 +45,7 @@ from megatron_fp4.faults.run_lock import sole_run
 from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
+from megatron_fp4.measure.replay import ReplayError
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
@@ -84,6 +85,10 @@ def main(arguments: list[str]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
         return 3
+    except ReplayError as error:
+        if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
+            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+        return 4
     except RecheckError as error:
         if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
@@ -168,6 +173,7 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
             result = train_step(
                 model,

@@ -266,6 +266,8 @@ class RunConfig:
     """dir: everything the run writes. seed: of initialization, data order and stochastic rounding.
 
     device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
+    replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit
+        (measure/replay.py). replay_action: a difference ends the run (`end`) or is only told (`warn`).
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches, and the peak in TFLOP/s
         (the default is an H200's for dense BF16).
@@ -275,6 +277,8 @@ class RunConfig:
     seed: AtLeastZero = 1234
     device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = True
+    replay_interval: AtLeastZero = 0
+    replay_action: Literal["end", "warn"] = "end"
     dry: bool = False
     dry_mfu: PositiveShare = 0.4
     dry_peak_tflops: Positive = 989.0

@@ -56,6 +56,12 @@ REFUSED = [
         "precision.switch.when=gradient_noise never switches",
         "a fraction",
     ),
+    (["run.replay_action=warn"], "run.replay_action=warn has no effect", "run.replay_interval=100"),
+    (
+        ["run.replay_interval=50", "run.deterministic=false"],
+        "run.replay_interval=50 compares bits, which run.deterministic=false",
+        "run.deterministic=true",
+    ),
     (["spikes.threshold=5"], "spikes.threshold=5.0 has no effect with spikes.action=none", "spikes.action=skip"),
     (["spikes.window=64"], "spikes.window=64 has no effect", "leave it out"),
     (["spikes.min_history=9"], "spikes.min_history=9 has no effect", "leave it out"),
@@ -93,6 +99,7 @@ ACCEPTED = [
         "precision.diagnostics.interval=5",
     ],
     ["precision=bf16", "precision.compute_dtype=float32"],
+    ["run.replay_interval=50", "run.replay_action=warn"],
     ["spikes.action=skip", "checkpoint.interval=0", "spikes.threshold=5", "spikes.window=64"],
     ["spikes.action=rollback", "spikes.min_history=9", "train.steps=10", "spikes.max_in_row=1"],
 ]
