@@ -178,14 +178,18 @@ class Run:
             self.config.precision.name if switch.switched_at is None else f"after the switch to {switch.config.target}"
         )
 
-    def roll_back(self, step: int) -> int:
-        """After `step` steps done: take up weights, moments, generators and precision of the last checkpoint, and go on
-        with the next step. Returns the checkpoint's step.
+    def roll_back(self, step: int, folder: Path | None = None) -> int:
+        """After `step` steps done: take up weights, moments, generators and precision of the last checkpoint, or of the
+        one in `folder`, and go on with the next step. Returns the checkpoint's step.
 
         What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
         changes nothing, if the checkpoint is no longer whole.
         """
-        resumed = self.checkpointer.reload(self.model, self.optimizer.optimizer, self.controller.clock)
+        parts = self.model, self.optimizer.optimizer, self.controller.clock
+        if folder is None:
+            resumed = self.checkpointer.reload(*parts)
+        else:
+            resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
         self.controller.load_state_dict(resumed.trainer["switch"])
         self.spikes.rolled_back(resumed.trainer.get("spikes"))
         self.guard.rolled_back(step, resumed.step)

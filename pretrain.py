@@ -334,8 +334,11 @@ def resume(run: Run) -> int:
     return start
 
 
-def pin_autotuned(run: Run, start: int) -> None:
-    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
+def pin_autotuned(run: Run, start: int, record: bool = True) -> None:
+    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs.
+
+    record: write it down in run.dir.
+    """
     train, mixers = run.config.train, run.model.autotuned_mixers()
     if not (run.config.run.deterministic and mixers):
         return
@@ -347,7 +350,7 @@ def pin_autotuned(run: Run, start: int) -> None:
 
     for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)
-    if run.mesh.rank == 0:
+    if record and run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
 
 

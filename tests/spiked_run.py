@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ from data.indexed_dataset import IndexedDatasetWriter
 from megatron_fp4.checkpoint import files
 from megatron_fp4.training.nonfinite_guard import DivergedError
 from megatron_fp4.training.optimizer import optimizer_state
+from megatron_fp4.training.step import train_step
 from tests.test_pretrain import SMALL
 from tests.training.harness import whole
 
@@ -40,6 +42,25 @@ def small_corpus(folder: Path) -> list[str]:
     return ["data=indexed", f"data.sources={{code: {folder}/code, prose: {folder}/prose}}", phases]
 
 
+def spiking(
+    rank: int, spikes: list[int], factor: float, before_step: Callable[[Any, Any, int], None] = lambda *_: None
+) -> Callable[..., Any]:
+    """A `train_step` in which the last rank's loss is `factor` times itself in the steps `spikes`, counted from 1."""
+    hooked = False
+
+    def spiked_step(
+        model: Any, optimizer: Any, batches: Any, mesh: Any, clock: Any, *, step: int, **settings: Any
+    ) -> Any:
+        nonlocal hooked
+        if not hooked and rank == mesh.world_size - 1:
+            model.register_forward_hook(lambda _, __, loss: loss * factor if clock.step + 1 in spikes else loss)
+        hooked = True
+        before_step(model, optimizer, step)
+        return train_step(model, optimizer, batches, mesh, clock, step=step, **settings)
+
+    return spiked_step
+
+
 def spiked_run(
     rank: int, overrides: list[str], spikes: list[int], factor: float, kill_before: int | None = None
 ) -> dict[str, Any]:
@@ -51,7 +72,6 @@ def spiked_run(
     """
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     config = pretrain.configure([*SMALL, *FAST, *SPIKED, *overrides])
-    train_step = pretrain.train_step
     began: dict[str, Any] = {}
     publish = files.publish
 
@@ -59,19 +79,16 @@ def spiked_run(
         time.sleep(1.0)  # a step takes less: a rollback that does not wait for the save finds no checkpoint
         publish(*folders)
 
-    def watched(model: Any, optimizer: Any, batches: Any, mesh: Any, clock: Any, *, step: int, **settings: Any) -> Any:
-        if not began and rank == mesh.world_size - 1:
-            model.register_forward_hook(lambda _, __, loss: loss * factor if clock.step + 1 in spikes else loss)
+    def before_step(model: Any, optimizer: Any, step: int) -> None:
         if step + 1 == kill_before:
             os.kill(os.getpid(), signal.SIGKILL)
         state = {**model.state_dict(), **optimizer_state(model, optimizer)}
         sums = {name: whole(value).double().sum().item() for name, value in state.items()}
         began[str(step + 1)] = [sums, torch.rand(()).item(), random.random()]
-        return train_step(model, optimizer, batches, mesh, clock, step=step, **settings)
 
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
-        mock.patch.object(pretrain, "train_step", watched),
+        mock.patch.object(pretrain, "train_step", spiking(rank, spikes, factor, before_step)),
         mock.patch.object(files, "publish", slowly),
     ):
         try:

@@ -52,7 +52,7 @@ class Resumed:
 
 
 class CheckpointGoneError(CheckpointError):
-    """A checkpoint that was whole no longer is; raised on all ranks, before anything was loaded."""
+    """A checkpoint is not there or not whole; raised on all ranks, before anything was loaded."""
 
 
 class Checkpointer:
@@ -196,21 +196,36 @@ class Checkpointer:
         return None if last is None else last[1]
 
     def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, clock: RunClock) -> Resumed:
-        """Load the checkpoint of `last_step` again, in the middle of the run: weights, moments, generators.
+        """Load the checkpoint of `last_step` again, in the middle of the run; see `load`."""
+        self.saves.end()
+        last = self.saves.last or self._resumed
+        assert last is not None, "there is no checkpoint to go back to: ask last_step first"
+        # What the run itself began from, or wrote, has been looked at.
+        return self.load(last[0], model, optimizer, clock, allow_mismatch=True)
+
+    def load(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clock: RunClock,
+        *,
+        allow_mismatch: bool,
+    ) -> Resumed:
+        """Load a checkpoint as it is: weights, moments, generators. Nothing on disk changes.
 
         What of the trainer's state is to be taken up is the caller's to decide. Raises CheckpointGoneError on all ranks
-        if the checkpoint is no longer there or no longer whole; then nothing has changed, for which it is read twice.
+        if the checkpoint is not there or not whole; then nothing has changed, for which it is read twice. Raises
+        ValueError if the run's identity differs, unless `allow_mismatch`.
         """
-        self.saves.end()
-        last, together = self.saves.last or self._resumed, self._together
-        assert last is not None, "there is no checkpoint to go back to: ask last_step first"
-        folder = last[0]
+        together = self._together
         try:
             manifest = together.first("read its manifest", lambda: files.read_manifest(folder))
             names = sorted(manifest.files)[together.rank :: together.world_size]
             together.each("check it", lambda: verify(folder, manifest.files, names))
         except CheckpointError as error:
             raise CheckpointGoneError(f"{folder}: {error}") from error
+        self._check_identity(folder, manifest, allow_mismatch)
         trainer = self._load(folder, manifest, model, optimizer)
         clock.weights_version += 1
         same_world = manifest.world_size == self._mesh.world_size
