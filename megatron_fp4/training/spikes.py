@@ -128,7 +128,7 @@ class SpikeGuard:
 
     def rolled_back(self, state: Mapping[str, Any] | None) -> None:
         """The run went on from a checkpoint with this state: the measure is again what it was, the counts go on."""
-        self._regime, self._history = _measure(state)
+        self._take_measure(state)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: JSON types, the same on all ranks."""
@@ -142,9 +142,16 @@ class SpikeGuard:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint; None: of a run that knew of no spikes."""
-        self._regime, self._history = _measure(state)
+        self._take_measure(state)
         if state is not None:
             self.in_row, self.total, self._checkpoint = state["in_row"], state["total"], state["checkpoint"]
+
+    def _take_measure(self, state: Mapping[str, Any] | None) -> None:
+        self._regime, self._history = "", []
+        # Steps that are not looked at leave no history, and what was before them is no measure of those after.
+        if state is not None and self.config.action != "none":
+            self._regime = state["regime"]
+            self._history = [(loss, norm) for loss, norm in state["history"]][-self.config.window :]
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
         if len(self._history) < self.config.min_history:
@@ -162,9 +169,3 @@ def _limit(values: Sequence[float], threshold: float, floor: float) -> tuple[flo
     median = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - median) for value in values)
     return median, median + threshold * max(deviation, floor * abs(median))
-
-
-def _measure(state: Mapping[str, Any] | None) -> tuple[str, list[tuple[float, float]]]:
-    if state is None:
-        return "", []
-    return state["regime"], [(loss, norm) for loss, norm in state["history"]]

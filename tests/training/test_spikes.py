@@ -130,6 +130,20 @@ def test_a_resumed_guard_goes_on_as_the_straight_one(cut: int) -> None:
     assert feed(second, [(99.0, 99.0)], 63) == []
 
 
+def test_other_settings_take_up_what_is_still_a_measure() -> None:
+    before = SpikeGuard(SpikesConfig(action="skip", window=16, min_history=8))
+    feed(before, [(9.0, 1.0)] * 8 + noisy(8))
+    shorter = SpikeGuard(SpikesConfig(action="rollback", window=8, min_history=8))
+    shorter.load_state_dict(before.state_dict())
+    assert shorter.state_dict()["history"] == before.state_dict()["history"][8:]
+    off = SpikeGuard(SpikesConfig())
+    off.load_state_dict(before.state_dict())
+    feed(off, noisy(30))
+    again = SpikeGuard(SpikesConfig(action="skip", window=16, min_history=8))
+    again.load_state_dict(off.state_dict())
+    assert feed(again, [(99.0, 99.0)], 46) == []  # the thirty steps in between were not looked at
+
+
 def test_rollbacks_to_one_checkpoint_are_a_row_whatever_lies_between() -> None:
     guard = SpikeGuard(SpikesConfig(action="rollback", window=16, min_history=8, max_in_row=3))
     feed(guard, noisy(10))
