@@ -46,6 +46,7 @@ from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.spikes import SpikeGuard
 from megatron_fp4.training.step import StepResult
 from models.execution import Execution
 from models.execution_choice import agreed_execution, choose_execution
@@ -147,6 +148,7 @@ class Run:
     validation: list[ValidationSet]
     checkpointer: Checkpointer
     guard: NonFiniteGuard
+    spikes: SpikeGuard
     kernels: KernelChoices
     log: RunLog
 
@@ -170,10 +172,38 @@ class Run:
         switch = self.controller.switch
         return self.schedule.lr(step, switch.switched_at, switch.config.rewarm_steps)
 
+    def phase(self, step: int) -> str:
+        """The data phase of `step` (from 0)."""
+        return self.phases.locate(step * self.config.train.global_batch_size).phase
+
+    @property
+    def plan_name(self) -> str:
+        """The precision in effect, as records call it."""
+        switch = self.controller.switch
+        return (
+            self.config.precision.name if switch.switched_at is None else f"after the switch to {switch.config.target}"
+        )
+
+    def roll_back(self, step: int, folder: Path | None = None) -> int:
+        """After `step` steps done: take up weights, moments, generators and precision of the last checkpoint, or of the
+        one in `folder`, and go on with the next step. Returns the checkpoint's step.
+
+        What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
+        changes nothing, if the checkpoint is no longer whole.
+        """
+        parts = self.model, self.optimizer.optimizer, self.controller.clock
+        if folder is None:
+            resumed = self.checkpointer.reload(*parts)
+        else:
+            resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
+        self.controller.load_state_dict(resumed.trainer["switch"])
+        self.spikes.rolled_back(resumed.trainer.get("spikes"))
+        self.guard.rolled_back(step, resumed.step)
+        return resumed.step
+
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""
-        switch, rate = self.controller.switch, self.tokens_per_step / seconds
-        before, after = self.config.precision.name, f"after the switch to {switch.config.target}"
+        rate = self.tokens_per_step / seconds
         return StepMetrics(
             step=step + 1,
             tokens=(step + 1) * self.tokens_per_step,
@@ -184,8 +214,8 @@ class Run:
             model_tflops=self.flops_per_token * rate / self.mesh.world_size / 1e12,
             step_time=seconds,
             skipped=result.skipped,
-            phase=self.phases.locate(step * self.config.train.global_batch_size).phase,
-            plan=before if switch.switched_at is None else after,
+            phase=self.phase(step),
+            plan=self.plan_name,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,6 +236,7 @@ class Run:
             "loader": self.loader,
             "switch": self.controller,
             "skipped": self.guard,
+            "spikes": self.spikes,
             "wandb_run_id": self.log,
             "autotuning": self.kernels,
         }
@@ -287,6 +318,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
             max_failed_saves=config.checkpoint.max_failed_saves,
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
+        spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         log=RunLog(config, active=mesh.rank == 0),
     )

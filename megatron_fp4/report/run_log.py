@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_fp4.report.completion import set_aside_ending
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.report.run_files import attempt, replace_text
+from megatron_fp4.training.spikes import Spike
 
 
 class RunLog:
@@ -103,8 +105,13 @@ class RunLog:
         """A training step is done. skipped: the counts of skipped steps, recorded where this is one."""
         self.metrics.step(metrics)
         self.console.step(metrics)
-        if metrics.skipped:
+        if metrics.skipped and not metrics.spike:
             self.metrics.event(metrics.step, "skip", **skipped)
+
+    def spike(self, spike: Spike, answer: str, **details: Any) -> None:
+        """A step was a spike. answer: what was done about it, for people. details: the same and more (JSON values)."""
+        self.metrics.event(spike.step, "spike", **{k: v for k, v in asdict(spike).items() if k != "step"}, **details)
+        self.console.event(spike.step, f"spike: {spike}; {answer}")
 
     def validation(self, step: int, tokens: int, losses: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, after `step` steps and `tokens` training tokens."""
