@@ -15,11 +15,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.sharedctypes import RawValue
+from multiprocessing.sharedctypes import RawArray, RawValue
+from pathlib import Path
 from types import FrameType
 
 # What launchers, schedulers and terminals send to every process of a job; SIGTERM is handled apart.
-_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -40,16 +41,30 @@ class WorkerSetup:
     end of that thread for the end of the rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
         self._rank_pid = os.getpid()
         self._released = RawValue(ctypes.c_bool, False)
+        self._pids = RawArray(ctypes.c_int, max(1, num_workers))
 
     def release(self) -> None:
         """In the rank: from now on SIGTERM ends the workers."""
         self._released.value = True
 
+    def in_words(self) -> str:
+        """In the rank: how each worker that does not simply run stands, with what to do about it."""
+        found = []
+        for worker, pid in enumerate(self._pids):
+            state = _process_state(pid) if pid else "never started"
+            if state == "stopped":
+                found.append(f"worker {worker} (process {pid}) is stopped, `kill -CONT {pid}` lets it go on")
+            elif state != "runs":
+                found.append(f"worker {worker} (process {pid}) {state}")
+        pids = ", ".join(str(pid) for pid in self._pids)
+        return "; ".join(found) or f"all of them run (processes {pids}), so reading the data itself takes this long"
+
     def __call__(self, worker: int) -> None:
         """In worker number `worker`: tie its life to the rank's and let go of the rank's signal handlers."""
+        self._pids[worker] = os.getpid()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != self._rank_pid:  # the rank died before the line above
@@ -63,3 +78,16 @@ class WorkerSetup:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self._released.value:
             os._exit(0)
+
+
+def _process_state(pid: int) -> str:
+    """What a process of this host does, in words."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return "is gone: killed, often because the host had no memory left (look into its kernel log)"
+    if letter in "ZX":
+        return "is dead: killed, often because the host had no memory left (look into its kernel log)"
+    if letter in "Tt":
+        return "stopped"
+    return "waits for a disk" if letter == "D" else "runs"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron_fp4.faults.exit_codes import DivergedError
 from megatron_fp4.training.step import StepResult
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(DivergedError):
     """Too many steps in a row were skipped."""
 
 
