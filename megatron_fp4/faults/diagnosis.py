@@ -148,10 +148,10 @@ def _describe(suspects: dict[int, str], reports: dict[int, Report | None]) -> li
         if report is None:
             lines.append(f"  rank {rank}: nothing is known of it: it never came as far as this, or its host is gone")
         else:
-            seconds = max(0.0, time.time() - report.since)
+            heard, there = time.time() - report.time, report.time - report.since
             lines.append(
-                f"  rank {rank} (process {report.pid} on {report.host}): {suspects[rank]}; "
-                f"in {report.where}, for {seconds:.0f} s"
+                f"  rank {rank} (process {report.pid} on {report.host}): {suspects[rank]}; last heard of "
+                f"{max(0.0, heard):.0f} s ago in {report.where}, {max(0.0, there):.0f} s after it came there"
             )
     if len(suspects) > _NAMED:
         lines.append(f"  and {len(suspects) - _NAMED} more: {ranks_in_words(sorted(suspects)[_NAMED:])}")

@@ -112,10 +112,10 @@ class _Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._end.set()
+        self._error = f"{type(error).__name__}: {error}"[:400] if error is not None else ""
+        self._write()
         if error is None:
             return
-        self._error = f"{type(error).__name__}: {error}"[:400]
-        self._write()
         of_others = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OF_OTHERS)
         speaks = self._world_size > 1 and (self._rank == 0 or self._world_size <= 64)
         if of_others and speaks and (found := self.diagnosis()):
