@@ -278,7 +278,12 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         loader=loader,
         validation=validation,
         checkpointer=Checkpointer(
-            Path(config.run.dir) / "checkpoints", mesh, keep=config.checkpoint.keep, identity=identity
+            Path(config.run.dir) / "checkpoints",
+            mesh,
+            keep=config.checkpoint.keep,
+            identity=identity,
+            asynchronous=config.checkpoint.asynchronous,
+            max_failed_saves=config.checkpoint.max_failed_saves,
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         kernels=KernelChoices(),

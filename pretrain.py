@@ -46,7 +46,7 @@ from megatron_fp4 import __version__
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.faults.ending import explain, run_program
+from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
 from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError
 from megatron_fp4.faults.flight_recorder import record_collectives
 from megatron_fp4.faults.orders import Orders
@@ -154,6 +154,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     run.progress.at(0, "tune and test kernels")
     pin_autotuned(run, start)
     test_backend(run)
+    run.checkpointer.prepare(run.model, run.optimizer.optimizer)
     if first_rank:
         (run_dir / "config.yaml").write_text(to_yaml(config))
         (run_dir / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
@@ -161,8 +162,12 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         log,
         memory_history(run_dir, active=config.logging.memory_history and first_rank),
         ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=first_rank) as window,
+        run.checkpointer,
+        SaidAtOnce(),
     ):
         steps_done, losses = train(run, start, orders, window)
+        run.checkpointer.finish()
+        log.saves(run.checkpointer.reports())
     run.progress.at(steps_done, "end")
     if steps_done < steps:
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
@@ -195,7 +200,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 lr=run.lr(step),
                 clip_norm=config.optimizer.clip_norm,
                 reshard=config.parallel.reshard,
-                requests=StepRequests(stop=orders.stop, save=orders.save),
+                requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
                 progress=run.progress,
             )
         measurements.write(step)
@@ -204,8 +209,9 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
             log.validation(done, done * run.tokens_per_step, losses)
+        log.saves(run.checkpointer.reports(result.requests.save_failed))
         if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
-            log.checkpoint(done, save(run, done))
+            save(run, done)
             orders.obeyed()
         if result.requests.stop and done < steps:
             log.stop(done, orders.why_stop)
@@ -267,12 +273,12 @@ def validation_losses(run: Run) -> dict[str, float]:
     return evaluate(run.model, batches, mesh, run.controller.clock, run.progress)
 
 
-def save(run: Run, step: int) -> Path:
-    """Write the checkpoint of `step` steps done; returns its folder."""
+def save(run: Run, step: int) -> None:
+    """Write the checkpoint of `step` steps done, or begin to."""
     run.progress.at(step, "save")
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
-    return run.checkpointer.save(
+    run.checkpointer.save(
         step,
         run.model,
         run.optimizer.optimizer,

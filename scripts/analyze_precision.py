@@ -23,11 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, check, set_determinism
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest
+from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
@@ -87,7 +87,7 @@ def analyze(options: argparse.Namespace) -> int:
     set_determinism(config.run.deterministic)
     run = build(config, build_mesh(config.parallel, device))
     with torch.no_grad():
-        load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(options.checkpoint))
+        load({"model": run.model.state_dict()}, storage_reader=CheckedReader(options.checkpoint))
 
     found = measure(run, manifest.step, options.micro_batches)
     shapes = [row.linear for row in run.controller.plans[0].rows]

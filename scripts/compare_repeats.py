@@ -38,10 +38,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from data.cache import default_cache_dir
+from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain.py"
@@ -227,7 +228,7 @@ def steps_done(run_dir: Path) -> int:
 
 def tensor_digests(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of dtype, shape and bytes of every tensor of model and optimizer in a checkpoint."""
-    reader = FileSystemReader(checkpoint)
+    reader = CheckedReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Tensor] = {
         name: torch.empty(meta.size, dtype=meta.properties.dtype)

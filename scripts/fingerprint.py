@@ -26,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron_fp4.checkpoint.shards import CheckedReader
 
 COMMON = (
     "train.steps=6 train.global_batch_size=4 train.micro_batch_size=1 train.sequence_length=64 "
@@ -129,7 +131,7 @@ def digest(value: Any) -> str:
 
 def state_digest(checkpoint: Path) -> str:
     """Of names, dtypes, shapes and bytes of all tensors of a checkpoint."""
-    reader = FileSystemReader(checkpoint)
+    reader = CheckedReader(checkpoint)
     stored = reader.read_metadata().state_dict_metadata
     tensors: dict[str, torch.Tensor] = {
         name: torch.empty(meta.size, dtype=meta.properties.dtype)

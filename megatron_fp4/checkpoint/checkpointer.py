@@ -1,13 +1,7 @@
 """Save and resume, as all ranks together do it.
 
-Saving is a sequence of stages. After each, every rank learns whether any rank failed; if so all raise, what was
-being written is removed, and earlier checkpoints are as they were. A process may be killed at any moment: the next
-start finds the newest checkpoint that is whole (checkpoint_files.py says how one tells).
-
-    1. rank 0 makes step_XXXXXXXX.tmp
-    2. all write their shards of model and optimizer (torch.distributed.checkpoint), generators and trainer state
-    3. all hash what they wrote
-    4. rank 0 writes the manifest, renames the folder, replaces the pointer, removes old checkpoints
+saves.py says how a checkpoint is written, files.py how one tells that it is whole. Reading is the check: every file is
+hashed while the ranks that need something in it read it, once.
 
 Tensors are stored by their global shape: a checkpoint loads at any world size and mesh, bit for bit. `run.dir` must
 be on a file system that all nodes share.
@@ -17,35 +11,28 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.identity import identity_differences
-from megatron_fp4.checkpoint.random_state import restore_random_state, save_random_state
+from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.random_state import capture_random_state, restore_random_state, unpack
+from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, SaveReport, Saves, Snapshot, manifest_of
+from megatron_fp4.checkpoint.shards import check_names, own_pieces, read_shards, state_of, verify, wholes_of
+from megatron_fp4.checkpoint.staging import Staging
+from megatron_fp4.checkpoint.together import CheckpointError, DamageError, Together
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.optimizer import optimizer_state
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
-_TRAINER = "trainer.json"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; raised on all ranks."""
+_Load = Callable[[Path, files.Manifest], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -68,16 +55,36 @@ class Checkpointer:
     """Saves to and resumes from the checkpoints under one folder; every method is a collective.
 
     root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see identity.run_identity.
+    asynchronous: saves go on in the background, after `prepare`. max_failed_saves: so many in a row that come to
+    nothing end the run.
     """
 
-    def __init__(self, root: Path, mesh: ParallelMesh, *, keep: int, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        mesh: ParallelMesh,
+        *,
+        keep: int,
+        identity: Mapping[str, Any],
+        asynchronous: bool = False,
+        max_failed_saves: int = 1,
+    ) -> None:
         if keep < 0:
             raise ValueError(f"checkpoint.keep is {keep}; give the number to keep, or 0 for all")
         self.root = root
         self._mesh = mesh
-        self._keep = keep
         self._identity = dict(identity)
+        self._asynchronous = asynchronous
         self._saved_step: int | None = None
+        self._together = Together(root)
+        self.saves = Saves(root, self._together, keep, max_failed_saves)
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take the host memory that saves in the background need: this rank's share of weights and moments."""
+        if self._asynchronous:
+            staging = Staging(own_pieces(state_of(model, optimizer), self._mesh.rank), self._mesh.device)
+            optimizer.register_step_pre_hook(lambda *_: staging.before_update())
+            self.saves.staging = staging
 
     def save(
         self,
@@ -89,39 +96,53 @@ class Checkpointer:
         consumed_samples: int,
         consumed_tokens: int,
     ) -> Path:
-        """Write a checkpoint after `step` optimizer steps and return its folder.
+        """Write a checkpoint after `step` optimizer steps and return its folder, where it will be.
 
         trainer: the loop's own state, JSON types, the same on all ranks (rank 0's is written). Saving a step that
-        was just saved or resumed from does nothing.
+        was just saved or resumed from does nothing. In the background, this waits for the save before and for nothing
+        else; `saves.collect` tells how one went.
 
-        Raises CheckpointError on all ranks if any could not write (a full disk); nothing is left of the attempt.
+        Raises CheckpointError on all ranks if so many saves in a row came to nothing that the run must end.
         """
         final = self.root / files.folder_name(step)
-        if step == self._saved_step:
+        if step == self._saved_step and not self.saves.failed_in_a_row:
             return final
-        trainer_json = json.dumps(dict(trainer), indent=1)  # a TypeError must come before the first collective
-        staging = final.with_name(final.name + ".tmp")
-        try:
-            self._together("make a folder", lambda: _make_staging(staging), first_rank_only=True)
-            self._together("write model and optimizer", lambda: _write_tensors(staging, model, optimizer))
-            records = self._together("write its part", lambda: self._write_own_files(staging, trainer_json))
-            manifest = files.Manifest(
-                save_index=self._together("scan", lambda: files.next_save_index(self.root), first_rank_only=True)[0],
-                step=step,
-                consumed_samples=consumed_samples,
-                consumed_tokens=consumed_tokens,
-                world_size=self._mesh.world_size,
-                identity=self._identity,
-                files={name: record for written in records for name, record in written.items()},
-                torch_version=str(torch.__version__),
-            )
-            self._together("finish", lambda: self._finish(staging, final, manifest), first_rank_only=True)
-        except CheckpointError:
-            if self._mesh.rank == 0:
-                shutil.rmtree(staging, ignore_errors=True)
-            raise
+        began = time.perf_counter()
+        trainer_json = json.dumps(dict(trainer), indent=1)
+        state = state_of(model, optimizer)
+        manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
+        pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
+        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json), began)
         self._saved_step = step
         return final
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank knows of a save in the background that came to nothing. For the step's all-reduce."""
+        return self.saves.failed
+
+    def reports(self, save_failed: bool = False) -> list[SaveReport]:
+        """Saves that have ended since the last call. save_failed: `failed` of any rank, by the step's all-reduce.
+
+        Raises CheckpointError on all ranks if so many in a row came to nothing that the run must end.
+        """
+        if save_failed:
+            self.saves.end()
+        return self.saves.collect()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:  # what is on its way must not become a checkpoint behind the next try's back
+            self.saves.abandon()
+
+    def finish(self) -> None:
+        """Wait for the save that is on its way. Raises CheckpointError on all ranks if the last one came to nothing."""
+        self.saves.max_failed = 1
+        self.saves.end()
+        if self.saves.failed_in_a_row:
+            raise CheckpointError("the last save came to nothing; what was trained since the one before is lost")
 
     def resume(
         self,
@@ -140,28 +161,24 @@ class Checkpointer:
         Raises ValueError if the identity differs or the given folder is not there, and CheckpointError if a
         checkpoint is damaged: the given one or, with `auto`, all of them.
         """
-        for line in self._together("clean up", lambda: files.clean_stale(self.root), first_rank_only=True)[0]:
+        for line in self._together.first("clean up", lambda: files.clean_stale(self.root)):
             self._log(logging.WARNING, f"{self.root}: {line}")
         if resume == "never":
             return None
-        chosen = self._newest_whole() if resume == "auto" else self._given(Path(resume))
-        if chosen is None:
-            return None
-        folder, manifest = chosen
-        self._check_identity(folder, manifest, allow_mismatch)
 
-        self._together("load model and optimizer", lambda: _read_tensors(folder, model, optimizer))
+        def load(folder: Path, manifest: files.Manifest) -> dict[str, Any]:
+            self._check_identity(folder, manifest, allow_mismatch)
+            return self._load(folder, manifest, model, optimizer)
+
+        found = self._newest_whole(load) if resume == "auto" else self._given(Path(resume), load)
+        if found is None:
+            return None
+        folder, manifest, trainer = found
         clock.weights_version += 1
         same_world = manifest.world_size == self._mesh.world_size
-        if same_world:
-            rng = folder / _rng_name(self._mesh.rank)
-            self._together("load generators", lambda: restore_random_state(rng, self._mesh.device))
-        trainer = self._together("load", lambda: json.loads((folder / _TRAINER).read_text()), first_rank_only=True)
         if folder.parent.absolute() == self.root.absolute():
             self._saved_step = manifest.step
-        return Resumed(
-            folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer[0], same_world
-        )
+        return Resumed(folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer, same_world)
 
     def steps_after(self, step: int) -> list[int]:
         """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that goes on from
@@ -169,43 +186,21 @@ class Checkpointer:
         steps = [files.step_of(folder) for folder in files.list_checkpoints(self.root)]
         return [other for other in steps if other > step]
 
-    def _write_own_files(self, staging: Path, trainer_json: str) -> dict[str, files.FileRecord]:
-        rank = self._mesh.rank
-        save_random_state(staging / _rng_name(rank), self._mesh.device)
-        mine = [staging / _rng_name(rank), *staging.glob(f"__{rank}_*.distcp")]
-        if rank == 0:
-            files.write_file(staging / _TRAINER, trainer_json)
-            mine += [staging / _TRAINER, staging / ".metadata"]
-        return {path.name: files.record_of(path) for path in mine}
-
-    def _finish(self, staging: Path, final: Path, manifest: files.Manifest) -> None:
-        for name, record in manifest.files.items():
-            # Another node's file is missing here if the folder is not shared; better to know now than on resume.
-            if not (staging / name).is_file() or (staging / name).stat().st_size != record.size:
-                raise OSError(f"{staging / name} is not as another rank wrote it; run.dir must be shared by all nodes")
-        files.write_manifest(staging, manifest)
-        files.publish(staging, final)
-        try:
-            removed = files.prune(self.root, self._keep, just_made=final)
-        except OSError as error:  # the new checkpoint is safe, and that is what matters
-            logger.warning("could not remove old checkpoints: %s", error)
-        else:
-            if removed:
-                logger.info("removed old checkpoints: %s", ", ".join(folder.name for folder in removed))
-
-    def _newest_whole(self) -> tuple[Path, files.Manifest] | None:
-        found = self._together("scan", lambda: files.scan(self.root), first_rank_only=True)[0]
-        pointer = self._together("scan", lambda: files.read_pointer(self.root), first_rank_only=True)[0]
+    def _newest_whole(self, load: _Load) -> tuple[Path, files.Manifest, dict[str, Any]] | None:
+        found, pointer = self._together.first("scan", lambda: (files.scan(self.root), files.read_pointer(self.root)))
         damaged: list[str] = []
         for folder, manifest, problem in found:
-            problems = [problem] if problem is not None else self._verify(folder, manifest)
-            if not problems:
-                if damaged or pointer not in (None, folder.name):
-                    self._log(logging.WARNING, f"resuming from {folder.name}; the pointer names {pointer}")
-                assert manifest is not None
-                return folder, manifest
-            damaged.append(f"{folder.name}: {'; '.join(problems)}")
-            self._log(logging.ERROR, f"CHECKPOINT DAMAGED, trying the one before: {damaged[-1]}")
+            try:
+                if manifest is None:
+                    raise DamageError(problem)
+                trainer = load(folder, manifest)
+            except DamageError as error:
+                damaged.append(f"{folder.name}: {error}")
+                self._log(logging.ERROR, f"CHECKPOINT DAMAGED, trying the one before: {damaged[-1]}")
+                continue
+            if damaged or pointer not in (None, folder.name):
+                self._log(logging.WARNING, f"resuming from {folder.name}; the pointer names {pointer}")
+            return folder, manifest, trainer
         if not damaged and pointer is None:
             return None
         missing = [] if pointer is None or damaged else [f"{pointer}: named by `{files.POINTER}` but missing"]
@@ -216,30 +211,44 @@ class Checkpointer:
             "or begin anew with checkpoint.resume=never"
         )
 
-    def _given(self, folder: Path) -> tuple[Path, files.Manifest]:
-        found: list[object] = list(self._together("look", folder.is_dir))
-        if not all(found):
+    def _given(self, folder: Path, load: _Load) -> tuple[Path, files.Manifest, dict[str, Any]]:
+        if not self._together.first("look", folder.is_dir):
             raise ValueError(
                 f"checkpoint.resume is {str(folder)!r}, which is not a folder on every rank; give auto, never or the "
                 f"path of a checkpoint such as {self.root / files.folder_name(200)}"
             )
-        manifest = self._together("read its manifest", lambda: files.read_manifest(folder), first_rank_only=True)[0]
-        problems = self._verify(folder, manifest)
-        if problems:
-            raise CheckpointError(f"checkpoint {folder} is damaged: {'; '.join(problems)}")
-        return folder, manifest
+        manifest = self._together.first("read its manifest", lambda: files.read_manifest(folder))
+        return folder, manifest, load(folder, manifest)
 
-    def _verify(self, folder: Path, manifest: files.Manifest | None) -> list[str]:
-        """Each rank reads its share of the files, so that a large checkpoint is checked in parallel."""
-        assert manifest is not None
-        share = sorted(manifest.files.items())[self._mesh.rank :: self._mesh.world_size]
-        problems = self._together("verify", lambda: [files.check_file(folder, name, record) for name, record in share])
-        return [problem for of_rank in problems for problem in of_rank if problem is not None]
+    def _load(
+        self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """Read a checkpoint into model, optimizer and generators; returns the trainer's state.
+
+        Raises DamageError on all ranks if it is not whole (what was read into must then be read into again),
+        CheckpointError if it cannot be read or is of another model, ValueError if it is of another run.
+        """
+        together, records, device = self._together, manifest.files, self._mesh.device
+        content = together.first("read it", lambda: files.read_checked(folder, METADATA, _record(records, METADATA)))
+        metadata = together.each("read it", lambda: read_metadata(content))
+        state = state_of(model, optimizer)
+        together.each("load it", lambda: check_names(metadata, state))
+        read = together.each("load it", lambda: read_shards(folder, metadata, records, state))
+        trainer, generators = together.first("read it", lambda: _small_files(folder, records))
+        of_ranks = together.collect("check it", lambda: read)
+        left = together.first("check it", lambda: _left(records, of_ranks))
+        together.each("check it", lambda: verify(folder, records, left[together.rank :: together.world_size]))
+        if manifest.world_size == together.world_size:
+            mine = together.scatter(generators)
+            together.each("restore generators", lambda: restore_random_state(mine, device))
+        return trainer
 
     def _check_identity(self, folder: Path, manifest: files.Manifest, allow_mismatch: bool) -> None:
-        # Gathered, because data may differ from node to node, and a rank that leaves alone lets the others hang.
-        of_ranks = self._together("compare", lambda: identity_differences(manifest.identity, self._identity))
-        differences = list(dict.fromkeys(line for lines in of_ranks for line in lines))
+        # Of all ranks, because data may differ from node to node, and a rank that leaves alone lets the others hang.
+        of_ranks = self._together.collect("compare", lambda: identity_differences(manifest.identity, self._identity))
+        differences = self._together.first(
+            "compare", lambda: list(dict.fromkeys(line for lines in of_ranks for line in lines))
+        )
         if not differences:
             return
         listing = "\n  ".join(differences)
@@ -250,50 +259,27 @@ class Checkpointer:
             )
         self._log(logging.WARNING, f"resuming from {folder} although it differs:\n  {listing}")
 
-    def _together(self, what: str, action: Callable[[], T], first_rank_only: bool = False) -> list[T]:
-        """Run `action` on all ranks (or the first); what they returned, or CheckpointError everywhere."""
-        result: T | None = None
-        error: str | None = None
-        if self._mesh.rank == 0 or not first_rank_only:
-            try:
-                result = action()
-            except (OSError, files.DamagedCheckpointError) as failure:
-                error = str(failure)
-            except CheckpointException as failure:  # every rank gets the failures of all
-                error = "; ".join(sorted({f"{type(e).__name__}: {e}" for e, _ in failure.failures.values()}))
-        outcomes: list[tuple[T | None, str | None]] = [(None, None)] * self._mesh.world_size
-        dist.all_gather_object(outcomes, (result, error))
-        failed = {error: rank for rank, (_, error) in reversed(list(enumerate(outcomes))) if error is not None}
-        if failed:
-            reasons = " | ".join(f"rank {rank}: {error}" for error, rank in failed.items())
-            raise CheckpointError(f"checkpoint under {self.root}: could not {what}: {reasons}")
-        return [result for result, _ in (outcomes[:1] if first_rank_only else outcomes)]  # type: ignore[misc]
-
     def _log(self, level: int, message: str) -> None:
         if self._mesh.rank == 0:
             logger.log(level, message)
 
 
-def _make_staging(staging: Path) -> None:
-    if staging.exists():
-        shutil.rmtree(staging)
-    os.makedirs(staging)
+def _record(records: Mapping[str, files.FileRecord], name: str) -> files.FileRecord:
+    if name not in records:
+        raise files.DamagedCheckpointError(f"{files.MANIFEST} does not name {name}")
+    return records[name]
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    # In this order: asking an FSDP model for its state leaves it sharded, which optimizer_state needs.
-    return {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
+def _small_files(folder: Path, records: Mapping[str, files.FileRecord]) -> tuple[dict[str, Any], list[bytes]]:
+    """The trainer's state and the generators of all ranks."""
+    trainer = json.loads(files.read_checked(folder, TRAINER, _record(records, TRAINER)))
+    if RANDOM_STATE in records:
+        return trainer, unpack(files.read_checked(folder, RANDOM_STATE, records[RANDOM_STATE]))
+    of_ranks = sorted(name for name in records if name.startswith("rng_"))  # format 1
+    return trainer, [files.read_checked(folder, name, records[name]) for name in of_ranks]
 
 
-def _write_tensors(staging: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    save(_tensors(model, optimizer), storage_writer=FileSystemWriter(staging))
-
-
-def _read_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    # Loaded in place: these are the live shards of parameters and moments.
-    with torch.no_grad():
-        load(_tensors(model, optimizer), storage_reader=FileSystemReader(folder))
-
-
-def _rng_name(rank: int) -> str:
-    return f"rng_{rank:05d}.pt"
+def _left(records: Mapping[str, files.FileRecord], of_ranks: list[set[str]]) -> list[str]:
+    """Files that nobody has read: of ranks whose part no rank of this job needs."""
+    small = {METADATA, TRAINER, RANDOM_STATE, *(name for name in records if name.startswith("rng_"))}
+    return sorted(records.keys() - small - set().union(*of_ranks))

@@ -6,7 +6,7 @@
         manifest.json            what the checkpoint is, and size and SHA-256 of every other file
         trainer.json             the loop's own state
         __0_0.distcp, .metadata  model and optimizer, by torch.distributed.checkpoint
-        rng_00000.pt             random generators of rank 0
+        rng.pt                   random generators of all ranks
       step_00000400.tmp/         being written, or left over from an interrupted save or removal
       step_00000200.old/         the previous holder of that name, for the moment of its replacement
 
@@ -27,7 +27,8 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
-FORMAT = 1
+FORMAT = 2
+"""1 had a file rng_00000.pt for each rank; it is still read."""
 _FOLDER = re.compile(r"step_\d{8,}")
 
 
@@ -96,8 +97,26 @@ def check_file(folder: Path, name: str, record: FileRecord) -> str | None:
     if size != record.size:
         return f"{name} has {size} bytes instead of {record.size}"
     if record_of(path) != record:
-        return f"{name} has changed since it was written (its SHA-256 differs)"
+        return changed(name)
     return None
+
+
+def changed(name: str) -> str:
+    """The words for a file that is not as it was written."""
+    return f"{name} has changed since it was written (its SHA-256 differs)"
+
+
+def read_checked(folder: Path, name: str, record: FileRecord) -> bytes:
+    """A small file of a checkpoint. Raises DamagedCheckpointError if it is not what the manifest says."""
+    try:
+        content = (folder / name).read_bytes()
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{name} is missing") from None
+    if len(content) != record.size:
+        raise DamagedCheckpointError(f"{name} has {len(content)} bytes instead of {record.size}")
+    if hashlib.sha256(content).hexdigest() != record.sha256:
+        raise DamagedCheckpointError(changed(name))
+    return content
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -116,11 +135,18 @@ def read_manifest(folder: Path) -> Manifest:
     except ValueError as error:  # not UTF-8, or not JSON
         raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
-        raise DamagedCheckpointError(f"{MANIFEST} has changed since it was written (its SHA-256 differs)")
-    if content["format"] != FORMAT:
-        raise DamagedCheckpointError(f"{MANIFEST} has format {content['format']}, this version reads {FORMAT}")
-    content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
-    return Manifest(**content)
+        raise DamagedCheckpointError(changed(MANIFEST))
+    if not 1 <= content.get("format", 0) <= FORMAT:
+        raise DamagedCheckpointError(f"{MANIFEST} has format {content.get('format')}, this version reads 1 to {FORMAT}")
+    try:
+        content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
+        manifest = Manifest(**content)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
+    for name in manifest.files:
+        if Path(name).name != name or name == MANIFEST:  # nothing outside the folder is read
+            raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not the name of a file beside it")
+    return manifest
 
 
 def scan(root: Path) -> list[tuple[Path, Manifest | None, str | None]]:
@@ -204,12 +230,15 @@ def clean_stale(root: Path) -> list[str]:
     return done
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a text file down to the disk."""
-    with open(path, "w") as file:
-        file.write(text)
+def write_file(path: Path, content: str | bytes) -> FileRecord:
+    """Write a file down to the disk, text as UTF-8; returns what it is."""
+    if isinstance(content, str):
+        content = content.encode()
+    with open(path, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
 
 
 def sync_folder(folder: Path) -> None:

@@ -173,12 +173,17 @@ class ScheduleConfig:
 class CheckpointConfig:
     """interval: steps between checkpoints (0: only the final one). keep: how many to keep (0: all).
 
+    asynchronous: training goes on while a checkpoint is written, of a copy in host memory (each rank's share of weights
+        and moments); `false`: it waits. max_failed_saves: a save that fails is tried again, then left out; so many in
+        a row end the run.
     resume: `auto` (the newest whole checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint.
     allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
     """
 
     interval: AtLeastZero = 100
     keep: AtLeastZero = 3
+    asynchronous: bool = True
+    max_failed_saves: AtLeastOne = 3
     resume: str = "auto"
     allow_mismatch: bool = False
 

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -32,8 +33,9 @@ def run_program(body: Callable[[], int]) -> NoReturn:
     try:
         code = body()
     except BaseException as error:
-        traceback.print_exc()
-        sys.stderr.flush()
+        say(error)
+        if notes := getattr(error, "__notes__", None):
+            print("\n".join(notes), file=sys.stderr, flush=True)
         record_for_torchrun(error)
         end_process(ExitCode.CRASHED)
     leaving = threading.Thread(target=leave_distributed, name="leaving", daemon=True)
@@ -47,6 +49,28 @@ def run_program(body: Callable[[], int]) -> NoReturn:
             flush=True,
         )
     end_process(code)
+
+
+class SaidAtOnce:
+    """A context whose unforeseen exceptions are on stderr before anything else is left: outer contexts, such as a save
+    in the background, may take their time, or hang."""
+
+    def __enter__(self) -> SaidAtOnce:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and exit_code_of(error) is ExitCode.CRASHED:
+            say(error)
+
+
+def say(error: BaseException) -> None:
+    """Print the traceback of `error` on stderr, once."""
+    if not getattr(error, "_said", False):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        error._said = True  # type: ignore[attr-defined]
 
 
 def explain(error: Exception, run_dir: str | None) -> ExitCode:

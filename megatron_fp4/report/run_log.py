@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import Config
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
@@ -80,10 +82,16 @@ class RunLog:
         self.metrics.validation(step, tokens, losses)
         self.console.validation(step, losses)
 
-    def checkpoint(self, step: int, folder: Path) -> None:
-        """A checkpoint of `step` steps is in `folder`."""
-        self.metrics.event(step, "checkpoint", path=str(folder))
-        self.console.event(step, f"saved {folder}")
+    def saves(self, reports: Sequence[SaveReport]) -> None:
+        """Saves have ended; those of which no checkpoint came are said loudly."""
+        for report in reports:
+            times = {"seconds": round(report.seconds, 3), "stall": round(report.stall, 3)}
+            if report.error is None:
+                self.metrics.event(report.step, "checkpoint", path=str(report.folder), **times)
+                self.console.event(report.step, f"saved {report.folder}")
+            else:
+                self.metrics.event(report.step, "save_failed", error=report.error, **times)
+                self.console.event(report.step, f"NOT SAVED, going on without: {report.error}")
 
     def stop(self, step: int, signal: object) -> None:
         """The run stops after `step` steps on a signal to this rank, or (None) to another."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, configure, set_determinism
 from megatron_fp4.checkpoint.files import read_manifest
+from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.measure.probe import Probe
@@ -157,7 +157,7 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
     run = build(config, build_mesh(config.parallel, device))
     if checkpoint is not None:
         with torch.no_grad():
-            load({"model": run.model.state_dict()}, storage_reader=FileSystemReader(checkpoint))
+            load({"model": run.model.state_dict()}, storage_reader=CheckedReader(checkpoint))
     else:
         print(f"training {config.model.name} for {steps} steps", file=sys.stderr)
         for step, batches in enumerate(run.loader.steps(0, steps)):

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from megatron_fp4.checkpoint import checkpointer as checkpoint
 from megatron_fp4.checkpoint import files as checkpoint_files
+from megatron_fp4.checkpoint import saves
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
+from megatron_fp4.checkpoint.shards import _HashingFile
+from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.precision.clock import RunClock
@@ -42,14 +43,21 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def run(
-    rank: int, root: str, until: int, interval: int = 2, sabotage: str | None = None, stop_rank: int | None = None
+    rank: int,
+    root: str,
+    until: int,
+    interval: int = 2,
+    sabotage: str | None = None,
+    stop_rank: int | None = None,
+    asynchronous: bool = False,
 ) -> dict[str, Any]:
     """Train to step `until` with a checkpoint every `interval` steps, resuming from what there is."""
     mesh = toy_mesh()
     model, optimizer = toy(mesh, seed=3)
     clock = RunClock(seed=0)
-    checkpointer = Checkpointer(Path(root), mesh, keep=2, identity={"run": 1})
+    checkpointer = Checkpointer(Path(root), mesh, keep=2, identity={"run": 1}, asynchronous=asynchronous)
     resumed = checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False)
+    checkpointer.prepare(model, optimizer)
     start = 0 if resumed is None else resumed.step
     loaded = snapshot(model, optimizer)
     if sabotage is not None:
@@ -76,6 +84,7 @@ def run(
                 )  # fmt: skip
             if stopped:
                 break
+    checkpointer.finish()
     return {
         "start": start,
         "trainer": None if resumed is None else resumed.trainer,
@@ -206,10 +215,12 @@ def _after(owner: Any, name: str, victim: int) -> Callable[[int], None]:
 
 
 SABOTAGE: dict[str, Callable[[int], None]] = {
-    "folder": _after(checkpoint, "_make_staging", victim=0),
-    "shard": _before(FileSystemWriter, "write_data", victim=1),
-    "metadata": _before(FileSystemWriter, "finish", victim=0),
-    "generators": _before(checkpoint, "save_random_state", victim=1),
+    "staging": _before(Staging, "copy", victim=1),
+    "folder": _after(saves, "_make_folder", victim=0),
+    "shard": _before(saves, "write_shard", victim=1),
+    "half a shard": _before(_HashingFile, "finish", victim=1),
+    "metadata": _before(saves, "metadata_of", victim=0),
+    "generators": _before(saves, "pack", victim=0),
     "manifest": _before(checkpoint_files, "write_manifest", victim=0),
     "rename": _before(checkpoint_files, "publish", victim=0),
     "pointer": _before(checkpoint_files, "write_pointer", victim=0),
@@ -218,16 +229,28 @@ SABOTAGE: dict[str, Callable[[int], None]] = {
 }
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("stage", SABOTAGE)
-def test_killed_while_saving(root: Path, straight: list[dict[str, Any]], stage: str) -> None:
+def test_killed_while_saving(root: Path, straight: list[dict[str, Any]], stage: str, asynchronous: bool) -> None:
+    if stage == "staging" and not asynchronous:
+        pytest.skip("nothing is staged")
     exit_codes: list[int] = []
-    launch(run, 2, str(root), 4, 2, stage, exit_codes=exit_codes)
+    launch(run, 2, str(root), 4, 2, stage, None, asynchronous, exit_codes=exit_codes)
     assert -signal.SIGKILL in exit_codes and 0 not in exit_codes
     renamed = stage in ("pointer", "half pointer", "prune")
     assert ("step_00000004" in names(root)) == renamed
     assert (root / "latest").read_text() == ("step_00000004\n" if stage == "prune" else "step_00000002\n")
-    assert_continues(launch(run, 2, str(root), 6), straight, start=4 if renamed else 2)
+    assert_continues(launch(run, 2, str(root), 6, 2, None, None, asynchronous), straight, start=4 if renamed else 2)
     assert not [name for name in names(root) if name.startswith("step") and "." in name]
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_saved_in_the_background_is_saved_at_once(root: Path, straight: list[dict[str, Any]], interval: int) -> None:
+    """What is written while training goes on is of one instant, also where each save waits for the one before."""
+    in_background = launch(run, 2, str(root), 5, interval, None, None, True)
+    assert_continues(launch(run, 2, str(root), 6, 2, None, None, True), straight, start=5)
+    assert in_background[0]["losses"] == straight[0]["losses"][2:5]
+    assert names(root) == {"latest", "step_00000005", "step_00000006"}
 
 
 def _disk_full(rank: int, root: str, victim: int) -> tuple[str, set[str], set[str], int]:

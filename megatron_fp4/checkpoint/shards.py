@@ -1,0 +1,298 @@
+"""The tensors of a run as files: what each rank writes, and how any mesh reads it back.
+
+A rank writes `__RANK_0.distcp`, which torch.distributed.checkpoint's readers understand: one torch.save after another.
+Of what several ranks hold alike, one of them writes it: which follows from its placement, without asking. A file is
+hashed while it is written, and while it is read: each is read once from the first byte to the last, by the ranks that
+need something in it, which is the whole check of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord
+from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, read_metadata
+from megatron_fp4.training.optimizer import optimizer_state
+
+_CHUNK = 1 << 24
+
+
+class OwnPiece(NamedTuple):
+    """A part of a tensor that this rank writes; `tensor` is its place among the names. values: the live ones."""
+
+    tensor: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    values: Tensor
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The live tensors of a run, sharded: writing into them changes the run."""
+    # In this order: asking an FSDP model for its state leaves it sharded, which optimizer_state needs.
+    return {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
+
+
+def wholes_of(state: dict[str, Any]) -> list[Whole]:
+    """The tensors of `state_of`, in an order that is the same on all ranks."""
+    return [
+        Whole((part, name), tensor.dtype, tuple(tensor.shape)) for part in state for name, tensor in state[part].items()
+    ]
+
+
+def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
+    """What this rank writes of `state_of`; together the ranks write every tensor once."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, None, is_coordinator=rank == 0)
+    numbers = {whole.name: number for number, whole in enumerate(wholes_of(state))}
+    pieces = []
+    for item in planner.create_local_plan().items:
+        number, data = numbers[item.index.fqn], item.tensor_data
+        assert data is not None
+        whole = planner.state_dict[item.index.fqn]
+        if not _is_writer(whole, number, rank) or data.chunk.sizes.numel() == 0:
+            continue
+        values = planner.resolve_data(item)
+        assert isinstance(values, Tensor)
+        pieces.append(OwnPiece(number, tuple(data.chunk.offsets), tuple(data.chunk.sizes), values.detach()))
+    return pieces
+
+
+def _is_writer(tensor: Tensor, number: int, rank: int) -> bool:
+    """Whether `rank` writes its part of the tensor, of those that hold the same part."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or not bool((mesh.mesh == 0).any()):
+        return False  # the mesh does not span the job, and the part of it with rank 0 has the same
+    # Tensor by tensor another of those that hold the same, so that each writes about as much.
+    return all(
+        place == number % mesh.size(axis)
+        for axis, (place, placement) in enumerate(zip(coordinate, tensor.placements, strict=True))
+        if placement.is_replicate()
+    )
+
+
+def shard_name(rank: int) -> str:
+    """The file of a rank, as torch.distributed.checkpoint calls it."""
+    return f"__{rank}_0.distcp"
+
+
+def write_shard(
+    path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], bool]
+) -> tuple[FileRecord, list[Piece]]:
+    """Write pieces to a file, down to the disk; returns what the file is and where each piece lies in it.
+
+    abandoned: asked between pieces; when true, an error ends the writing. Raises OSError.
+    """
+    layout = []
+    with _HashingFile(path) as file:
+        for piece in pieces:
+            if abandoned():
+                raise InterruptedError("the run ended while it was being written")
+            start = file.size
+            values = piece.values.cpu()
+            if values.untyped_storage().nbytes() != values.nbytes:  # torch.save writes storages whole
+                values = values.clone()
+            file.save(values)
+            layout.append(Piece(piece.tensor, piece.offsets, piece.sizes, start, file.size - start))
+        return file.finish(), layout
+
+
+class _HashingFile:
+    """A new file, hashed while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "xb", buffering=1 << 20)  # noqa: SIM115
+        self._hash = hashlib.sha256()
+        self._error: OSError | None = None
+        self.size = 0
+
+    def __enter__(self) -> _HashingFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._file.close()
+        except OSError:
+            if error[0] is None:
+                raise
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._error = error
+            raise
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """torch.save asks for it after every tensor; `finish` does it once."""
+
+    def save(self, tensor: Tensor) -> None:
+        try:
+            torch.save(tensor, self)  # type: ignore[arg-type]
+        except Exception:
+            if self._error is not None:  # of a full disk torch says `unexpected pos 704 vs 598`
+                raise self._error from None
+            raise
+
+    def finish(self) -> FileRecord:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self.size, self._hash.hexdigest())
+
+
+def read_shards(folder: Path, metadata: Metadata, records: dict[str, FileRecord], state: dict[str, Any]) -> set[str]:
+    """Copy the tensors of a checkpoint into `state_of`, those parts that this rank holds.
+
+    records: what the files must be. Returns the names of the files that were read and are as they must be.
+    Raises DamagedCheckpointError if one is not, after which `state` holds nothing that can be used, and ValueError if
+    the tensors of the checkpoint are not those of the run.
+    """
+    reader = CheckedReader(folder, records, metadata)
+    planner = DefaultLoadPlanner()
+    check_names(metadata, state)
+    with torch.no_grad():
+        planner.set_up_planner(state, metadata, is_coordinator=False)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+    return reader.read
+
+
+def check_names(metadata: Metadata, state: dict[str, Any]) -> None:
+    """Raise ValueError if the tensors of a checkpoint are not those of the run."""
+    expected = {whole.name: whole.shape for whole in wholes_of(state)}
+    for name, shape in expected.items():
+        saved = metadata.state_dict_metadata.get(name)
+        if saved is None or not hasattr(saved, "size"):
+            raise ValueError(f"the checkpoint has no tensor {name}, which this model has")
+        if tuple(saved.size) != shape:
+            raise ValueError(f"{name} is {list(saved.size)} in the checkpoint, {list(shape)} in this model")
+
+
+class CheckedReader(FileSystemReader):
+    """Reads a checkpoint for torch.distributed.checkpoint's `load`, without unpickling what it does not know.
+
+    records: of the files, which are then read whole and compared; None: only what is asked for is read, unchecked.
+    read: names of the files that were compared.
+    """
+
+    def __init__(
+        self, folder: Path, records: dict[str, FileRecord] | None = None, metadata: Metadata | None = None
+    ) -> None:
+        super().__init__(folder)
+        self.read: set[str] = set()
+        self._folder, self._records, self._metadata = folder, records, metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Raises OSError and DamagedCheckpointError."""
+        if self._metadata is None:
+            self._metadata = read_metadata((self._folder / METADATA).read_bytes())
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises OSError and DamagedCheckpointError."""
+        wanted: dict[str, dict[int, list[tuple[int, ReadItem]]]] = {}
+        for item in plan.items:
+            place = self.storage_data.get(item.storage_index)
+            if item.type == LoadItemType.BYTE_IO or place is None or place.transform_descriptors:
+                raise DamagedCheckpointError(f"{METADATA}: {item.storage_index.fqn} is not a plain tensor")
+            of_file = wanted.setdefault(place.relative_path, {})
+            of_file.setdefault(place.offset, []).append((place.length, item))
+        for name in sorted(wanted):
+            self._read_file(name, wanted[name], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, name: str, wanted: dict[int, list[tuple[int, ReadItem]]], planner: LoadPlanner) -> None:
+        record = None if self._records is None else self._records.get(name)
+        if Path(name).name != name or (self._records is not None and record is None):
+            raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
+        try:
+            file = open(self._folder / name, "rb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            raise DamagedCheckpointError(f"{name} is missing") from None
+        digest, position = hashlib.sha256(), 0
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            if record is not None and size != record.size:
+                raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
+            for start in sorted(wanted):
+                length = wanted[start][0][0]
+                if not 0 <= start <= start + length <= size or start < position:
+                    raise DamagedCheckpointError(f"{METADATA} does not describe {name}")
+                if record is None:
+                    file.seek(start)
+                else:
+                    _digest_to(file, start - position, digest)
+                content = _read_exactly(file, length)
+                if record is not None:
+                    digest.update(content)
+                for _, item in wanted[start]:
+                    _put(content, item, planner, name)
+                position = start + length
+            if record is not None:
+                _digest_to(file, size - position, digest)
+                if digest.hexdigest() != record.sha256:
+                    raise DamagedCheckpointError(files.changed(name))
+                self.read.add(name)
+
+
+def verify(folder: Path, records: dict[str, FileRecord], names: Collection[str]) -> None:
+    """Read files that nobody needed. Raises DamagedCheckpointError, OSError."""
+    for name in names:
+        if problem := files.check_file(folder, name, records[name]):
+            raise DamagedCheckpointError(problem)
+
+
+def _put(content: bytearray, item: ReadItem, planner: LoadPlanner, name: str) -> None:
+    try:
+        saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        part = saved[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
+    except Exception as error:  # whatever torch makes of damaged bytes
+        raise DamagedCheckpointError(f"{name}: {item.storage_index.fqn} is not readable: {error}") from error
+    target = planner.resolve_tensor(item).detach()
+    if target.shape != part.shape or target.dtype != part.dtype:
+        raise DamagedCheckpointError(
+            f"{name}: {item.storage_index.fqn} is {part.dtype} {list(part.shape)}, expected {target.dtype} "
+            f"{list(target.shape)}"
+        )
+    target.copy_(part)
+    planner.commit_tensor(item, target)
+
+
+def _read_exactly(file: io.FileIO, length: int) -> bytearray:
+    content = bytearray(length)
+    view, done = memoryview(content), 0
+    while done < length:
+        count = file.readinto(view[done:])
+        if not count:
+            raise DamagedCheckpointError(f"{Path(str(file.name)).name} ends too early")
+        done += count
+    return content
+
+
+def _digest_to(file: io.FileIO, length: int, digest: Any) -> None:
+    while length > 0:
+        content = _read_exactly(file, min(length, _CHUNK))
+        digest.update(content)
+        length -= len(content)

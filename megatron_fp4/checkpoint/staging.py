@@ -1,0 +1,102 @@
+"""The tensors of one instant, copied to the host while training goes on.
+
+On a GPU the copies run on a stream of their own, into page-locked memory that is taken once, for the life of the run.
+Weights and moments do not change before the next update: so the next forward and backward pass run beside the copies,
+and only the optimizer waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Sequence
+
+import torch
+
+from megatron_fp4.checkpoint.shards import OwnPiece
+
+logger = logging.getLogger(__name__)
+_ALIGNMENT = 4096
+
+
+class Staging:
+    """Host memory for the pieces of one rank, and the copies into it.
+
+    pieces: of the run; later ones have the same sizes and types. device: where they are.
+    stall: seconds that the last copies kept training waiting so far, on the host and on the device.
+    """
+
+    def __init__(self, pieces: Sequence[OwnPiece], device: torch.device) -> None:
+        self._device = device
+        starts, total = [], 0
+        for piece in pieces:
+            starts.append(total)
+            total += -(-piece.values.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # Shared, not private: the loader's processes are forked from this one, and what a device writes into must not
+        # be copied on that occasion.
+        self._memory = mmap.mmap(-1, max(total, 1))
+        self._staged = [
+            torch.frombuffer(self._memory, dtype=piece.values.dtype, count=piece.values.numel(), offset=start).view(
+                piece.values.shape
+            )
+            for piece, start in zip(pieces, starts, strict=True)
+        ]
+        self.num_bytes = total
+        self.stall = 0.0
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            _lock_pages(self._memory, total)
+
+    def copy(self, pieces: Sequence[OwnPiece]) -> list[OwnPiece]:
+        """Begin to copy; returns the pieces with the host's tensors, which hold the values after `wait`."""
+        began = time.perf_counter()
+        if self._stream is None:
+            for target, piece in zip(self._staged, pieces, strict=True):
+                target.copy_(piece.values)
+        else:
+            self._waits.clear()
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for target, piece in zip(self._staged, pieces, strict=True):
+                    target.copy_(piece.values, non_blocking=True)
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        self.stall = time.perf_counter() - began
+        return [piece._replace(values=target) for piece, target in zip(pieces, self._staged, strict=True)]
+
+    def before_update(self) -> None:
+        """Let the device wait for the copies before it changes what they copy."""
+        if self._copied is None or self._copied.query():
+            return
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self._device)
+        before.record(stream)
+        stream.wait_event(self._copied)
+        after.record(stream)
+        self._waits.append((before, after))
+
+    def wait(self) -> None:
+        """Wait, from any thread, until the copies are done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def total_stall(self) -> float:
+        """`stall` with the device's waiting."""
+        waited = 0.0
+        for before, after in self._waits:
+            after.synchronize()
+            waited += before.elapsed_time(after) / 1e3
+        return self.stall + waited
+
+
+def _lock_pages(memory: mmap.mmap, size: int) -> None:
+    """Page-lock host memory, so that copies run beside the host and at full speed."""
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    whole.zero_()  # the pages come into being here, instead of one by one in the driver
+    result = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 0)
+    if int(result) != 0:
+        logger.warning("host memory for checkpoints could not be page-locked (%s); copies will be slow", result)
