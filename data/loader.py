@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.fingerprint import data_fingerprint, differences
 from data.phases import PhaseSchedule
 from data.samples import SampleSource
-from data.workers import WorkerSetup, signals_held_back
+from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,36 +146,41 @@ class MicroBatchLoader:
             prefetch_factor=self.prefetch if self.num_workers else None,
             pin_memory=self.pin_memory,
             worker_init_fn=setup,
-            timeout=self.timeout_seconds if self.num_workers else 0,
             # Without its own generator DataLoader draws from the global one, and a resumed run would draw
             # once more.
             generator=torch.Generator(),
         )
         with signals_held_back():
             micro_batches = iter(loader)
+        watch = DeliveryWatch(setup, self.timeout_seconds if self.num_workers else 0.0)
         # Should the run end by an exception, multiprocessing stops the workers at exit; see workers.py.
         atexit.register(setup.release)
         try:
             for step in range(start_step, end_step):
-                with self._named_workers(setup, step):
+                with self._named_workers(setup, watch, step):
                     batch = [next(micro_batches) for _ in range(self.num_micro_batches)]
                 self.consumed_samples = (step + 1) * self.global_batch_size
                 yield batch
         finally:
+            watch.close()
             setup.release()
             atexit.unregister(setup.release)
 
     @contextmanager
-    def _named_workers(self, setup: WorkerSetup, step: int) -> Iterator[None]:
-        """DataLoader says that a worker died or that none delivered, not how they stand."""
+    def _named_workers(self, setup: WorkerSetup, watch: DeliveryWatch, step: int) -> Iterator[None]:
+        """DataLoader says that a worker died or waits for ever, not how they stand."""
         try:
-            yield
-        except RuntimeError as error:
+            with watch:
+                yield
+        except (RuntimeError, OSError, EOFError) as error:
+            where = (
+                f"no data for step {step + 1} (data-parallel rank {self.dp_rank}, data.num_workers={self.num_workers})"
+            )
+            if watch.found is not None:
+                waited = f"for {self.timeout_seconds:.0f} s"
+                raise LoaderError(f"{where} {waited}: {watch.found}") from error
             if self.num_workers and str(error).startswith("DataLoader"):
-                raise LoaderError(
-                    f"no data for step {step + 1} (data-parallel rank {self.dp_rank}): {error}. Of data.num_workers="
-                    f"{self.num_workers}: {setup.in_words()}"
-                ) from error
+                raise LoaderError(f"{where}: {error}; {setup.in_words()}") from error
             raise
 
     def _collate(self, samples: Sequence[tuple[int, np.ndarray]]) -> MicroBatch:
