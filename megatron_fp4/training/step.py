@@ -28,7 +28,7 @@ from megatron_fp4.training.optimizer import optimizer_parameters, set_lr
 class StepRequests(NamedTuple):
     """What ranks tell each other with a step: of one rank when given to `train_step`, of any rank in its result.
 
-    stop: to end after this step, with a checkpoint (signals.StopRequest). save: a checkpoint now. save_failed: this
+    stop: to end after this step, with a checkpoint (faults/orders.py). save: a checkpoint now. save_failed: this
     rank's last save in the background came to nothing.
     """
 

@@ -31,7 +31,7 @@ def test_exit_codes_are_as_documented() -> None:
     assert {code.state: int(code) for code in ExitCode} == documented
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     for name, code in documented.items():
-        assert f"| {code} | `{name}` |" in page
+        assert f"| {code} | `{name}` |" in page, name
 
 
 @pytest.mark.parametrize(
