@@ -139,7 +139,6 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save that is on its way. Raises CheckpointError on all ranks if the last one came to nothing."""
-        self.saves.max_failed = 1
         self.saves.end()
         if self.saves.failed_in_a_row:
             raise CheckpointError("the last save came to nothing; what was trained since the one before is lost")
