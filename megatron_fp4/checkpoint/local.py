@@ -1,7 +1,7 @@
 """Checkpoints on the nodes' own disks, between the shared ones: written fast, of use while the nodes' disks last.
 
-Every rank writes all that it holds into `checkpoint.local_dir`, and sends it to its partner on the next node, whose disk
-then holds it too. A local checkpoint is complete once every rank has every part on its disk: only after all said so do
+Every rank writes all that it holds into `checkpoint.local_dir`, and sends it to its partner on the next node, whose
+disk then holds it too. A local checkpoint is complete once every part is on its disk: only after all ranks said so do
 they rename their folders. local_files.py says what lies where, local_start.py how a start finds and reads it.
 
 What may go wrong here never ends a run: a local save that fails is left out, and the shared ones are as they were.
@@ -17,21 +17,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_fp4.checkpoint import files, local_files
 from megatron_fp4.checkpoint.local_files import Key, Lineage, Part
 from megatron_fp4.checkpoint.metadata import METADATA, metadata_of
+from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, Snapshot
 from megatron_fp4.checkpoint.shards import layout_digest, write_shards
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.checkpoint.transfer import Incoming, Outgoing, exchange
 
-if TYPE_CHECKING:
-    from megatron_fp4.checkpoint.saves import Snapshot
-
 logger = logging.getLogger(__name__)
-TRAINER = "trainer.json"
-RANDOM_STATE = "rng.pt"
 _KEEP = 2
 
 
@@ -101,11 +96,11 @@ class LocalCheckpoints:
         probe = self.local_dir / f".probe_{self.start}"
         try:
             together.each("use checkpoint.local_dir", lambda: self._leave(probe))
-            seen = together.each("use checkpoint.local_dir", lambda: len(list(self.local_dir.glob(f"{probe.name}_*"))))
+            seen = together.collect("use checkpoint.local_dir", lambda: len([*self.local_dir.glob(f"{probe.name}_*")]))
             together.each("use checkpoint.local_dir", lambda: self._clear(probe))
         except CheckpointError as error:
             raise ValueError(f"checkpoint.local_dir={self.local_dir} cannot be written to: {error}") from error
-        if max(together.agree_all(seen)) > 1:
+        if together.first("use checkpoint.local_dir", lambda: max(seen) > 1):
             raise ValueError(
                 f"checkpoint.local_dir={self.local_dir} is one folder that several nodes share; name a folder on each "
                 "node's own disk, or set checkpoint.local_dir=null"

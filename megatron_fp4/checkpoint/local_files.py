@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
 
 RECORD = "part.json"
 POINTER = "local.json"
@@ -77,9 +77,9 @@ class Part:
         return Key(self.start, self.rank, self.step)
 
     @property
-    def manifest(self) -> files.Manifest:
+    def manifest(self) -> Manifest:
         """As a shared checkpoint has it."""
-        return files.Manifest(
+        return Manifest(
             save_index=0,
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -122,6 +122,13 @@ def write_lineage(root: Path, lineage: Lineage) -> None:
     files.write_file(new, json.dumps(dataclasses.asdict(lineage)) + "\n")
     os.replace(new, root / POINTER)
     files.sync_folder(root)
+
+
+def forget_starts(root: Path) -> None:
+    """What was saved locally does not count any more: a run without local checkpoints has gone on from another one."""
+    lineage = read_lineage(root)
+    if lineage is not None and lineage.starts:
+        write_lineage(root, Lineage(lineage.run))
 
 
 def run_folder(local_dir: Path, run: str) -> Path:

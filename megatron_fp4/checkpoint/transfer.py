@@ -1,9 +1,9 @@
 """A rank's part of a local checkpoint, sent from one node's disk to another's.
 
 What is sent: two numbers (bytes of the record, bytes of the files), the record, and the files one after the other, in
-the order of their names, in messages of `_CHUNK` bytes at most. Whatever fails on one side, the number of messages stays
-what was announced: a sender that cannot read sends zeros, a receiver that cannot write throws away; so neither waits for
-the other for ever. The receiver hashes what arrives, and writes the record only if all of it is what the record says.
+the order of their names, in messages of `_CHUNK` bytes at most. Whatever fails on one side, the number of messages
+stays what was announced: a sender that cannot read sends zeros, a receiver that cannot write throws away; so neither
+waits for the other for ever. The receiver hashes what arrives, and writes the record only if it is all as recorded.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def exchange(group: dist.ProcessGroup, outgoing: Outgoing | None, incoming: Inco
         if incoming is not None and incoming.expected is not None:
             received = torch.empty(incoming.expected, dtype=torch.uint8)
             dist.recv(received, incoming.source, group=group)
-            incoming.take(memoryview(received.numpy()))
+            incoming.take(memoryview(received.numpy()))  # type: ignore[arg-type]
         elif message is None:
             break
         if work is not None:
