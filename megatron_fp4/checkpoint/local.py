@@ -99,7 +99,7 @@ class LocalCheckpoints:
             seen = together.collect("use checkpoint.local_dir", lambda: len([*self.local_dir.glob(f"{probe.name}_*")]))
             together.each("use checkpoint.local_dir", lambda: self._clear(probe))
         except CheckpointError as error:
-            raise ValueError(f"checkpoint.local_dir={self.local_dir} cannot be written to: {error}") from error
+            raise ValueError(f"checkpoint.local_dir cannot be used on every node: {error}") from error
         if together.first("use checkpoint.local_dir", lambda: max(seen) > 1):
             raise ValueError(
                 f"checkpoint.local_dir={self.local_dir} is one folder that several nodes share; name a folder on each "
