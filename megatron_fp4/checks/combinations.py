@@ -186,7 +186,7 @@ def _local_checkpoints(config: Config) -> None:
     if interval >= shared:
         raise ConfigError(
             f"checkpoint.local_interval={interval} does nothing: a shared checkpoint is made every {shared} steps; "
-            f"give less than {shared}, or raise checkpoint.interval"
+            f"give less than {shared}, or make shared ones more rarely"
         )
     if Path(config.run.dir).resolve() in (folder := Path(local_dir).resolve(), *folder.parents):
         raise ConfigError(
