@@ -15,7 +15,7 @@ import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
 # As in configs/data/builtin.yaml.
 PHASES = ", ".join(
