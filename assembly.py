@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
@@ -45,6 +46,7 @@ from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.spikes import SpikeGuard
 from megatron_fp4.training.step import StepResult
 from models.execution import Execution
 from models.execution_choice import agreed_execution, choose_execution
@@ -146,6 +148,7 @@ class Run:
     validation: list[ValidationSet]
     checkpointer: Checkpointer
     guard: NonFiniteGuard
+    spikes: SpikeGuard
     kernels: KernelChoices
     log: RunLog
 
@@ -169,10 +172,38 @@ class Run:
         switch = self.controller.switch
         return self.schedule.lr(step, switch.switched_at, switch.config.rewarm_steps)
 
+    def phase(self, step: int) -> str:
+        """The data phase of `step` (from 0)."""
+        return self.phases.locate(step * self.config.train.global_batch_size).phase
+
+    @property
+    def plan_name(self) -> str:
+        """The precision in effect, as records call it."""
+        switch = self.controller.switch
+        return (
+            self.config.precision.name if switch.switched_at is None else f"after the switch to {switch.config.target}"
+        )
+
+    def roll_back(self, step: int, folder: Path | None = None) -> int:
+        """After `step` steps done: take up weights, moments, generators and precision of the last checkpoint, or of the
+        one in `folder`, and go on with the next step. Returns the checkpoint's step.
+
+        What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
+        changes nothing, if the checkpoint is no longer whole.
+        """
+        parts = self.model, self.optimizer.optimizer, self.controller.clock
+        if folder is None:
+            resumed = self.checkpointer.reload(*parts)
+        else:
+            resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
+        self.controller.load_state_dict(resumed.trainer["switch"])
+        self.spikes.rolled_back(resumed.trainer.get("spikes"))
+        self.guard.rolled_back(step, resumed.step)
+        return resumed.step
+
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""
-        switch, rate = self.controller.switch, self.tokens_per_step / seconds
-        before, after = self.config.precision.name, f"after the switch to {switch.config.target}"
+        rate = self.tokens_per_step / seconds
         return StepMetrics(
             step=step + 1,
             tokens=(step + 1) * self.tokens_per_step,
@@ -183,8 +214,8 @@ class Run:
             model_tflops=self.flops_per_token * rate / self.mesh.world_size / 1e12,
             step_time=seconds,
             skipped=result.skipped,
-            phase=self.phases.locate(step * self.config.train.global_batch_size).phase,
-            plan=before if switch.switched_at is None else after,
+            phase=self.phase(step),
+            plan=self.plan_name,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,7 +223,7 @@ class Run:
         state = {name: part.state_dict() for name, part in self._parts().items()}
         plan = self.controller.plan.as_dict()
         origin = origin_state(self.checkpointer.origin)
-        return {"version": __version__, **state, "plan": plan, "config": asdict(self.config), "origin": origin}
+        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config), "origin": origin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
@@ -205,6 +236,7 @@ class Run:
             "loader": self.loader,
             "switch": self.controller,
             "skipped": self.guard,
+            "spikes": self.spikes,
             "wandb_run_id": self.log,
             "autotuning": self.kernels,
         }
@@ -286,6 +318,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
             max_failed_saves=config.checkpoint.max_failed_saves,
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
+        spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         log=RunLog(config, active=mesh.rank == 0),
     )

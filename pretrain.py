@@ -8,7 +8,8 @@
 
 Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished; while
 another run is there it waits, and then refuses. Exit codes:
-0 finished, or stopped by a signal after saving; 2 the configuration is wrong, in one line on stderr; 1 anything else.
+0 finished, or stopped by a signal after saving; 2 the configuration is wrong, 3 training diverged (too many steps in a
+row were not finite, or spikes), 4 the machine computes wrong numbers, each in one line on stderr; 1 anything else.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import yaml
 
 from assembly import (
     CONFIGS,
@@ -38,15 +39,17 @@ from data.cache import default_cache_dir
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import drift
-from megatron_fp4.checkpoint.checkpointer import Resumed
+from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError, Resumed
 from megatron_fp4.checkpoint.choice import origin_state
-from megatron_fp4.config.compose import to_yaml
+from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.run_lock import sole_run
 from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
+from megatron_fp4.measure.replay import ReplayError
+from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision.recheck import RecheckError
@@ -54,7 +57,9 @@ from megatron_fp4.report import console as show
 from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.evaluate import evaluate
+from megatron_fp4.training.nonfinite_guard import DivergedError
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
+from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
 from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count
@@ -80,6 +85,14 @@ def main(arguments: list[str]) -> int:
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
         return 2
+    except DivergedError as error:
+        if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
+            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+        return 3
+    except ReplayError as error:
+        if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
+            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+        return 4
     except RecheckError as error:
         if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
             print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
@@ -101,6 +114,7 @@ def print_needs(config: Config) -> int:
 
 def pretrain(config: Config) -> int:
     """Build the parts and run them, as the only run in its folder; returns the exit code."""
+    apply_file_mode(config.run.file_mode)
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
@@ -140,9 +154,8 @@ def run_to_end(run: Run) -> int:
     pin_autotuned(run, start)
     test_backend(run)
     run.checkpointer.prepare(run.model, run.optimizer.optimizer)
-    if first_rank:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
-        (run_dir / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    run.checkpointer.saves.before_publish = log.sync
+    log.settings(plan)
     with (
         StopRequest() as stop,
         log,
@@ -167,6 +180,8 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
         began, done = time.perf_counter(), step + 1
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
+        run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
             result = train_step(
                 model,
@@ -179,10 +194,13 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
                 clip_norm=config.optimizer.clip_norm,
                 reshard=config.parallel.reshard,
                 requests=StepRequests(stop=stop.requested, save_failed=run.checkpointer.failed),
+                accept=run.spikes.accept,
             )
         measurements.write(step)
-        run.guard.observe(result, step, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
+        run.guard.observe(result, done, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
+        if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
+            answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
             log.validation(done, done * run.tokens_per_step, losses)
@@ -205,6 +223,41 @@ def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
     if missing.checkpoint:
         log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
     return steps, losses
+
+
+def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
+    """Record a spike and its samples, and go back to the last checkpoint if the configuration says so and there is one.
+
+    Raises SpikeError on all ranks if there were too many in a row.
+    """
+    size, restored = run.config.train.global_batch_size, None
+    action: str = run.config.spikes.action
+    if spike.in_row >= run.config.spikes.max_in_row:
+        answer, action = "the run ends", "end"
+    elif action == "skip":
+        answer = "skipped"
+    elif run.checkpointer.last_step() is None:
+        answer = "skipped, because there is no checkpoint yet to go back to"
+    else:
+        try:
+            restored = run.roll_back(spike.step)
+            answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
+        except CheckpointGoneError as error:
+            answer = f"skipped, because going back failed: {error}"
+    first = spike.step - 1 if restored is None else restored
+    run.log.spike(
+        spike,
+        answer,
+        action=action if restored is not None or action == "end" else "skip",
+        checkpoint=restored,
+        steps=[first + 1, spike.step],
+        samples=[first * size, spike.step * size - 1],
+        sources=[
+            {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
+            for found in run.phases.source_ranges(first * size, spike.step * size)
+        ],
+    )
+    run.spikes.give_up(spike, diagnose)
 
 
 def is_due(interval: int, done: int) -> bool:
@@ -320,8 +373,11 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
 
 
-def pin_autotuned(run: Run, start: int) -> None:
-    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
+def pin_autotuned(run: Run, start: int, record: bool = True) -> None:
+    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs.
+
+    record: write it down in run.dir.
+    """
     train, mixers = run.config.train, run.model.autotuned_mixers()
     if not (run.config.run.deterministic and mixers):
         return
@@ -333,7 +389,7 @@ def pin_autotuned(run: Run, start: int) -> None:
 
     for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)
-    if run.mesh.rank == 0:
+    if record and run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
 
 

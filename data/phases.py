@@ -51,6 +51,15 @@ class Location(NamedTuple):
     ordinal: int
 
 
+class SourceRange(NamedTuple):
+    """The samples [start, end) of `source`, by ordinal, that a span of global samples takes during `phase`."""
+
+    phase: str
+    source: str
+    start: int
+    end: int
+
+
 class PhaseSchedule:
     """The phases of a run of num_steps global batches of global_batch_size samples.
 
@@ -130,6 +139,23 @@ class PhaseSchedule:
         span = self.spans[index]
         source, ordinal = span.blend.source(global_sample - span.start)
         return Location(span.name, source, self._offsets[index].get(source, 0) + ordinal)
+
+    def source_ranges(self, start: int, end: int) -> list[SourceRange]:
+        """What the global samples [start, end) are, by phase and source; ordinals as in `locate`.
+
+        Sources that give none of them are left out. Raises IndexError off the run.
+        """
+        if not 0 <= start <= end <= self.num_samples:
+            raise IndexError(f"global samples [{start}, {end}) are outside a run of {self.num_samples}")
+        found = []
+        for span, offsets in zip(self.spans, self._offsets, strict=True):
+            first, last = max(start, span.start) - span.start, min(end, span.end) - span.start
+            for source in span.blend.names if first < last else []:
+                offset, blend = offsets.get(source, 0), span.blend
+                ordinals = offset + blend.count(source, first), offset + blend.count(source, last)
+                if ordinals[0] < ordinals[1]:
+                    found.append(SourceRange(span.name, source, *ordinals))
+        return found
 
     def description(self) -> list[dict[str, Any]]:
         """What a checkpoint keeps to recognise the phases: name, samples [start, end), normalized weights.

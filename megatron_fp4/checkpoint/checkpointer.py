@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,10 @@ class Resumed:
     damaged: tuple[Damage, ...] = ()
 
 
+class CheckpointGoneError(CheckpointError):
+    """A checkpoint is not there or not whole; raised on all ranks, before anything was loaded."""
+
+
 class Checkpointer:
     """Saves to and resumes from the checkpoints under one folder; every method is a collective.
 
@@ -77,6 +82,7 @@ class Checkpointer:
         self._identity = dict(identity)
         self._asynchronous = asynchronous
         self._saved_step: int | None = None
+        self._resumed: tuple[Path, int] | None = None
         self.origin: Origin | None = None
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self._together = Together(root)
@@ -110,11 +116,12 @@ class Checkpointer:
         final = self.root / files.folder_name(step)
         if step == self._saved_step and not self.saves.failed_in_a_row:
             return final
+        began = time.perf_counter()
         trainer_json = json.dumps(dict(trainer), indent=1)
         state = state_of(model, optimizer)
         manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
         pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
-        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json))
+        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json), began)
         self._saved_step = step
         return final
 
@@ -141,7 +148,6 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save that is on its way. Raises CheckpointError on all ranks if the last one came to nothing."""
-        self.saves.max_failed = 1
         self.saves.end()
         if self.saves.failed_in_a_row:
             raise CheckpointError("the last save came to nothing; what was trained since the one before is lost")
@@ -182,6 +188,7 @@ class Checkpointer:
         self.origin, manifest = chosen.origin, chosen.manifest
         if chosen.folder.absolute().parent == self.root.absolute():
             self._saved_step = manifest.step
+        self._resumed = chosen.folder, manifest.step
         return Resumed(
             chosen.folder,
             manifest.step,
@@ -199,6 +206,51 @@ class Checkpointer:
     def folder(self, step: int) -> Path:
         """The folder of the checkpoint of `step` steps, there or not."""
         return self.root / files.folder_name(step)
+
+    def last_step(self) -> int | None:
+        """The step of the checkpoint that `reload` would load: the last that was written or resumed from, if any.
+
+        Waits for the save that is on its way. Raises CheckpointError on all ranks as `save` does.
+        """
+        self.saves.end()
+        last = self.saves.last or self._resumed
+        return None if last is None else last[1]
+
+    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, clock: RunClock) -> Resumed:
+        """Load the checkpoint of `last_step` again, in the middle of the run; see `load`."""
+        self.saves.end()
+        last = self.saves.last or self._resumed
+        assert last is not None, "there is no checkpoint to go back to: ask last_step first"
+        # What the run itself began from, or wrote, has been looked at.
+        return self.load(last[0], model, optimizer, clock, allow_mismatch=True)
+
+    def load(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clock: RunClock,
+        *,
+        allow_mismatch: bool,
+    ) -> Resumed:
+        """Load a checkpoint as it is: weights, moments, generators. Nothing on disk changes.
+
+        What of the trainer's state is to be taken up is the caller's to decide. Raises CheckpointGoneError on all ranks
+        if the checkpoint is not there or not whole; then nothing has changed, for which it is read twice. Raises
+        ValueError if the run's identity differs, unless `allow_mismatch`.
+        """
+        together = self._together
+        try:
+            manifest = together.first("read its manifest", lambda: files.read_manifest(folder))
+            names = sorted(manifest.files)[together.rank :: together.world_size]
+            together.each("check it", lambda: verify(folder, manifest.files, names))
+        except CheckpointError as error:
+            raise CheckpointGoneError(f"{folder}: {error}") from error
+        self._check_identity(folder, manifest, allow_mismatch)
+        trainer = self._load(folder, manifest, model, optimizer)
+        clock.weights_version += 1
+        same_world = manifest.world_size == self._mesh.world_size
+        return Resumed(folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer, same_world)
 
     def steps_after(self, step: int) -> list[int]:
         """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that goes on from

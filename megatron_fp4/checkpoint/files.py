@@ -165,7 +165,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
     for name in manifest.files:
-        if Path(name).name != name or name == MANIFEST:  # nothing outside the folder is read
+        if Path(name).name != name or name in ("..", MANIFEST):  # nothing outside the folder is read
             raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not the name of a file beside it")
     return manifest
 

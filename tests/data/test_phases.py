@@ -39,6 +39,22 @@ def test_very_short_runs_skip_short_phases(num_steps: int) -> None:
     assert len(phases) == 2 * num_steps
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, 20), (0, 0), (3, 4), (5, 19), (9, 11), (19, 20)])
+def test_source_ranges_are_what_locate_says(start: int, end: int) -> None:
+    schedule = PhaseSchedule(PHASES, num_steps=10, global_batch_size=2)
+    located: dict[tuple[str, str], list[int]] = {}
+    for i in range(start, end):
+        phase, source, ordinal = schedule.locate(i)
+        located.setdefault((phase, source), []).append(ordinal)
+    ranges = {
+        (phase, source): list(range(*ordinals)) for phase, source, *ordinals in schedule.source_ranges(start, end)
+    }
+    assert ranges == located
+    for outside in ((-1, 2), (3, 2), (0, 21)):
+        with pytest.raises(IndexError, match="outside a run of 20"):
+            schedule.source_ranges(*outside)
+
+
 def test_off_the_run() -> None:
     schedule = PhaseSchedule(PHASES, num_steps=10, global_batch_size=2)
     for i in (-1, 20):
