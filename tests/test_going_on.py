@@ -234,6 +234,15 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     assert records(copy, "validation") == records(finished, "validation")
 
 
+def test_a_finished_run_that_lost_its_records(finished: Path, copy: Path, start: Start) -> None:
+    for name in ("summary.json", "loss.png"):
+        (copy / name).unlink()
+    (copy / "metrics.jsonl").write_text("")
+    assert "no picture of the losses: " in start(copy)
+    assert (copy / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
+    assert "is finished" in (output := start(copy)) and "lacks" not in output
+
+
 @pytest.mark.parametrize(
     ("override", "differs", "accepts"),
     [
