@@ -30,6 +30,7 @@ from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
@@ -151,6 +152,7 @@ class Run:
     spikes: SpikeGuard
     kernels: KernelChoices
     log: RunLog
+    progress: Progress
 
     @property
     def phases(self) -> PhaseSchedule:
@@ -283,8 +285,11 @@ def initialized_model(
     return model, controller
 
 
-def build(config: Config, mesh: ParallelMesh) -> Run:
-    """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
+def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) -> Run:
+    """Build every part. Raises ConfigError for data that cannot be opened or does not fit.
+
+    progress: where the run is to say what it does; None if nobody watches.
+    """
     seed = config.run.seed
     random.seed(seed)
     np.random.seed(seed)
@@ -321,6 +326,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         log=RunLog(config, active=mesh.rank == 0),
+        progress=progress or Progress(),
     )
 
 
@@ -350,6 +356,8 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
         pin_memory=mesh.device.type == "cuda",
         prefetch=data.prefetch,
         allow_other_data=config.checkpoint.allow_mismatch,
+        # Before the other ranks give up in a collective, and not name the worker.
+        timeout_seconds=0.8 * config.parallel.timeout_seconds,
     )
     validation = [
         ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
