@@ -238,7 +238,7 @@ def test_a_finished_run_that_lost_its_records(finished: Path, copy: Path, start:
     for name in ("summary.json", "loss.png"):
         (copy / name).unlink()
     (copy / "metrics.jsonl").write_text("")
-    assert "no picture of the losses: " in start(copy)
+    start(copy)  # a picture of no steps cannot be drawn, which ends nothing
     assert (copy / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
     assert "is finished" in (output := start(copy)) and "lacks" not in output
 
