@@ -392,7 +392,7 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
             f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
         )
         run.log.found("damaged", [line], **asdict(damage))
-    if changes := drift.configuration_changes(saved, run.config):
+    if saved and (changes := drift.configuration_changes(saved, run.config)):
         lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
 
