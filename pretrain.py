@@ -9,7 +9,7 @@
 Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished; while
 another run is there it waits, and then refuses. Exit codes:
 0 finished, or stopped by a signal after saving; 2 the configuration is wrong, 3 training diverged (too many steps in a
-row were not finite, or spikes), 4 the machine computes wrong numbers, each in one line on stderr; 1 anything else.
+row were not finite, or spikes), 4 a replay differed (the machine computes wrongly), each in one line on stderr; 1 anything else.
 """
 
 from __future__ import annotations
