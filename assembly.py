@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,15 @@ from data.samples import SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
@@ -142,7 +145,6 @@ class Run:
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
     bundle: DataBundle
-    phases: PhaseSchedule
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
@@ -150,6 +152,12 @@ class Run:
     spikes: SpikeGuard
     kernels: KernelChoices
     log: RunLog
+    progress: Progress
+
+    @property
+    def phases(self) -> PhaseSchedule:
+        """The data phases; behind a resume, with those that have been."""
+        return self.loader.schedule
 
     @property
     def tokens_per_step(self) -> int:
@@ -216,7 +224,8 @@ class Run:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         plan = self.controller.plan.as_dict()
-        return {"version": __version__, **state, "plan": plan, "config": asdict(self.config)}
+        origin = origin_state(self.checkpointer.origin)
+        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config), "origin": origin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
@@ -276,8 +285,11 @@ def initialized_model(
     return model, controller
 
 
-def build(config: Config, mesh: ParallelMesh) -> Run:
-    """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
+def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) -> Run:
+    """Build every part. Raises ConfigError for data that cannot be opened or does not fit.
+
+    progress: where the run is to say what it does; None if nobody watches.
+    """
     seed = config.run.seed
     random.seed(seed)
     np.random.seed(seed)
@@ -286,7 +298,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     execution = agreed_execution(execution_of(config))
     model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
     with configuration_errors():
-        bundle, phases, loader, validation = open_run_data(config, mesh)
+        bundle, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
@@ -300,7 +312,6 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
         bundle=bundle,
-        phases=phases,
         loader=loader,
         validation=validation,
         checkpointer=Checkpointer(
@@ -315,12 +326,11 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         log=RunLog(config, active=mesh.rank == 0),
+        progress=progress or Progress(),
     )
 
 
-def open_run_data(
-    config: Config, mesh: ParallelMesh
-) -> tuple[DataBundle, PhaseSchedule, MicroBatchLoader, list[ValidationSet]]:
+def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
     """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
 
     Raises ValueError or OSError for what cannot be opened or does not fit.
@@ -346,12 +356,14 @@ def open_run_data(
         pin_memory=mesh.device.type == "cuda",
         prefetch=data.prefetch,
         allow_other_data=config.checkpoint.allow_mismatch,
+        # Before the other ranks give up in a collective, and not name the worker.
+        timeout_seconds=0.8 * config.parallel.timeout_seconds,
     )
     validation = [
         ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
         for name, stream in bundle.validation.items()
     ]
-    return bundle, phases, loader, validation
+    return bundle, loader, validation
 
 
 @contextlib.contextmanager

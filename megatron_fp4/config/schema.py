@@ -237,8 +237,9 @@ class ParallelConfig:
     tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
     replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
     (`true`, less memory) or keep them for the whole step (`false`, less communication).
-    timeout_seconds: after which a hanging collective aborts the run. The others wait in one while the first rank tunes
-    kernels whose choices neither the checkpoint nor the machine has.
+    timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
+    The others wait in one while the first rank tunes kernels whose choices neither the checkpoint nor the machine has.
+    Loader workers that deliver nothing for four fifths of it end the run too.
     """
 
     tensor: AtLeastOne = 1
@@ -271,6 +272,10 @@ class RunConfig:
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches, and the peak in TFLOP/s
         (the default is an H200's for dense BF16).
+    file_mode: what files that the run creates may be, such as "0640" (the owner writes, the group reads, nobody else
+        anything); folders can be entered by those who may read. null: as the umask of the shell says.
+    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
+        Leave room before a time limit: the step in progress and the checkpoint come on top.
     """
 
     dir: str = "runs/default"
@@ -279,9 +284,11 @@ class RunConfig:
     deterministic: bool = True
     replay_interval: AtLeastZero = 0
     replay_action: Literal["end", "warn"] = "end"
+    max_minutes: NotNegative = 0.0
     dry: bool = False
     dry_mfu: PositiveShare = 0.4
     dry_peak_tflops: Positive = 989.0
+    file_mode: str | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -290,6 +297,8 @@ class Config:
 
     after_switch: the precision that `precision.switch.target` names, as it resolves for this model; None with
         `precision.switch.when=never`. No key of its own: `compose` fills it.
+    from_environment: key -> its text, such as `${oc.env:SCRATCH}/runs`, where an environment variable has a part in the
+        value; it stands in everything that is written instead of the value (config/environment.py). No key either.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -305,3 +314,4 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
     after_switch: PrecisionConfig | None = None
+    from_environment: dict[str, str] = field(default_factory=dict)

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.faults.exit_codes import WrongNumbersError
 from megatron_fp4.measure.checksums import checksum
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -42,7 +43,7 @@ from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 
 
-class ReplayError(RuntimeError):
+class ReplayError(WrongNumbersError):
     """A rank computed the same thing twice and differently; the message is the same on all ranks."""
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron_fp4.faults.exit_codes import DivergedError
 from megatron_fp4.training.step import StepResult
-
-
-class DivergedError(RuntimeError):
-    """Training came to nothing: too many steps in a row had to be skipped. The message is the same on all ranks."""
 
 
 class NonFiniteError(DivergedError):

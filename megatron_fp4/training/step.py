@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
@@ -27,7 +28,7 @@ from megatron_fp4.training.optimizer import optimizer_parameters, set_lr
 class StepRequests(NamedTuple):
     """What ranks tell each other with a step: of one rank when given to `train_step`, of any rank in its result.
 
-    stop: to end after this step, with a checkpoint (signals.StopRequest). save: a checkpoint now. save_failed: this
+    stop: to end after this step, with a checkpoint (faults/orders.py). save: a checkpoint now. save_failed: this
     rank's last save in the background came to nothing.
     """
 
@@ -68,20 +69,22 @@ def train_step(
     reshard: bool = False,
     requests: StepRequests = NO_REQUESTS,
     accept: Callable[[float, float], bool] | None = None,
+    progress: Progress | None = None,
 ) -> StepResult:
     """Update `model` once, with the mean gradient over the micro-batches of all data-parallel ranks.
 
     model(tokens, targets) returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's, equally
     many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
     parameters between micro-batches. requests: this rank's. accept: of finite loss and norm (`StepResult`), the same on
-    all ranks, whether to update; None: always.
+    all ranks, whether to update; None: always. progress: is told where in the step this rank is.
     FSDP must add gradients up over ranks (`apply_data_parallel` sees to that).
     """
     parameters = optimizer_parameters(optimizer)
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
-    clock.step = step
-    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard)
+    clock.step, progress = step, progress or Progress()
+    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard, progress=progress)
+    progress.at(step + 1, "sums over all ranks")
     sum_replicated_gradients(parameters, mesh)
 
     # All ranks of a tensor-parallel group have the same loss; it counts once.
@@ -91,6 +94,7 @@ def train_step(
     dist.all_reduce(totals)
     mean_loss, squared_norm, *counts = totals.tolist()
 
+    progress.at(step + 1, "update")
     grad_norm = math.sqrt(squared_norm)
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     spike = finite and accept is not None and not accept(mean_loss, grad_norm)
