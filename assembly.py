@@ -193,6 +193,7 @@ class Run:
         What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
         changes nothing, if the checkpoint is no longer whole.
         """
+        self.progress.at(step, "go back to a checkpoint")
         parts = self.model, self.optimizer.optimizer, self.controller.clock
         if folder is None:
             resumed = self.checkpointer.reload(*parts)

@@ -201,6 +201,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        run.progress.at(done, "replay")
         measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
             result = train_step(
