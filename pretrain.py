@@ -24,10 +24,11 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: a s
 import logging
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import yaml
 
 from assembly import (
     CONFIGS,
@@ -43,7 +44,10 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
-from megatron_fp4.config.compose import to_yaml
+from megatron_fp4.checkpoint import drift
+from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError, Resumed
+from megatron_fp4.checkpoint.choice import origin_state
+from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
@@ -56,12 +60,15 @@ from megatron_fp4.faults.run_state import RunState
 from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
+from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
 from megatron_fp4.report import console as show
+from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
+from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
 from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count
@@ -113,6 +120,7 @@ def print_needs(config: Config) -> int:
 
 def pretrain(config: Config, signals: StopRequest) -> int:
     """Build the parts and run them, as the only run in its folder; returns the exit code."""
+    apply_file_mode(config.run.file_mode)
     run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
     record_collectives(run_dir)
     device = init_distributed(device_type_of(config), timeout)
@@ -132,10 +140,11 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
     run.progress.at(0, "load")
     start, steps, first_rank = resume(run), config.train.steps, mesh.rank == 0
-    if start >= steps:
+    missing = missing_of(run_dir, steps, validates=bool(run.validation)) if start == steps else None
+    if missing is not None and not (missing.names and run.checkpointer.has(steps)):
         log.console.text(
-            f"{run_dir} is finished: its newest checkpoint is of step {start} of {steps}. Raise train.steps to go on, "
-            f"or choose another run.dir."
+            f"{run_dir} is finished: the checkpoint it starts from is of step {start} of {steps}. Raise train.steps "
+            "to go on, or choose another run.dir."
         )
         return state.ended(ExitCode.FINISHED, start)
 
@@ -149,15 +158,17 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         world_size=mesh.world_size,
         optimizer=run.optimizer.name,
         plan=plan,
+        resume=config.checkpoint.resume,
+        origin=origin_state(run.checkpointer.origin),
     )
-    introduce_run(run, start)
+    if missing is None:
+        introduce_run(run, start)
     run.progress.at(0, "tune and test kernels")
     pin_autotuned(run, start)
     test_backend(run)
     run.checkpointer.prepare(run.model, run.optimizer.optimizer)
-    if first_rank:
-        (run_dir / "config.yaml").write_text(to_yaml(config))
-        (run_dir / "plan.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    run.checkpointer.saves.before_publish = log.sync
+    log.settings(plan)
     with (
         log,
         memory_history(run_dir, active=config.logging.memory_history and first_rank),
@@ -165,7 +176,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         run.checkpointer,
         SaidAtOnce(),
     ):
-        steps_done, losses = train(run, start, orders, window)
+        steps_done, losses = train(run, start, orders, window) if missing is None else complete(run, missing)
         run.checkpointer.finish()
         log.saves(run.checkpointer.reports())
     run.progress.at(steps_done, "end")
@@ -189,6 +200,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         began, done = time.perf_counter(), step + 1
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
+        run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
             result = train_step(
                 model,
@@ -201,11 +214,14 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 clip_norm=config.optimizer.clip_norm,
                 reshard=config.parallel.reshard,
                 requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
+                accept=run.spikes.accept,
                 progress=run.progress,
             )
         measurements.write(step)
-        run.guard.observe(result, step, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
+        run.guard.observe(result, done, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
+        if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
+            answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
             log.validation(done, done * run.tokens_per_step, losses)
@@ -217,6 +233,53 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
             log.stop(done, orders.why_stop)
             return done, losses
     return steps, losses
+
+
+def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
+    """Write the records that a finished run lacks; returns its steps and its last validation losses."""
+    steps, log, losses = run.config.train.steps, run.log, missing.losses
+    log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
+    if missing.validation:
+        losses = validation_losses(run)
+        log.validation(steps, steps * run.tokens_per_step, losses)
+    if missing.checkpoint:
+        log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
+    return steps, losses
+
+
+def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
+    """Record a spike and its samples, and go back to the last checkpoint if the configuration says so and there is one.
+
+    Raises SpikeError on all ranks if there were too many in a row.
+    """
+    size, restored = run.config.train.global_batch_size, None
+    action: str = run.config.spikes.action
+    if spike.in_row >= run.config.spikes.max_in_row:
+        answer, action = "the run ends", "end"
+    elif action == "skip":
+        answer = "skipped"
+    elif run.checkpointer.last_step() is None:
+        answer = "skipped, because there is no checkpoint yet to go back to"
+    else:
+        try:
+            restored = run.roll_back(spike.step)
+            answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
+        except CheckpointGoneError as error:
+            answer = f"skipped, because going back failed: {error}"
+    first = spike.step - 1 if restored is None else restored
+    run.log.spike(
+        spike,
+        answer,
+        action=action if restored is not None or action == "end" else "skip",
+        checkpoint=restored,
+        steps=[first + 1, spike.step],
+        samples=[first * size, spike.step * size - 1],
+        sources=[
+            {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
+            for found in run.phases.source_ranges(first * size, spike.step * size)
+        ],
+    )
+    run.spikes.give_up(spike, diagnose)
 
 
 def is_due(interval: int, done: int) -> bool:
@@ -235,16 +298,21 @@ def introduce_run(run: Run, start: int) -> None:
             count = sum(p.numel() for block in own for p in block.parameters())
             parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
+    size, length = config.train.global_batch_size, config.train.sequence_length
     phases = [
-        show.PhaseRow(span.name, span.start // size + 1, span.end // size, tokens[span.name], phase.blend)
-        for span, phase in zip(run.phases.spans, config.data.phases, strict=True)
+        show.PhaseRow(
+            span.name, span.start // size + 1, span.end // size, span.num_samples * length, span.blend.weights
+        )
+        for span in run.phases.spans
     ]
     when, at_step = config.precision.switch.when, switch.at_step
+    switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
+    if switch.switched_at is not None:
+        switch_step = f"was before step {switch.switched_at + 1}"
     facts = {
         "compute dtype, backend": f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}",
         "why this backend": run.backend.reason,
-        "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
+        "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
         "kernels": describe_execution(model.execution, pattern),
         "activation checkpointing": model.execution.recompute,
@@ -312,11 +380,28 @@ def resume(run: Run) -> int:
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
+        say_what_differs(run, resumed)
     return start
 
 
-def pin_autotuned(run: Run, start: int) -> None:
-    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
+def say_what_differs(run: Run, resumed: Resumed) -> None:
+    """Print and record what was damaged, and what of the configuration has changed since the checkpoint."""
+    saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
+    for damage in resumed.damaged:
+        line = (
+            f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
+        )
+        run.log.found("damaged", [line], **asdict(damage))
+    if changes := drift.configuration_changes(saved, run.config):
+        lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
+        run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+
+
+def pin_autotuned(run: Run, start: int, record: bool = True) -> None:
+    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs.
+
+    record: write it down in run.dir.
+    """
     train, mixers = run.config.train, run.model.autotuned_mixers()
     if not (run.config.run.deterministic and mixers):
         return
@@ -328,7 +413,7 @@ def pin_autotuned(run: Run, start: int) -> None:
 
     for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)
-    if run.mesh.rank == 0:
+    if record and run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
 
 

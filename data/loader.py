@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from data.fingerprint import data_fingerprint, differences
+from data.fingerprint import data_fingerprint, differences, served
 from data.phases import PhaseSchedule
 from data.samples import SampleSource
 from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
@@ -200,22 +200,30 @@ class MicroBatchLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a checkpoint stood; go on with step consumed_samples / global_batch_size.
 
+        Where this run lays out its phases otherwise, being of another length for instance, what was consumed stays as
+        it was, and the schedule begins behind it.
+
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
         """
         consumed = int(state["consumed_samples"])
         if consumed % self.global_batch_size or not 0 <= consumed <= self.schedule.num_samples:
+            steps = -(-consumed // self.global_batch_size)
             raise ValueError(
                 f"the checkpoint stands after {consumed} samples, which is not a whole number of global "
-                f"batches of {self.global_batch_size} within a run of {self.schedule.num_samples} samples; "
-                "resume with the checkpoint's global batch size and at least its number of steps"
+                f"batches of {self.global_batch_size} within a run of {self.schedule.num_samples} samples; resume with "
+                f"the checkpoint's train.global_batch_size and train.steps={steps} or more"
             )
         found = differences(state["fingerprint"], self.fingerprint, consumed)
         if found and not self.allow_other_data:
             raise ValueError(
                 "this run's data is not the data of the checkpoint: " + "; ".join(found) + ". Restore those settings "
-                "and files, or allow other data explicitly, which gives up exact resumption"
+                "and files, or go on with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
             )
+        saved = state["fingerprint"]
+        if not found and served(saved, consumed) != served(self.fingerprint, consumed):
+            self.schedule = self.schedule.behind(saved["phases"], consumed)
+            del self.fingerprint  # it is of the schedule
         self.consumed_samples = consumed
 
 

@@ -93,6 +93,7 @@ class Saves:
     staging: Staging | None = None
     before_publish: Callable[[], None] = lambda: None
     failed_in_a_row: int = 0
+    last: tuple[Path, int] | None = None
     _thread: threading.Thread | None = None
     _outcome: CheckpointError | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
@@ -148,10 +149,11 @@ class Saves:
         seconds = self._ended - self._began
         stall = seconds if self.staging is None else self.staging.total_stall()
         error = None if self._outcome is None else str(self._outcome)
-        self._reports.append(replace(self._current, seconds=seconds, stall=stall, error=error))
+        report = replace(self._current, seconds=seconds, stall=stall, error=error)
+        self._reports.append(report)
         self._current = None
         if self._outcome is None:
-            self.failed_in_a_row = 0
+            self.failed_in_a_row, self.last = 0, (report.folder, report.step)
             return
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= self.max_failed:

@@ -6,10 +6,13 @@ wrong with a value alone the schema refuses (`megatron_fp4/config/schema.py`); p
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron_fp4.checks.effects import validate_replay, validate_spikes
+from megatron_fp4.config.file_mode import umask_of
 from megatron_fp4.config.schema import Config, ConfigError, DataConfig
 from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.training.schedule import WSDSchedule
@@ -36,6 +39,8 @@ def validate(
     _data(config.data, check_kind)
     _paths_and_device(config, device_type)
     _looking_inside(config, device_type)
+    validate_spikes(config)
+    validate_replay(config)
 
 
 def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> None:
@@ -141,6 +146,8 @@ def _data(data: DataConfig, check_kind: Callable[[DataConfig], None]) -> None:
 def _paths_and_device(config: Config, device_type: str) -> None:
     if not config.run.dir.strip():
         raise ConfigError("run.dir is empty; name the folder for everything the run writes, such as runs/first")
+    if config.run.file_mode is not None:
+        umask_of(config.run.file_mode)
     if config.run.device == "cuda" and device_type != "cuda":
         raise ConfigError("run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu")
     resume = config.checkpoint.resume
@@ -158,6 +165,12 @@ def _paths_and_device(config: Config, device_type: str) -> None:
 
 
 def _looking_inside(config: Config, device_type: str) -> None:
+    for key, wanted, module, other in (
+        ("logging.tensorboard=true", config.logging.tensorboard, "tensorboard", "false"),
+        (f"logging.wandb={config.logging.wandb}", config.logging.wandb != "disabled", "wandb", "disabled"),
+    ):
+        if wanted and importlib.util.find_spec(module) is None:
+            raise ConfigError(f"{key} needs the package {module}; pip install {module}, or set {other}")
     steps = config.logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= config.train.steps):
         raise ConfigError(

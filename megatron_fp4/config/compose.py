@@ -8,7 +8,7 @@ itself, and no OmegaConf object leaves this file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from megatron_fp4.config.environment import as_saved, environment_texts
 from megatron_fp4.config.errors import choose, explain, explain_value, unknown_key
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.schema import Config, ConfigError
+
+# Fields of a `Config` that are no keys: what composing fills in.
+_ADDED = ("after_switch", "from_environment")
 
 
 def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
@@ -42,37 +46,39 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
             raise ConfigError(
                 f"{override}: Hydra's own settings have no effect here; drop it (the output folder is run.dir)"
             )
-    keys = _resolved(_compose("config", overrides, directory), overrides, directory)
-    return _with_switch(_config(keys, directory), directory)
+    return _whole(_compose("config", overrides, directory), overrides, directory)
 
 
 def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir: str | Path) -> Config:
-    """The configuration `saved` (`asdict` of a run's `Config`, as JSON brings it back), changed by `overrides`.
+    """The configuration `saved` (`as_saved` of a run's `Config`, as JSON brings it back), changed by `overrides`.
+
+    What came from environment variables is looked up again, in those of now.
 
     overrides: `key=value` with a full key, such as `parallel.tensor=1`; and `precision=<name>`, which replaces the
     whole precision config by the one under `config_dir`/precision before the other overrides apply.
 
-    Raises ConfigError for a saved configuration of another version, and for a key or value that is wrong.
+    Raises ConfigError for a saved configuration of another version, for a key or value that is wrong, and for an
+    environment variable that is not set.
     """
     directory = Path(config_dir).resolve()
     for override in overrides:
         key, separator, _ = override.partition("=")
         if not separator or key.startswith(("+", "~")) or ("." not in key and key != "precision"):
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
-    config = _config(_written(saved), directory)
-    for name in (override.partition("=")[2] for override in overrides if override.startswith("precision=")):
-        config = replace(config, precision=_precision("precision", name, config, directory))
     changes = [override for override in overrides if not override.startswith("precision=")]
-    try:
-        merged = OmegaConf.merge(_written(asdict(config)), OmegaConf.from_dotlist(changes))
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, changes, directory)) from error
-    return _with_switch(_config(_resolved(merged, changes, directory), directory), directory)
+    keys = _written(saved)
+    for name in (override.partition("=")[2] for override in overrides if override.startswith("precision=")):
+        config = _whole(_changed(keys, changes, directory), changes, directory)
+        precision, texts = _precision("precision", name, config, directory, "precision")
+        others = {key: text for key, text in config.from_environment.items() if not key.startswith("precision.")}
+        keys = _written(as_saved(replace(config, precision=precision, from_environment={**others, **texts})))
+    return _whole(_changed(keys, changes, directory), changes, directory)
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML from which the same can be composed, in the order of the dataclasses."""
-    return OmegaConf.to_yaml(OmegaConf.create(_written(asdict(config))))
+    """The configuration as YAML from which the same can be composed, in the order of the dataclasses. What came from
+    environment variables still does."""
+    return OmegaConf.to_yaml(OmegaConf.create(_written(as_saved(config))))
 
 
 def group_options(config_dir: str | Path) -> dict[str, list[str]]:
@@ -96,7 +102,7 @@ def _compose(name: str, overrides: list[str], directory: Path) -> DictConfig:
 def _defaults() -> DictConfig:
     """The schema's defaults, to which no file and no override can add a key but in empty mappings, such as
     `data.sources`."""
-    defaults = OmegaConf.create(_written(asdict(Config())))
+    defaults = OmegaConf.create(_written(as_saved(Config())))
     nodes = [defaults]
     while nodes:
         node = nodes.pop()
@@ -116,56 +122,73 @@ def _resolved(composed: Any, overrides: list[str], directory: Path) -> dict[str,
         raise ConfigError(explain(error, overrides, directory)) from error
 
 
-def _config(keys: dict[str, Any], directory: Path) -> Config:
-    """`keys` checked, with the recipes of exceptions written out, but not yet the precision after a switch."""
-    if "after_switch" in keys:
-        raise ConfigError(unknown_key("after_switch"))
+def _whole(composed: Any, overrides: list[str], directory: Path) -> Config:
+    """`composed` resolved, checked and completed: recipes of exceptions, the precision after a switch, and the texts of
+    what came from the environment."""
+    keys = _resolved(composed, overrides, directory)
+    for added in _ADDED:
+        if added in keys:
+            raise ConfigError(unknown_key(added))
     try:
         config = Config(**keys)
     except ValidationError as error:
         raise ConfigError(explain_value(error, keys, directory)) from error
-    return replace(config, precision=_with_recipes(config.precision, config, directory))
-
-
-def _with_switch(config: Config, directory: Path) -> Config:
-    """`config` with the precision after its switch; a switch that is off may name any target."""
-    switch = config.precision.switch
-    if switch.when == "never":
+    config = replace(config, from_environment=environment_texts(composed))
+    precision, texts = _with_recipes(config.precision, config, directory, "precision")
+    config = replace(config, precision=precision, from_environment={**config.from_environment, **texts})
+    if (switch := config.precision.switch).when == "never":  # a switch that is off may name any target
         return config
-    after = _precision("precision.switch.target", switch.target, config, directory)
-    return replace(config, after_switch=_with_recipes(after, config, directory))
+    after, texts = _precision("precision.switch.target", switch.target, config, directory, "after_switch")
+    after, of_recipes = _with_recipes(after, config, directory, "after_switch")
+    return replace(config, after_switch=after, from_environment={**config.from_environment, **texts, **of_recipes})
 
 
-def _precision(key: str, name: str, config: Config, directory: Path) -> PrecisionConfig:
+def _precision(
+    key: str, name: str, config: Config, directory: Path, path: str
+) -> tuple[PrecisionConfig, dict[str, str]]:
     """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config`; overrides of
-    the run's own precision do not carry over to it."""
+    the run's own precision do not carry over to it. Also its texts of the environment, for its place at `path`."""
     if name not in (names := group_options(directory)["precision"]):
         raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
     own = _compose(f"precision/{name}", [], directory)
-    merged = OmegaConf.merge(asdict(replace(config, precision=PrecisionConfig())), own)
+    texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
+    merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
     keys = _resolved(merged.precision, [], directory)
     try:
-        return PrecisionConfig(**keys)
+        return PrecisionConfig(**keys), environment_texts(merged.precision, path)
     except ValidationError as error:
         raise ConfigError(explain_value(error, keys, directory, "precision")) from error
 
 
-def _with_recipes(precision: PrecisionConfig, config: Config, directory: Path) -> PrecisionConfig:
-    """`precision` with the recipe of every exception written out."""
+def _with_recipes(
+    precision: PrecisionConfig, config: Config, directory: Path, path: str
+) -> tuple[PrecisionConfig, dict[str, str]]:
+    """`precision` with the recipe of every exception written out, and texts of the environment as for `_precision`."""
     exceptions: list[ExceptionConfig] = []
+    texts: dict[str, str] = {}
     for i, exception in enumerate(precision.exceptions):
         key, name = f"precision.exceptions[{i}].precision", exception.precision
-        other = _precision(key, name, config, directory)
+        other, its_texts = _precision(key, name, config, directory, f"{path}.exceptions[{i}].recipe")
         if other.exceptions:
             raise ConfigError(f"{key}={name} has exceptions of its own; choose a precision config without")
         recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
         exceptions.append(ComposedException(exception.names, exception.blocks, name, recipe))
-    return replace(precision, exceptions=exceptions)
+        texts |= its_texts
+    return replace(precision, exceptions=exceptions), texts
+
+
+def _changed(keys: Mapping[str, Any], changes: list[str], directory: Path) -> Any:
+    """`keys` with `changes` (`key=value`) merged in."""
+    try:
+        return OmegaConf.merge(keys, OmegaConf.from_dotlist(changes))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error, changes, directory)) from error
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """`asdict` of a `Config` without what composing writes out: recipes of exceptions, the precision after a switch."""
+    """`as_saved` of a `Config` without what composing adds: recipes of exceptions, the precision after a switch."""
     precision = dict(keys.get("precision", {}))
     given = [field.name for field in fields(ExceptionConfig)]
-    precision["exceptions"] = [{key: one[key] for key in given} for one in precision.get("exceptions", [])]
-    return {**{key: keys[key] for key in keys if key != "after_switch"}, "precision": precision}
+    if isinstance(exceptions := precision.get("exceptions", []), list):  # and no text that makes the list
+        precision["exceptions"] = [{key: one[key] for key in given if key in one} for one in exceptions]
+    return {**{key: keys[key] for key in keys if key not in _ADDED}, "precision": precision}

@@ -18,6 +18,7 @@ from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationKeyError,
+    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
 )
@@ -103,6 +104,12 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
         name = needed[1] if needed else "a key"
         remedy = f"set {name} in a config file or as '{name}=...'"
         return f"{prefix}{key} refers to {name}, which is not set; {remedy}"
+    variable = re.search(r"Environment variable '([^']+)' not found", str(cause))
+    if isinstance(cause, InterpolationResolutionError) and variable:
+        return (
+            f"{prefix}{key} takes its value from the environment variable {variable[1]}, which is not set; "
+            f"export {variable[1]}=..., or give '{key}=...'"
+        )
     if isinstance(cause, MissingMandatoryValue):
         return f"{prefix}{key} is not set and has no default; set it in a config file or as '{key}=...'"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
@@ -188,7 +195,8 @@ def _first_line(message: str) -> str:
 def _hints(hint: Any) -> dict[str, Any]:
     """The keys that a user can set in a dataclass, and their types."""
     found = typing.get_type_hints(hint, include_extras=True)
-    found.pop("after_switch", None)
+    for own in ("after_switch", "from_environment"):
+        found.pop(own, None)
     return found
 
 

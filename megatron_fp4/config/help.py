@@ -29,7 +29,7 @@ def help_text(config_dir: str | Path) -> str:
             lines.append(f"  {mark} {option:<20}{_summary(directory / group / f'{option}.yaml')}")
     lines += ["", "Keys and their values in the default run (megatron_fp4/config/*schema.py explain each):"]
     for section in fields(default):
-        if section.name != "after_switch":
+        if is_dataclass(getattr(default, section.name)) and section.name != "after_switch":
             lines += _key_lines(getattr(default, section.name), section.name)
     lines += [
         "",

@@ -45,7 +45,7 @@ def sole_run(run_dir: Path) -> Iterator[None]:
         if dist.get_rank() == 0:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
                 refused[0] = f"run.dir={run_dir} cannot be written to ({error}); choose another"
             else:

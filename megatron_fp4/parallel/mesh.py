@@ -9,6 +9,7 @@ are neighbouring ranks of one host.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import math
@@ -135,8 +136,9 @@ def end_process(exit_code: int) -> NoReturn:
     There, threads of a group that a DeviceMesh still holds may want an object's lock and abort the process
     ("terminate called without an active exception", exit code -6): a finished run would count as failed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more; the exit code counts
+            stream.flush()
     os._exit(exit_code)
 
 

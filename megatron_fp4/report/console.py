@@ -65,7 +65,7 @@ class RunConsole:
     def __post_init__(self) -> None:
         # A file has no width, and rich would fold tables to 80 columns.
         width = None if self.stream.isatty() else _FILE_WIDTH
-        self._console = Console(file=self.stream, width=width, highlight=False, soft_wrap=not self.stream.isatty())
+        self._console = _Output(file=self.stream, width=width, highlight=False, soft_wrap=not self.stream.isatty())
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._validation = ""
@@ -98,12 +98,12 @@ class RunConsole:
     def table(self, table: Table) -> None:
         """Print a table, above the bar if there is one."""
         if self.active:
-            self._console.print(table)
+            self._print(table)
 
     def text(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self.active:
-            self._console.print(text, markup=False)
+            self._print(text, markup=False)
 
     def step(self, metrics: StepMetrics) -> None:
         """Show a training step: on the bar each one, as a line every `interval` steps, the last and skipped ones."""
@@ -129,8 +129,14 @@ class RunConsole:
         """Show that something happened after `step` steps: a switch, a checkpoint, a signal."""
         self.text(f"after step {step}: {text}")
 
+    def _print(self, what: Table | str, **options: bool) -> None:
+        try:
+            self._console.print(what, **options)  # type: ignore[arg-type]
+        except OSError:  # a full disk behind `>` must not end training; metrics.jsonl has it all
+            del self._console._buffer[:]
+
     def _numbers(self, metrics: StepMetrics) -> str:
-        skipped = "  SKIPPED (not finite)" if metrics.skipped else ""
+        skipped = f"  SKIPPED ({'a spike' if metrics.spike else 'not finite'})" if metrics.skipped else ""
         return (
             f"loss {metrics.loss:.4f}{self._validation}  lr {metrics.lr:.2e}  grad {metrics.grad_norm:.2f}  "
             f"{short_number(metrics.tokens_per_second)} tok/s  {metrics.model_tflops:.3g} TFLOP/s  "
@@ -143,6 +149,13 @@ class RunConsole:
         if done < 1:
             return "-"
         return short_time((time.monotonic() - self._first_step_at) / done * (self.total_steps - metrics.step))
+
+
+class _Output(Console):
+    """Goes silent when its reader has gone (`| head`), where rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 def model_table(name: str, pattern: str, parts: Sequence[ModelPart], flops_per_token: float) -> Table:

@@ -8,26 +8,38 @@
     validation  `losses`, one per source (nats per token), and `loss`, their mean
     diagnostics, gradient_noise
                 measurements of what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
-    event       `event` (switch, checkpoint, skip, stop) and its details; a switch belongs to the first step that it
-                changes
+    event       `event` (switch, checkpoint, skip, stop, ...) and its details; a switch belongs to the first step that
+                it changes
 
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates belongs to
 step N. JSON has no NaN or infinity: a number that is not finite is written as `null`, and `skipped` or an event says
-why. Every line is flushed, so that a killed run loses at most the line it was writing.
+why. record_file.py says what becomes of lines when processes, disks and power fail; nothing of it ends a run.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from megatron_fp4.report.record_file import (
+    EMPTY,
+    UNFINISHED,
+    Cut,
+    RecordFile,
+    cut_after,
+    lines_of,
+    listed,
+    move_aside,
+    record_of,
+)
+from megatron_fp4.report.views import TensorBoardView, WandbSettings, WandbView
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -38,7 +50,8 @@ class StepMetrics:
 
     step: steps done, this one included. tokens: seen since the run began. loss: mean NLL in nats per token over the
     global batch. lr: what the update used. grad_norm: before clipping. tokens_per_second: over all ranks.
-    model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite.
+    model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite or
+    the step was a spike.
     phase: name of the data phase. plan: name of the precision plan in effect.
     """
 
@@ -54,15 +67,24 @@ class StepMetrics:
     phase: str
     plan: str
 
+    @property
+    def spike(self) -> bool:
+        """Whether it was skipped although everything was finite."""
+        return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 class MetricsWriter:
     """Writes a run's metrics on one rank; on the others (`active=False`) every method does nothing.
 
     run_dir: created if missing. resume_step: steps done by the checkpoint that the run resumes from; lines of later
-    steps are cut, so that the file has each step once. 0 is a fresh start, which moves records of an earlier run in
-    the same folder aside (`metrics.jsonl.1`, ...) instead of mixing with them.
+    steps are cut, so that the file has each step once, and lines that are no records are set aside. 0 is a fresh
+    start, which moves records of an earlier run in the same folder aside (`metrics.jsonl.1`, ...) instead of mixing
+    with them.
     wandb_mode: `online`, `offline` or `disabled`. wandb_run_id: as `wandb_run_id` was when the checkpoint was made, so
-    that the run continues as one; None starts a new one. config: the resolved configuration, shown by wandb.
+    that the run continues as one; None starts a new one. config: the configuration as it is saved, shown by wandb.
+
+    What fails while writing is said and tried again; no method raises for it. `sync` may be called from any thread,
+    the others belong to one.
 
     Raises ValueError if a package that the settings ask for is not installed.
     """
@@ -82,23 +104,35 @@ class MetricsWriter:
         self.active = active
         self.path = Path(run_dir) / METRICS_FILE
         self.wandb_run_id = wandb_run_id
-        self._tensorboard: SummaryWriter | None = None
-        self._wandb: Any = None
+        self._tensorboard: TensorBoardView | None = None
+        self._wandb: WandbView | None = None
+        self._closed, self._repaired = False, Cut()
         if not active:
             return
         directory = Path(run_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        if resume_step > 0:
-            cut_after(self.path, resume_step)
-        else:
-            _move_aside(self.path)
-            _move_aside(directory / "tensorboard")
+
+        def prepare() -> None:
+            directory.mkdir(parents=True, exist_ok=True)
+            if resume_step > 0:
+                self._repaired = cut_after(self.path, resume_step)
+            else:
+                move_aside(self.path)
+
+        self._file = RecordFile(self.path, prepare)
         if tensorboard:
-            self._tensorboard = _open_tensorboard(directory / "tensorboard", resume_step)
+            if resume_step == 0:
+                try:
+                    move_aside(directory / "tensorboard")
+                except OSError as error:
+                    logger.error("%s could not be moved aside (%s); curves mix there", directory / "tensorboard", error)
+            self._tensorboard = TensorBoardView(directory / "tensorboard", resume_step)
+        self._tell_repair(resume_step)
         if wandb_mode != "disabled":
-            self._wandb = _open_wandb(directory, wandb_mode, wandb_project, wandb_run_id, config)
-            self.wandb_run_id = self._wandb.id
-        self._file = self.path.open("a", encoding="utf-8")
+            settings = WandbSettings(wandb_mode, wandb_project, wandb_run_id, config)
+            self._wandb = WandbView(directory, settings)
+            self.wandb_run_id = self._wandb.run_id
+            if self._wandb.offline_because is not None:
+                self.event(resume_step, "wandb_offline", reason=self._wandb.offline_because)
 
     def run(self, step: int, **facts: Any) -> None:
         """Record a start from `step` steps done, with facts about the run (JSON values)."""
@@ -126,17 +160,27 @@ class MetricsWriter:
         """Record that `event` happened after `step` steps, with details (JSON values)."""
         self._write({"kind": "event", "step": step, "event": event, **details})
         if self._tensorboard is not None:
-            self._tensorboard.add_text("events", f"{event} {_json(details)}", step)
+            self._tensorboard.event(f"{event} {_json(details)}", step)
+
+    def sync(self) -> None:
+        """Return when every record so far is down on the disk (if the disk takes it; otherwise that has been said).
+
+        To be called before a checkpoint is published, so that a checkpoint of step N on disk means that the records
+        of all steps up to N are there too.
+        """
+        if self.active:
+            self._file.sync()
 
     def close(self) -> None:
-        """Flush and close everything; a second call does nothing."""
-        if not self.active or self._file.closed:
+        """Sync and close everything; a second call does nothing."""
+        if not self.active or self._closed:
             return
+        self._closed = True
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -148,33 +192,45 @@ class MetricsWriter:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.active:
-            self._file.write(_json(record) + "\n")
-            self._file.flush()
+            self._file.write(_json(record))
+            self._tell_repair(record["step"])
+
+    def _tell_repair(self, step: int) -> None:
+        """Say which lines were set aside when the file was opened, which may have been late."""
+        repaired, self._repaired = self._repaired, Cut()
+        if repaired.kept_as is None:
+            return
+        lines = listed(repaired.bad_lines)
+        logger.warning(
+            "%s: %s %s no record and set aside; the file as it was is %s",
+            self.path, lines, "is" if len(repaired.bad_lines) == 1 else "are", repaired.kept_as,
+        )  # fmt: skip
+        self.event(step, "metrics_repaired", count=len(repaired.bad_lines), lines=lines, kept_as=repaired.kept_as.name)
 
     def _show(self, values: dict[str, float], step: int) -> None:
         if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.show(values, step)
         if self._wandb is not None:
-            self._wandb.log(values, step=step)
+            self._wandb.show(values, step)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl` in order; a last line that a killed run did not finish is left out.
+    """The records of a `metrics.jsonl` in order.
 
-    Raises FileNotFoundError if there is no file and ValueError, with the line's number, if another line is damaged.
+    A last line that a killed run did not finish is left out; so is, with a warning, every line that is no record: the
+    next resume of the run will set it aside. Raises FileNotFoundError if there is no file.
     """
-    lines = Path(path).read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove that line") from error
+    records, wrong = [], {}
+    with Path(path).open("rb") as file:
+        for number, line, _ in lines_of(file):
+            record = record_of(line)
+            if isinstance(record, dict):
+                records.append(record)
+            elif record not in (EMPTY, UNFINISHED):
+                wrong[number] = record
+    if wrong:
+        why = ", ".join(dict.fromkeys(wrong.values()))
+        logger.warning("%s: %s left out: no record (%s)", path, listed(list(wrong)), why)
     return records
 
 
@@ -196,26 +252,6 @@ def steps_of(records: list[dict[str, Any]], run_dir: str | Path) -> list[dict[st
     return steps
 
 
-def cut_after(path: str | Path, step: int) -> int:
-    """Remove the records of steps after `step`, and an unfinished last line; returns how many records were removed.
-
-    The file is replaced whole, so that a kill leaves the old or the new one. A missing file counts as empty. Raises
-    ValueError if a line in the middle is damaged.
-    """
-    path = Path(path)
-    if not path.exists():
-        return 0
-    records = read_metrics(path)
-    kept = [record for record in records if record["step"] <= step]
-    temporary = path.with_suffix(".jsonl.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(_json(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    return len(records) - len(kept)
-
-
 def _json(value: Any) -> str:
     return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
 
@@ -228,48 +264,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
-
-
-def _move_aside(path: Path) -> None:
-    if not path.exists():
-        return
-    number = 1
-    while (target := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(target)
-
-
-def _open_tensorboard(directory: Path, resume_step: int) -> SummaryWriter:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError(
-            "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set it to false"
-        ) from error
-    # Points of steps after the checkpoint are hidden, as they are cut from metrics.jsonl.
-    return SummaryWriter(str(directory), purge_step=resume_step + 1 if resume_step else None, flush_secs=10)
-
-
-def _open_wandb(directory: Path, mode: str, project: str, run_id: str | None, config: dict[str, Any] | None) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ValueError(f"logging.wandb={mode} needs the package wandb; pip install wandb, or set disabled") from error
-    if mode == "online":
-        # wandb's own switch for machines without a network, which an explicit mode would overrule.
-        mode = os.environ.get("WANDB_MODE", mode)
-    # wandb wraps stdout by default, which garbles a live progress bar.
-    settings = wandb.Settings(console="off", quiet=True)
-    try:
-        return wandb.init(
-            project=project,
-            name=directory.name,
-            dir=str(directory),
-            mode=mode,  # type: ignore[arg-type]
-            id=run_id,
-            resume="allow",
-            config=config,
-            settings=settings,
-        )
-    except wandb.Error as error:
-        raise ValueError(f"logging.wandb={mode} did not start ({error}); run `wandb login`, or use offline") from error

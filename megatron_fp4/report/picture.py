@@ -15,16 +15,18 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megatron_fp4.report.run_files import replace_file
+
 COLORS = ("#1f4e79", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#2a9d8f", "#6c757d")
 
 
 @contextmanager
 def picture(target: Path, *grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
-    """A figure and its axes (`plt.subplots(*grid, **settings)`) to draw on; behind the `with` it is in `target`."""
+    """A figure and its axes (`plt.subplots(*grid, **settings)`) to draw on; behind the `with`, `target`."""
     figure, axes = plt.subplots(*grid, layout="constrained", **settings)
     try:
         yield figure, axes
-        figure.savefig(target)
+        replace_file(target, figure.savefig)
     finally:
         plt.close(figure)
 

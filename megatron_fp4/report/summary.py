@@ -10,8 +10,11 @@ from typing import Any
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report import console as show
+from megatron_fp4.report.completion import SUMMARY_FILE
 from megatron_fp4.report.console import RunConsole
+from megatron_fp4.report.metrics import METRICS_FILE
 from megatron_fp4.report.plot import plot_loss
+from megatron_fp4.report.run_files import attempt, replace_text
 
 
 def introduce(
@@ -61,7 +64,7 @@ def summarize(
     losses: Mapping[str, float],
     entropy: Mapping[str, float],
 ) -> None:
-    """Print the final table of a finished run and write its summary.json and loss.png.
+    """Print the final table of a finished run and write its summary.json and loss.png, as far as the disk takes them.
 
     switched_at: the first step under the plan after the precision switch. losses, entropy: held-out loss and unigram
     entropy per source, in nats.
@@ -76,8 +79,10 @@ def summarize(
         facts[f"validation loss, {name} (nats)"] = round(loss, 4)
         facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
         facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
-    plot = plot_loss(run_dir)
-    (run_dir / "summary.json").write_text(json.dumps({"finished": True, **facts}, indent=1) + "\n")
-    names = ("metrics.jsonl", plot.name, "config.yaml", "plan.yaml", "summary.json", "checkpoints")
-    facts["files"] = f"{run_dir}: {', '.join(names)}"
+    text = json.dumps({"finished": True, **facts}, indent=1) + "\n"
+    attempt(str(run_dir / "loss.png"), lambda: plot_loss(run_dir))
+    # Last: a summary that is there says that the run is finished.
+    attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
+    names = (METRICS_FILE, "loss.png", "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints")
+    facts["files"] = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
     console.table(show.facts_table("Finished", facts))

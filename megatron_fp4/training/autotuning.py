@@ -87,9 +87,13 @@ class KernelChoices:
         return [*(unknown if resumed and self._saved is None else []), *self._pinned.lines]
 
     def write(self, run_dir: Path) -> None:
-        """Replace `run_dir`/autotuning.json, if anything is pinned."""
+        """Replace `run_dir`/autotuning.json, if anything is pinned. Checkpoints have it too, so a disk that refuses it
+        only gets a warning."""
         if self._pinned is not None:
-            self._pinned.write(run_dir)
+            try:
+                self._pinned.write(run_dir)
+            except OSError as error:
+                log.warning("%s could not be written (%s)", run_dir / RECORD_FILE, error)
 
 
 def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None, machine_folder: Path) -> PinnedKernels:

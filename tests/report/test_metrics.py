@@ -1,13 +1,20 @@
 import json
 import math
-import os
 import subprocess
 import sys
+import threading
+import types
+from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
-from megatron_fp4.report.metrics import METRICS_FILE, MetricsWriter, StepMetrics, cut_after, read_metrics
+from megatron_fp4.report import metrics as metrics_module
+from megatron_fp4.report import views
+from megatron_fp4.report.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
+from megatron_fp4.report.views import TensorBoardView, WandbView
 
 
 def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
@@ -89,29 +96,50 @@ def test_resume_removes_the_line_that_a_kill_left_unfinished(tmp_path):
     assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == list(range(1, 8))
 
 
-def test_cut_after_is_atomic_and_counts(tmp_path, monkeypatch):
+def test_lines_that_are_no_records_are_set_aside_and_the_resume_goes_on(tmp_path, caplog):
     write(tmp_path, 0, 6)
     path = tmp_path / METRICS_FILE
-    before = path.read_bytes()
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = [
+        *lines[:2],
+        b'{"kind": "st\n',  # after step 1, line 3
+        b"[1, 2]\n",
+        b'{"kind": "step", "loss": 1.0}\n',
+        lines[2],
+        b'{"kind": "step", "step": 2, "phase": "\xff\xfe"}\n',  # line 7
+        *lines[3:],
+    ]
+    path.write_bytes(before := b"".join(damaged))
+    with caplog.at_level("WARNING"):
+        write(tmp_path, 4, 8)
+    records = read_metrics(path)
+    assert [record["step"] for record in records if record["kind"] == "step"] == list(range(1, 9))
+    (event,) = [record for record in records if record["kind"] == "event"]
+    assert event == {
+        "kind": "event",
+        "step": 4,
+        "event": "metrics_repaired",
+        "count": 4,
+        "lines": "lines 3-5, 7",
+        "kept_as": "metrics.jsonl.damaged",
+    }
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "lines 3-5, 7 are no record" in said and str(tmp_path / "metrics.jsonl.damaged") in said
+    # Once more: another file beside the first one, which stays.
+    path.write_bytes(b"not JSON\n" + path.read_bytes())
+    write(tmp_path, 8, 9)
+    assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == list(range(1, 10))
+    assert (tmp_path / "metrics.jsonl.damaged.1").read_bytes().startswith(b"not JSON\n")
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
 
-    def killed(descriptor):
-        raise KeyboardInterrupt
 
-    with monkeypatch.context() as context:
-        context.setattr(os, "fsync", killed)
-        with pytest.raises(KeyboardInterrupt):
-            cut_after(path, 2)
-    assert path.read_bytes() == before
-    assert cut_after(path, 2) == 4
-    assert cut_after(path, 2) == 0
-    assert cut_after(tmp_path / "missing.jsonl", 2) == 0
-
-
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+def test_readers_leave_damaged_lines_out_with_a_warning(tmp_path, caplog):
     path = tmp_path / METRICS_FILE
-    path.write_text('{"kind": "step", "step": 1}\n{"kind": "st\n{"kind": "step", "step": 3}\n')
-    with pytest.raises(ValueError, match=r"line 2 is not JSON .* remove that line"):
-        read_metrics(path)
+    path.write_text('{"kind": "step", "step": 1}\n{"kind": "st\n\n{"step": 2}\n{"kind": "step", "step": 3}\n{"kin')
+    with caplog.at_level("WARNING"):
+        assert [record["step"] for record in read_metrics(path)] == [1, 3]
+    assert "lines 2, 4 left out: no record (not JSON, without a kind)" in caplog.text
 
 
 def test_a_fresh_start_moves_an_earlier_runs_records_aside(tmp_path):
@@ -152,6 +180,34 @@ def test_tensorboard_has_the_numbers_and_hides_what_resume_cut(tmp_path):
     assert [event.value for event in events.Scalars("validation/code")] == [2.5]
 
 
+def test_a_tensorboard_that_fails_is_said_once_and_begun_again(tmp_path, monkeypatch, caplog):
+    """What the disk refused in TensorBoard's own thread comes up at a later call."""
+    broken, failures = [True], []
+    real = SummaryWriter.add_scalar
+
+    def add_scalar(self, *arguments, **keywords):
+        if broken[0]:
+            failures.append(1)
+            raise OSError(28, "No space left on device")
+        real(self, *arguments, **keywords)
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", add_scalar)
+    monkeypatch.setattr(metrics_module, "TensorBoardView", partial(TensorBoardView, retry_seconds=0.0))
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.step(metrics(step))
+        broken[0] = False
+        for step in (4, 5):
+            writer.step(metrics(step, loss=0.5))
+    assert len(failures) == 3
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3, 4, 5]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "LOGGING FAILED, training goes on: TensorBoard" in said[0] and "works again" in said[1]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(4, 0.5), (5, 0.5)]
+
+
 @pytest.mark.slow
 def test_wandb_offline_keeps_its_run_across_resumes(tmp_path):
     first = write(tmp_path, 0, 2, wandb_mode="offline")
@@ -188,3 +244,81 @@ def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch, modul
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=message):
         MetricsWriter(tmp_path, **options)
+
+
+class FakeWandb(types.ModuleType):
+    """wandb as far as a run uses it. refuse: what `init` raises online."""
+
+    def __init__(self, refuse: Exception | None = None) -> None:
+        super().__init__("wandb")
+        self.refuse, self.starts, self.logged, self.broken = refuse, [], [], False
+        self.hang = threading.Event()
+        self.hang.set()
+
+    def Settings(self, **settings):
+        return settings
+
+    def init(self, *, mode, dir, id, **rest):
+        self.starts.append((mode, rest))
+        if mode == "online" and self.refuse is not None:
+            raise self.refuse
+        return types.SimpleNamespace(
+            id=id or "new", dir=f"{dir}/wandb/{mode}-run-1-{id or 'new'}/files", log=self.log, finish=self.finish
+        )
+
+    def log(self, values, step):
+        if self.broken:
+            raise ConnectionError("the service has gone")
+        self.logged.append(step)
+
+    def finish(self):
+        self.hang.wait(60)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("90 s"), RuntimeError("CommError:\nno route")])
+def test_wandb_that_does_not_answer_is_offline_with_the_way_to_send_it(tmp_path, monkeypatch, caplog, error):
+    fake = FakeWandb(refuse=error)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online", wandb_run_id="abc") as writer:
+        writer.step(metrics(1))
+    assert [mode for mode, _ in fake.starts] == ["online", "offline"] and fake.logged == [1]
+    assert writer.wandb_run_id == "abc"
+    assert fake.starts[0][1]["settings"]["init_timeout"] + fake.starts[0][1]["settings"]["login_timeout"] <= 90
+    event, _ = read_metrics(tmp_path / METRICS_FILE)
+    assert event["event"] == "wandb_offline"
+    assert event["reason"].endswith(f"send it later: wandb sync {tmp_path}/wandb/offline-run-1-abc")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert event["reason"] in said and "\n" not in said
+
+
+def test_wandb_that_fails_in_between_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(metrics_module, "WandbView", partial(WandbView, retry_seconds=0.0))
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
+        for step in range(1, 7):
+            fake.broken = step in (3, 4)
+            writer.step(metrics(step))
+    assert fake.logged == [1, 2, 5, 6]
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == list(range(1, 7))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "training goes on: wandb: ConnectionError" in said[0] and "wandb works again" in said[1]
+
+
+def test_a_wandb_that_cannot_even_start_offline_is_left_out(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb()
+    fake.init = MagicMock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online", wandb_run_id="abc") as writer:
+        writer.step(metrics(1))
+    assert writer.wandb_run_id == "abc" and "training goes on: wandb" in caplog.text
+
+
+def test_the_end_does_not_wait_for_wandb_for_ever(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb()
+    fake.hang.clear()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(views, "FINISH_SECONDS", 0.1)
+    write(tmp_path, 0, 1, wandb_mode="online")
+    fake.hang.set()
+    assert "not everything was sent" in caplog.text and f"wandb sync {tmp_path}/wandb/online-run-1-new" in caplog.text

@@ -1,0 +1,151 @@
+"""Values from environment variables: used, and written nowhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.config.compose import compose_config, config_from_saved, to_yaml
+from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.file_mode import umask_of
+from megatron_fp4.config.schema import Config, ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SECRET = "s3cret-value"
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("SECRET_DIR", SECRET)
+    monkeypatch.setenv("WEIGHT", "0.8125")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    return compose_config(
+        [
+            "data.cache_dir=${oc.env:SECRET_DIR}/corpus",
+            "run.dir=${data.cache_dir}/run",  # through another key
+            "logging.wandb_project=${oc.env:NOT_SET,fallback}",
+            "data.blends={first: {code: '${oc.env:WEIGHT}', prose: 0.25}}",
+            "data.phases=[{name: a, fraction: 0.5, blend: {code: 1.0}}, "
+            "{name: b, fraction: '${oc.decode:${oc.env:HALF,0.5}}', blend: '${data.blends.first}'}]",
+        ],
+        CONFIGS,
+    )
+
+
+TEXTS = {
+    "data.cache_dir": "${oc.env:SECRET_DIR}/corpus",
+    "run.dir": "${data.cache_dir}/run",
+    "logging.wandb_project": "${oc.env:NOT_SET,fallback}",
+    "data.blends.first.code": "${oc.env:WEIGHT}",
+    "data.phases[1].fraction": "${oc.decode:${oc.env:HALF,0.5}}",
+    "data.phases[1].blend": "${data.blends.first}",
+}
+
+
+def test_they_are_used_and_not_written(config: Config) -> None:
+    assert config.data.cache_dir == f"{SECRET}/corpus" and config.run.dir == f"{SECRET}/corpus/run"
+    assert config.data.phases[1].blend == {"code": 0.8125, "prose": 0.25}
+    assert (config.data.phases[1].fraction, config.logging.wandb_project) == (0.5, "fallback")
+    assert config.from_environment == TEXTS
+    for written in (to_yaml(config), json.dumps(as_saved(config))):
+        assert SECRET not in written and "0.8125" not in written and "fallback}" in written
+        assert "from_environment" not in written
+    saved = as_saved(config)
+    assert saved["data"]["phases"][1] == {"name": "b", "fraction": TEXTS["data.phases[1].fraction"], "blend": TEXTS[
+        "data.phases[1].blend"]}  # fmt: skip
+    assert saved["data"]["phases"][0]["fraction"] == 0.5 and saved["train"]["steps"] == config.train.steps
+
+
+def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = json.loads(json.dumps(as_saved(config)))
+    assert config_from_saved(saved, [], CONFIGS) == config
+    monkeypatch.setenv("SECRET_DIR", "elsewhere")
+    monkeypatch.setenv("NOT_SET", "now")
+    again = config_from_saved(saved, ["train.steps=7", "precision=mxfp8"], CONFIGS)
+    assert (again.run.dir, again.logging.wandb_project, again.train.steps) == ("elsewhere/corpus/run", "now", 7)
+    assert again.precision.name == "mxfp8" and again.from_environment == TEXTS
+    monkeypatch.delenv("SECRET_DIR")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir .* variable SECRET_DIR, which is not set; export SECRET_"):
+        config_from_saved(saved, [], CONFIGS)
+    other = config_from_saved(saved, ["data.cache_dir=here"], CONFIGS)
+    assert other.run.dir == "here/run" and "run.dir" not in other.from_environment
+
+
+def test_one_that_is_not_set_is_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(["run.dir=${oc.env:NO_SUCH_VARIABLE}/x"], CONFIGS)
+    assert str(caught.value) == (
+        "run.dir takes its value from the environment variable NO_SUCH_VARIABLE, which is not set; export "
+        "NO_SUCH_VARIABLE=..., or give 'run.dir=...'"
+    )
+
+
+def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What composing adds to a saved configuration may come from the environment too."""
+    monkeypatch.setenv("RHT", "0")
+    for path in CONFIGS.rglob("*.yaml"):
+        (target := tmp_path / path.relative_to(CONFIGS)).parent.mkdir(exist_ok=True, parents=True)
+        target.write_text(path.read_text())
+    own = tmp_path / "precision" / "of_here.yaml"
+    own.write_text(
+        "\n".join(
+            "  rht: ${oc.decode:${oc.env:RHT}}"
+            if line.startswith("  rht:")
+            else line.replace("name: nvfp4", "name: of_here")
+            for line in (CONFIGS / "precision" / "nvfp4.yaml").read_text().splitlines()
+        )
+    )
+    assert "${oc.decode:${oc.env:RHT}}" in own.read_text()
+    exception = "precision.exceptions=[{names: ['*.out_proj'], precision: of_here}]"
+    config = compose_config([exception, "precision.switch.target=of_here", "precision.switch.when=0.5"], tmp_path)
+    assert config.after_switch is not None and config.after_switch.wgrad.rht == 0
+    saved = as_saved(config)
+    assert saved["after_switch"]["wgrad"]["rht"] == "${oc.decode:${oc.env:RHT}}"
+    assert saved["precision"]["exceptions"][0]["recipe"]["wgrad"]["rht"] == "${oc.decode:${oc.env:RHT}}"
+    assert config_from_saved(json.loads(json.dumps(saved)), [], tmp_path) == config
+
+
+def test_without_any_nothing_changes() -> None:
+    config = compose_config([], CONFIGS)
+    assert config.from_environment == {}
+    assert as_saved(replace(config, from_environment={"data.phases[7].name": "${oc.env:X}"})) == as_saved(config)
+
+
+def test_it_is_no_key() -> None:
+    for mistake in ("from_environment=null", "+from_environment={run.dir: x}"):
+        with pytest.raises(ConfigError, match=r"^from_environment is not a key"):
+            compose_config([mistake], CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("mode", "umask"), [("0640", 0o027), ("0600", 0o077), ("0644", 0o022), ("0660", 0o007), ("0666", 0)]
+)
+def test_a_file_mode_is_a_umask(mode: str, umask: int) -> None:
+    assert umask_of(mode) == umask
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("640", "is no file mode; give four octal digits"),
+        ("416", "is no file mode"),  # what YAML makes of 0640 without quotes
+        ("0888", "is no file mode"),
+        ("rw-r-----", "is no file mode"),
+        ("0o640", "is no file mode"),
+        ("0440", "would keep the run from its own files"),
+        ("0060", "would keep the run from its own files"),
+        ("0755", "is of programs"),
+        ("0620", "lets somebody write what he may not read"),
+    ],
+)
+def test_what_is_no_file_mode_is_refused(mode: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        umask_of(mode)
+    assert str(caught.value).startswith(f"run.file_mode={mode} ")
+
+
+def test_a_file_mode_on_the_command_line() -> None:
+    assert compose_config(["run.file_mode=0640"], CONFIGS).run.file_mode == "0640"

@@ -1,0 +1,108 @@
+"""What a whole run leaves on the disk: in time, for whom it should, and without what came from the environment."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import pretrain
+from megatron_fp4.checkpoint import files
+from megatron_fp4.report import record_file, summary
+from megatron_fp4.report.metrics import read_metrics
+from tests.test_pretrain import SMALL, run
+
+pytestmark = pytest.mark.slow
+
+TINY = [
+    *SMALL,
+    "train.steps=4",
+    "precision=bf16",
+    "model.pattern=*-",
+    "validation.interval=0",
+    "validation.num_samples=2",
+]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s3cret-corpus")
+
+
+def test_modes_and_texts_of_everything_in_the_folder(tmp_path: Path, corpus: Path, monkeypatch: Any) -> None:
+    """Two ranks with a loader worker each, and wandb: all that they create is theirs to read, and no resolved value."""
+    monkeypatch.setenv("MY_CORPUS", str(corpus))
+    folder = tmp_path / "run"
+    overrides = [
+        *TINY,
+        "data.cache_dir=${oc.env:MY_CORPUS}",
+        "data.num_workers=1",
+        "logging.wandb=offline",
+        "run.file_mode=0640",
+        f"run.dir={folder}",
+    ]
+    old = os.umask(0o022)
+    try:
+        run(2, overrides)
+    finally:
+        os.umask(old)
+    made = [folder, *folder.rglob("*")]
+    wrong = {}
+    for path in made:
+        mode = stat.S_IMODE(path.lstat().st_mode)
+        ours = path.suffix in (".jsonl", ".yaml", ".json", ".png", ".distcp", ".pt") or path.name == ".lock"
+        if not path.is_symlink() and (mode & ~0o750 or (path.is_dir() and mode != 0o750) or (ours and mode != 0o640)):
+            wrong[str(path.relative_to(tmp_path))] = oct(mode)
+    assert not wrong and len(made) > 20
+    with_it = [str(path) for path in made if path.is_file() and str(corpus).encode() in path.read_bytes()]
+    assert not with_it
+    saved = json.loads((folder / "checkpoints" / "step_00000004" / "trainer.json").read_text())["config"]
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert saved["data"]["cache_dir"] == written["data"]["cache_dir"] == "${oc.env:MY_CORPUS}"
+    assert written["run"]["file_mode"] == "0640"
+
+
+def test_records_are_on_the_disk_before_a_checkpoint_is(tmp_path: Path, corpus: Path, monkeypatch: Any) -> None:
+    """And neither a disk that refuses records for a while nor a picture that fails costs the run its exit code."""
+    path, on_disk, refused = tmp_path / "run" / "metrics.jsonl", [0], []
+    real_sync, real_publish, real_write = os.fsync, files.publish, os.write
+    published: list[int] = []
+
+    def fsync(descriptor: int) -> None:
+        real_sync(descriptor)
+        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+            on_disk[0] = os.fstat(descriptor).st_size
+
+    def publish(staging: Path, final: Path) -> None:
+        step = files.step_of(final)
+        lines = path.read_bytes()[: on_disk[0]].splitlines()
+        steps = [record["step"] for record in map(json.loads, lines) if record["kind"] == "step"]
+        assert steps[:step] == list(range(1, step + 1))
+        published.append(step)
+        real_publish(staging, final)
+
+    def write(descriptor: int, data: bytes) -> int:
+        if b'"kind": "step", "step": 3' in data and not refused:
+            refused.append(3)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, data)
+
+    def plot(_: Path) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(record_file.os, "fsync", fsync)
+    monkeypatch.setattr(record_file.os, "write", write)
+    monkeypatch.setattr(files, "publish", publish)
+    monkeypatch.setattr(summary, "plot_loss", plot)
+    arguments = [*TINY, f"data.cache_dir={corpus}", f"run.dir={tmp_path / 'run'}", "data.num_workers=0"]
+    assert pretrain.main(arguments) == 0
+    assert published == [1, 2, 3, 4] and refused == [3]
+    assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"]
+    assert not (tmp_path / "run" / "loss.png").exists()
