@@ -48,7 +48,16 @@ def run_program(body: Callable[[], int]) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-    end_process(code)
+    end_process(code_for_launcher(code))
+
+
+def code_for_launcher(code: int) -> int:
+    """What a run that ends with `code` tells torchrun: one with restarts left (`--max-restarts`) would start a run again
+    that was asked to stop, so that is no failure there."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    )
+    return ExitCode.FINISHED if code == ExitCode.STOPPED and restarts > 0 else code
 
 
 class SaidAtOnce:
