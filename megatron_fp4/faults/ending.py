@@ -52,12 +52,10 @@ def run_program(body: Callable[[], int]) -> NoReturn:
 
 
 def code_for_launcher(code: int) -> int:
-    """What a run that ends with `code` tells torchrun: one with restarts left (`--max-restarts`) would start a run again
-    that was asked to stop, so that is no failure there."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    )
-    return ExitCode.FINISHED if code == ExitCode.STOPPED and restarts > 0 else code
+    """What a run that ends with `code` tells torchrun: one that has restarts left (`--max-restarts`) would start a run
+    that was asked to stop again, so there that is no failure."""
+    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return ExitCode.FINISHED if code == ExitCode.STOPPED and done < most else code
 
 
 class SaidAtOnce:
