@@ -19,7 +19,8 @@ import torch.distributed as dist
 import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
 from megatron_fp4.checkpoint import files
-from megatron_fp4.training.nonfinite_guard import DivergedError
+from megatron_fp4.faults.exit_codes import DivergedError
+from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.test_pretrain import SMALL
@@ -92,7 +93,7 @@ def spiked_run(
         mock.patch.object(files, "publish", slowly),
     ):
         try:
-            assert pretrain.pretrain(config) == 0
+            assert pretrain.pretrain(config, StopRequest()) == 0
         except DivergedError as error:
             return {"error": str(error)}
     return began
