@@ -198,6 +198,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
     batches = run.progress.loading(run.loader.steps(start, steps := config.train.steps), start + 1)
     for step, batch in enumerate(batches, start=start):
         began, done = time.perf_counter(), step + 1
+        run.progress.at(done, "before the step")
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
@@ -262,6 +263,7 @@ def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
     elif run.checkpointer.last_step() is None:
         answer = "skipped, because there is no checkpoint yet to go back to"
     else:
+        run.progress.at(spike.step, "go back to a checkpoint")
         try:
             restored = run.roll_back(spike.step)
             answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
