@@ -97,6 +97,7 @@ class Checkpointer:
         self.local: LocalCheckpoints | None = None
         if local_dir is not None:
             self.local = LocalCheckpoints(local_dir, root, self._together, before=num_steps)
+            self.local.before_publish = lambda: self.saves.before_publish()
             self.saves.after_publish, self.saves.save_local = self.local.note, self.local.save
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -72,13 +72,15 @@ class LocalCheckpoints:
 
     local_dir: a folder on each node's own disk. root: the folder of the shared checkpoints. before: only those of
     earlier steps are of use (the last step's is always a shared one).
-    kept: the newest that are complete, as (start, step); the first ones will be removed when there are more.
+    kept: the newest that are complete, as (start, step), the newest first. before_publish: called on rank 0 before a
+    local checkpoint gets its name.
     """
 
     def __init__(self, local_dir: Path, root: Path, together: Together, before: int) -> None:
         self.local_dir, self.root, self.before = local_dir.absolute(), root, before
         self.together = together
         self.kept: list[tuple[str, int]] = []
+        self.before_publish: Callable[[], None] = lambda: None
         self._noted: Lineage | None = None
 
     def open(self) -> None:
@@ -203,6 +205,8 @@ class LocalCheckpoints:
     def _publish(self, written: list[Path], abandoned: Callable[[], bool]) -> None:
         if abandoned():
             raise InterruptedError("the run ended while it was being written")
+        if self.nodes.rank == 0:
+            self.before_publish()
         for folder in written:
             local_files.publish(folder)
 

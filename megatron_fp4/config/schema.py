@@ -196,7 +196,8 @@ class CheckpointConfig:
         a row end the run.
     local_dir: a folder on each node's own disk, for checkpoints between the shared ones, every local_interval steps; a
         copy of each rank's part goes to the next node (null and 0: none).
-    resume: `auto` (the newest whole checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint.
+    resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint: of another
+        run, from which this one begins (its own go first on later starts), or of this one, to go back to.
     allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
     """
 
