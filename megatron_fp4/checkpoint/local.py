@@ -9,6 +9,7 @@ What may go wrong here never ends a run: a local save that fails is left out, an
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -99,9 +100,11 @@ class LocalCheckpoints:
         try:
             together.each("use checkpoint.local_dir", lambda: self._leave(probe))
             seen = together.collect("use checkpoint.local_dir", lambda: len([*self.local_dir.glob(f"{probe.name}_*")]))
-            together.each("use checkpoint.local_dir", lambda: self._clear(probe))
         except CheckpointError as error:
             raise ValueError(f"checkpoint.local_dir cannot be used on every node: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                probe.with_name(f"{probe.name}_{self.nodes.rank}").unlink()
         if together.first("use checkpoint.local_dir", lambda: max(seen) > 1):
             raise ValueError(
                 f"checkpoint.local_dir={self.local_dir} is one folder that several nodes share; name a folder on each "
@@ -125,6 +128,7 @@ class LocalCheckpoints:
         written = [own, copy] if nodes.several else [own]
         try:
             save = together.first("begin a local checkpoint", local_files.new_id)
+            together.each("find room for a local checkpoint", lambda: self._look_for_space(snapshot))
             together.each("write a local checkpoint", lambda: self._write_own(own, snapshot, save, abandoned))
             if nodes.several:
                 outgoing = Outgoing(local_files.temporary(own), nodes.partner)
@@ -162,19 +166,23 @@ class LocalCheckpoints:
             except OSError as error:
                 logger.warning("could not remove unfinished local checkpoints: %s", error)
 
+    def _look_for_space(self, snapshot: Snapshot) -> None:
+        """On the first rank of a node, whose others have about as much. Raises OSError."""
+        if not self.nodes.first_here:
+            return
+        own = sum(piece.values.nbytes for piece in snapshot.pieces)
+        needed = own * self.nodes.per_node * (2 if self.nodes.several else 1)
+        self.local_dir.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.local_dir).free
+        if needed > free:
+            text = f"a local checkpoint needs {needed / 1e9:.2f} GB on each node, and {free / 1e9:.2f} GB are free"
+            raise OSError(errno.ENOSPC, text, str(self.local_dir))
+
     def _write_own(self, final: Path, snapshot: Snapshot, save: str, abandoned: Callable[[], bool]) -> None:
         folder = local_files.temporary(final)
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        own = sum(piece.values.nbytes for piece in snapshot.pieces)
-        needed, free = own * self.nodes.per_node * (2 if self.nodes.several else 1), shutil.disk_usage(folder).free
-        if needed > free:
-            raise OSError(
-                errno.ENOSPC,
-                f"a local checkpoint needs {needed / 1e9:.2f} GB on each node, and {free / 1e9:.2f} GB are free",
-                str(folder),
-            )
         written = write_shards(folder, self.nodes.rank, snapshot.pieces, abandoned)
         records = {name: file.record for name, file in written.items()}
         layouts = {name: file.layout for name, file in written.items()}
@@ -214,10 +222,6 @@ class LocalCheckpoints:
         self.local_dir.mkdir(parents=True, exist_ok=True)
         if self.nodes.first_here:
             files.write_file(probe.with_name(f"{probe.name}_{self.nodes.rank}"), b"")
-
-    def _clear(self, probe: Path) -> None:
-        if self.nodes.first_here:
-            probe.with_name(f"{probe.name}_{self.nodes.rank}").unlink()
 
 
 def _place() -> tuple[int, int]:

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -67,7 +68,7 @@ def run(rank: int, job: Job) -> dict[str, Any]:
     )  # fmt: skip
     resumed = checkpointer.resume(job.resume, model, optimizer, clock, allow_mismatch=False)
     checkpointer.prepare(model, optimizer)
-    start = 0 if resumed is None else resumed.step
+    start, back = 0 if resumed is None else resumed.step, checkpointer.last_step()
     losses, draws, reports = [], [], []
     for step in range(start, job.until):
         batches = toy_batches(step, mesh)
@@ -89,6 +90,7 @@ def run(rank: int, job: Job) -> dict[str, Any]:
     state = {**model.state_dict(), **optimizer_state(model, optimizer)}
     return {
         "start": start,
+        "back": back,
         "local": resumed is not None and resumed.local,
         "trainer": None if resumed is None else resumed.trainer,
         "losses": losses,
@@ -319,6 +321,7 @@ def test_a_start_takes_the_newest_that_can_be_had(name: str, outcomes: Any, stra
 
 def test_what_a_local_start_brings_back_and_how_it_goes_on(outcomes: Any) -> None:
     base, results = outcomes["all is there"]
+    assert results[1]["back"] == 4  # where the run would have gone back to without a stop
     assert results[1]["trainer"] == {"note": [7, 0.1]} and results[0]["reports"] == [(8, False, None)]
     assert parts(base / "node_0") == parts(base / "node_1") == {(rank, step) for rank in (0, 1) for step in (6, 7)}
 
@@ -563,3 +566,17 @@ def test_a_failing_local_save_ends_nothing(tmp_path: Path) -> None:
             assert (later["start"], later["local"]) == (4, False)
             assert later["reports"] == [(5, True, None), (6, True, None), (7, True, None)]
     assert parts(tmp_path / "write" / "node_0") == {(0, 6), (1, 6), (0, 7), (1, 7)}
+
+
+def _full(rank: int, job: Job) -> Any:
+    """The disk is full on node 1."""
+    if rank == 1:
+        local_saves.shutil.disk_usage = lambda _: namedtuple("usage", "free")(10)  # type: ignore[attr-defined]
+    return run(rank, job)
+
+
+def test_space_is_looked_at_before(tmp_path: Path) -> None:
+    for result in launch(_full, 2, Job(tmp_path, 1, asynchronous=False)):
+        ((_, _, error),) = result["reports"]
+        assert "rank 1: [Errno 28] a local checkpoint needs 0.00 GB on each node, and 0.00 GB are free" in error
+    assert not parts(tmp_path / "node_0") and not list(tmp_path.glob("node_*/**/*.distcp"))
