@@ -204,6 +204,16 @@ class Run:
         self.guard.rolled_back(step, resumed.step)
         return resumed.step
 
+    def step_settings(self, step: int) -> dict[str, Any]:
+        """What the configuration gives `train_step` for `step` (from 0)."""
+        return {
+            "lr": self.lr(step),
+            "clip_norm": self.config.optimizer.clip_norm,
+            "reshard": self.config.parallel.reshard,
+            "accept": self.spikes.accept,
+            "progress": self.progress,
+        }
+
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""
         rate = self.tokens_per_step / seconds

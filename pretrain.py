@@ -212,12 +212,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 mesh,
                 controller.clock,
                 step=step,
-                lr=run.lr(step),
-                clip_norm=config.optimizer.clip_norm,
-                reshard=config.parallel.reshard,
                 requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
-                accept=run.spikes.accept,
-                progress=run.progress,
+                **run.step_settings(step),
             )
         measurements.write(step)
         run.guard.observe(result, done, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
