@@ -94,7 +94,10 @@ def test_workers_save_and_leave_when_torchrun_dies(small: list[str], tmp_path: P
 
 
 def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
-    with training(tmp_path / "run", 2, [*small, "parallel.timeout_seconds=20"]) as (process, _):
+    with training(tmp_path / "run", 2, [*small, "parallel.timeout_seconds=20", "checkpoint.interval=1"]) as (
+        process,
+        _,
+    ):
         stopped = ranks(tmp_path / "run")[1]
         os.kill(stopped, signal.SIGSTOP)
         # torchrun would wait half a minute for the stopped one, and then kill it.
