@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -334,6 +335,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             max_failed_saves=config.checkpoint.max_failed_saves,
             local_dir=None if config.checkpoint.local_dir is None else Path(config.checkpoint.local_dir),
             num_steps=config.train.steps,
+            timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),

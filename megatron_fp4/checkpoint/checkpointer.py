@@ -9,6 +9,7 @@ be on a file system that all nodes share.
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fp4.checkpoint import files
@@ -36,6 +38,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 
 logger = logging.getLogger(__name__)
+_PATIENCE = datetime.timedelta(hours=6)
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,9 @@ class Checkpointer:
 
     root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see identity.run_identity.
     asynchronous: saves go on in the background, after `prepare`. max_failed_saves: so many in a row that come to
-    nothing end the run. local_dir: a folder on each node's own disk for checkpoints in between (local.py), None without
-    these; num_steps: of the run, which is to be given then.
+    nothing end the run. timeout: after which ranks that wait for one give up, where training waits as well.
+    local_dir: a folder on each node's own disk for checkpoints in between (local.py), None without these; num_steps: of
+    the run, which is to be given then.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Checkpointer:
         identity: Mapping[str, Any],
         asynchronous: bool = False,
         max_failed_saves: int = 1,
+        timeout: datetime.timedelta = dist.default_pg_timeout,
         local_dir: Path | None = None,
         num_steps: int = 0,
     ) -> None:
@@ -92,11 +97,14 @@ class Checkpointer:
         self._resumed: tuple[Path, int] | None = None
         self.origin: Origin | None = None
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
-        self._together = Together(root)
-        self.saves = Saves(root, self._together, keep, max_failed_saves, after_publish=lambda: forget_starts(root))
+        self._together = Together(root, timeout)
+        # A shared disk may hang for hours while training goes on; its recovery must find the group alive.
+        in_background = Together(root, max(timeout, _PATIENCE)) if asynchronous else self._together
+        self.saves = Saves(root, in_background, mesh.device, keep, max_failed_saves)
+        self.saves.after_publish = lambda: forget_starts(root)
         self.local: LocalCheckpoints | None = None
         if local_dir is not None:
-            self.local = LocalCheckpoints(local_dir, root, self._together, before=num_steps)
+            self.local = LocalCheckpoints(local_dir, root, self._together, in_background, before=num_steps)
             self.local.before_publish = lambda: self.saves.before_publish()
             self.saves.after_publish, self.saves.save_local = self.local.note, self.local.save
 

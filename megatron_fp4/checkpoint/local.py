@@ -71,15 +71,16 @@ class Nodes:
 class LocalCheckpoints:
     """The local checkpoints of one start of a run; every method is a collective unless it says otherwise.
 
-    local_dir: a folder on each node's own disk. root: the folder of the shared checkpoints. before: only those of
+    local_dir: a folder on each node's own disk. root: the folder of the shared checkpoints. in_background: the group of
+    the saves, which may run in a thread. before: only those of
     earlier steps are of use (the last step's is always a shared one).
     kept: the newest that are complete, as (start, step), the newest first. before_publish: called on rank 0 before a
     local checkpoint gets its name.
     """
 
-    def __init__(self, local_dir: Path, root: Path, together: Together, before: int) -> None:
+    def __init__(self, local_dir: Path, root: Path, together: Together, in_background: Together, before: int) -> None:
         self.local_dir, self.root, self.before = local_dir.absolute(), root, before
-        self.together = together
+        self.together, self._in_background = together, in_background
         self.kept: list[tuple[str, int]] = []
         self.before_publish: Callable[[], None] = lambda: None
         self._noted: Lineage | None = None
@@ -122,7 +123,7 @@ class LocalCheckpoints:
 
     def save(self, snapshot: Snapshot, abandoned: Callable[[], bool]) -> None:
         """Write one. Raises CheckpointError on all ranks if it is not complete everywhere."""
-        together, nodes, step = self.together, self.nodes, snapshot.manifest.step
+        together, nodes, step = self._in_background, self.nodes, snapshot.manifest.step
         own = self.folder(Key(self.start, nodes.rank, step))
         copy = self.folder(key := Key(self.start, nodes.ward, step))
         written = [own, copy] if nodes.several else [own]
