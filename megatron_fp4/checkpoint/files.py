@@ -148,17 +148,21 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here."""
+    """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here; OSError."""
     try:
         content = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+            raise DamagedCheckpointError(changed(MANIFEST))
     except FileNotFoundError:
         raise DamagedCheckpointError(f"{MANIFEST} is missing") from None
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
-    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
-        raise DamagedCheckpointError(changed(MANIFEST))
-    if not 1 <= content.get("format", 0) <= FORMAT:
-        raise OtherFormatError(f"{MANIFEST} has format {content.get('format')}, this version reads 1 to {FORMAT}")
+    numbers = {name: content.get(name) for name in ("format", "save_index", "step", "world_size")}
+    if not all(isinstance(number, int) for number in numbers.values()):
+        listing = ", ".join(f"{name} {number!r:.40}" for name, number in numbers.items())
+        raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {listing}")
+    if not 1 <= content["format"] <= FORMAT:
+        raise OtherFormatError(f"{MANIFEST} has format {content['format']}, this version reads 1 to {FORMAT}")
     try:
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(**content)
@@ -171,13 +175,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def scan(root: Path) -> list[tuple[Path, Manifest | None, str | None]]:
-    """All checkpoints as (folder, manifest, problem), those without a readable manifest first, then the newest."""
+    """All checkpoints as (folder, manifest, problem), those without a readable manifest first, then the newest.
+
+    A manifest that the disk does not hand out is a problem of its checkpoint alone: others are saved all the same.
+    """
     broken: list[tuple[Path, Manifest | None, str | None]] = []
     readable: list[tuple[Path, Manifest]] = []
     for folder in list_checkpoints(root):
         try:
             readable.append((folder, read_manifest(folder)))
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, OSError) as error:
             broken.append((folder, None, str(error)))
     readable.sort(key=lambda entry: entry[1].save_index, reverse=True)
     return [*broken, *((folder, manifest, None) for folder, manifest in readable)]
@@ -241,11 +248,13 @@ def clean_stale(root: Path) -> list[str]:
     if not root.is_dir():
         return done
     for path in sorted(root.iterdir()):
+        if path.suffix not in (".tmp", ".old") or not _FOLDER.fullmatch(path.stem):
+            continue
         if path.suffix == ".old" and not path.with_suffix("").exists():
             # Interrupted between the two renames of `publish`: the name's previous holder is still good.
             os.rename(path, path.with_suffix(""))
             done.append(f"restored {path.with_suffix('').name}")
-        elif path.suffix in (".tmp", ".old") and _FOLDER.fullmatch(path.stem):
+        else:
             shutil.rmtree(path)
             done.append(f"removed unfinished {path.name}")
     return done

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,7 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
         (lambda path: path.write_text(""), "is not readable"),
         (lambda path: path.write_bytes(b"\xff\xfe"), "is not readable"),
         (lambda path: path.write_text("[]"), "has changed"),
+        (lambda path: path.write_text("[" * 200_000), "is not readable"),
         (lambda path: path.write_text(path.read_text().replace("200", "300")), "has changed"),
     ],
 )
@@ -47,15 +50,49 @@ def test_damaged_manifest(tmp_path: Path, damage, message: str) -> None:  # type
         files.read_manifest(folder)
 
 
-def test_unknown_format(tmp_path: Path) -> None:
-    folder = make(tmp_path, 200, 1)
+def rewrite(folder: Path, **values: object) -> None:
+    """Change a manifest's content, and its digest with it."""
     content = json.loads((folder / files.MANIFEST).read_text())
     del content["sha256"]
-    content["format"] = 99
+    content.update(values)
     content["sha256"] = files._digest(content)
     (folder / files.MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(files.DamagedCheckpointError, match="format 99"):
+
+
+def test_unknown_format(tmp_path: Path) -> None:
+    folder = make(tmp_path, 200, 1)
+    rewrite(folder, format=99)
+    with pytest.raises(files.OtherFormatError, match="format 99"):
         files.read_manifest(folder)
+
+
+@pytest.mark.parametrize("values", [{"format": "x"}, {"format": None}, {"save_index": "7"}, {"step": [1]}])
+def test_manifest_with_what_is_no_number(tmp_path: Path, values: dict[str, object]) -> None:
+    folder = make(tmp_path, 200, 1)
+    rewrite(folder, **values)
+    with pytest.raises(files.DamagedCheckpointError, match=f"does not describe a checkpoint: .*{next(iter(values))}"):
+        files.read_manifest(folder)
+
+
+@pytest.mark.parametrize("errno_", [errno.EIO, errno.EACCES, errno.EISDIR])
+def test_an_old_manifest_that_cannot_be_read_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errno_: int
+) -> None:
+    old, *newer = [make(tmp_path, 100 * index, index) for index in range(1, 5)]
+    read_text = Path.read_text
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> str:
+        if path.parent == old:
+            raise OSError(errno_, os.strerror(errno_), str(path))
+        return read_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", failing)
+    (broken, manifest, problem), *readable = files.scan(tmp_path)
+    assert broken == old and manifest is None and os.strerror(errno_) in str(problem)
+    assert [folder for folder, _, _ in readable] == newer[::-1]
+    assert files.next_save_index(tmp_path) == 5
+    assert files.prune(tmp_path, 2, just_made=newer[-1]) == newer[:1]
+    assert old.is_dir()
 
 
 def test_damaged_files(tmp_path: Path) -> None:
@@ -110,8 +147,11 @@ def test_clean_stale(tmp_path: Path) -> None:
     make(tmp_path, 100, 1, ".old")  # replaced, not yet removed
     make(tmp_path, 200, 2, ".old")  # killed between the two renames
     make(tmp_path, 200, 3, ".tmp")
-    (tmp_path / "notes.tmp").mkdir()
+    for other in ("notes.tmp", "notes.old", "step_00000300.damaged.old"):
+        (tmp_path / other).mkdir()
     done = files.clean_stale(tmp_path)
     assert len(done) == 3 and "restored step_00000200" in done
-    assert names(tmp_path) == {"step_00000100", "step_00000200", "notes.tmp"}
+    assert names(tmp_path) == {
+        "step_00000100", "step_00000200", "notes.tmp", "notes.old", "step_00000300.damaged.old",
+    }  # fmt: skip
     assert files.read_manifest(tmp_path / "step_00000200").save_index == 2
