@@ -31,6 +31,7 @@ from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
+from megatron_fp4.faults.exit_codes import is_users_to_mend
 from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -383,12 +384,15 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
 
 @contextlib.contextmanager
 def configuration_errors(prefix: str = "") -> Iterator[None]:
-    """What opening data, plans and checkpoints refuses is the user's to mend: a ConfigError, not a traceback."""
+    """What opening data, plans and checkpoints refuses is the user's to mend: a ConfigError, not a traceback. What a
+    disk or network fails at passes as it is."""
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and not is_users_to_mend(error):
+            raise
         raise ConfigError(f"{prefix}{error}") from error
 
 

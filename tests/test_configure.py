@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import torch
 
 import assembly
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import build_model
 from models.pattern import linear_shapes
@@ -85,3 +88,21 @@ def test_a_switch_that_is_off_has_no_plan() -> None:
     assert plan.num_quantized and switched is None
     plan, switched = assembly.plans_of(assembly.configure([]))
     assert switched is not None and plan.num_quantized and not switched.num_quantized
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        *((number, ExitCode.REFUSED) for number in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EISDIR)),
+        *((number, ExitCode.REFUSED) for number in (errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG)),
+        *((number, ExitCode.CRASHED) for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)),
+        *((number, ExitCode.CRASHED) for number in (errno.ENOSPC, errno.EDQUOT, errno.ECONNRESET, None)),
+    ],
+)
+def test_what_a_disk_fails_at_is_no_refusal(number: int | None, code: ExitCode) -> None:
+    """Only what the next start would meet as well is the user's to mend."""
+    error = OSError("no number") if number is None else OSError(number, os.strerror(number), "corpus.bin")
+    with pytest.raises(Exception, match=r"corpus\.bin|no number") as caught, assembly.configuration_errors("data: "):
+        raise error
+    assert exit_code_of(caught.value) is code
+    assert (caught.value is error) == (code is ExitCode.CRASHED)

@@ -6,6 +6,7 @@ difference. 75 is EX_TEMPFAIL of sysexits.h: try again later.
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 from megatron_fp4.config.schema import ConfigError
@@ -49,3 +50,16 @@ def exit_code_of(error: BaseException) -> ExitCode:
     if isinstance(error, SelfTestError | WrongNumbersError):
         return ExitCode.WRONG_NUMBERS
     return ExitCode.CRASHED
+
+
+_USERS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+_USERS_NUMBERS = (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def is_users_to_mend(error: OSError) -> bool:
+    """Whether the next start would meet the same: a path that is not what it must be, which the user has to mend.
+
+    Any other error of a disk or network (EIO, ESTALE, ETIMEDOUT, EAGAIN, ENOSPC, ...) may be over by then, or not be
+    there on other nodes: it is a crash, which a scheduler starts again, and no refusal, which it gives up.
+    """
+    return isinstance(error, _USERS) or error.errno in _USERS_NUMBERS

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.faults.exit_codes import is_users_to_mend
 from megatron_fp4.parallel.mesh import EXIT_SECONDS
 
 log = logging.getLogger(__name__)
@@ -37,9 +38,9 @@ def sole_run(run_dir: Path) -> Iterator[None]:
     """Hold the lock of `run_dir` inside; every rank enters, the first one locks.
 
     Waits up to `PATIENCE` seconds for a run that is there, saying so. Raises ConfigError on all ranks if it stays, or
-    if the folder cannot be written to.
+    if the folder is none that can be written to, and RuntimeError if its disk fails.
     """
-    refused: list[str | None] = [None]
+    refused: list[str | None] = [None, None]  # as the user's to mend, and otherwise
     descriptor = None
     try:
         if dist.get_rank() == 0:
@@ -47,12 +48,17 @@ def sole_run(run_dir: Path) -> Iterator[None]:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
-                refused[0] = f"run.dir={run_dir} cannot be written to ({error}); choose another"
+                if is_users_to_mend(error):
+                    refused[0] = f"run.dir={run_dir} cannot be written to ({error}); choose another"
+                else:
+                    refused[1] = f"run.dir={run_dir} cannot be written to now: {error}"
             else:
                 refused[0] = _acquire(descriptor, run_dir)
         dist.broadcast_object_list(refused)
         if refused[0] is not None:
             raise ConfigError(refused[0])
+        if refused[1] is not None:
+            raise RuntimeError(refused[1])
         yield
     finally:
         if descriptor is not None:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.faults import run_lock
+from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
 from megatron_fp4.faults.run_lock import LOCK_FILE, sole_run
 from megatron_fp4.parallel.mesh import ParallelMesh
 from tests.training.harness import launch
@@ -103,6 +105,22 @@ def test_a_folder_that_cannot_be_is_one_line(mesh: ParallelMesh, tmp_path):
     refusal = r"run\.dir=.*file.* cannot be written to"
     with pytest.raises(ConfigError, match=refusal), sole_run(tmp_path / "file" / "run"):
         pytest.fail("in no folder")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_a_disk_that_fails_is_a_crash_and_no_refusal(mesh: ParallelMesh, tmp_path, monkeypatch, number: int):
+    """A refused run is given up by schedulers, a crashed one started again, maybe on other nodes."""
+    opened = os.open
+
+    def failing(path, *args: Any) -> int:
+        if Path(path).name == LOCK_FILE:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(RuntimeError, match=os.strerror(number)) as caught, sole_run(tmp_path):
+        pytest.fail("without a lock")
+    assert exit_code_of(caught.value) is ExitCode.CRASHED
 
 
 def _refused(rank: int, run_dir: str) -> str:
