@@ -27,7 +27,16 @@ def write_state(run_dir: Path, state: str, reason: str = "") -> None:
     (run_dir / "state.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
+def begin(run_dir: Path) -> None:
+    """A start a while ago, behind what was saved before: clocks of file systems may be coarse."""
+    decide(run_dir, "begin")
+    os.utime(run_dir / ".slurm_start", (2, 2))
+    for manifest in run_dir.glob("checkpoints/*/manifest.json"):
+        os.utime(manifest, (1, 1))
+
+
 def checkpoint(run_dir: Path, step: int) -> None:
+    """Saved since `begin`."""
     folder = run_dir / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
@@ -68,7 +77,7 @@ def test_crashes_go_on_while_there_is_progress(tmp_path: Path) -> None:
     """Three times in a row without a newer checkpoint are forgiven, and a newer one starts the count anew."""
 
     def crash(new_step: int | None = None) -> bool:
-        decide(tmp_path, "begin")
+        begin(tmp_path)
         write_state(tmp_path, "crashed")
         if new_step is not None:
             checkpoint(tmp_path, new_step)
@@ -80,6 +89,28 @@ def test_crashes_go_on_while_there_is_progress(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000900.tmp").mkdir()
     (tmp_path / "checkpoints" / "step_00000901").mkdir()
     assert [crash(), crash(), crash(), crash()] == [True, True, True, False]
+
+
+def test_progress_after_a_fall_back_is_progress(tmp_path: Path) -> None:
+    """Of lower steps than the checkpoints that were damaged; going back to an old one is none."""
+    checkpoints = tmp_path / "checkpoints"
+    begin(tmp_path)
+    checkpoint(tmp_path, 200)
+    checkpoint(tmp_path, 400)
+    for _ in range(6):
+        begin(tmp_path)
+        (checkpoints / "step_00000400").rename(checkpoints / f"step_00000400.damaged.{time.monotonic_ns()}")
+        checkpoint(tmp_path, 300)
+        requeued, why = decide(tmp_path, "end", "0")
+        assert requeued and "had saved step_00000300" in why
+        begin(tmp_path)
+        (checkpoints / "step_00000300").rename(checkpoints / f"step_00000300.damaged.{time.monotonic_ns()}")
+        checkpoint(tmp_path, 400)
+        assert "had saved step_00000400" in decide(tmp_path, "end", "0")[1]
+    begin(tmp_path)
+    (checkpoints / "step_00000400").rename(checkpoints / "step_00000400.damaged")
+    (checkpoints / "latest").write_text("step_00000200\n")
+    assert "without a new checkpoint, the 1. time" in decide(tmp_path, "end", "0")[1]
 
 
 STAND_INS = {

@@ -4,23 +4,22 @@
 #     requeue.sh RUN_DIR begin               before the training: remembers when this start began
 #     requeue.sh RUN_DIR end STOPPING        after it. STOPPING: 1 if Slurm asked the job to stop, else 0
 #
-# A run that was stopped goes on, unless by the file STOP. One that crashed does too, as long as the newest checkpoint
-# has got newer since the start, or not more than three times in a row without that. One that is finished, was refused,
+# A run that was stopped goes on, unless by the file STOP. One that crashed does too, as long as it has saved a
+# checkpoint since the start, or not more than three times in a row without that. One that is finished, was refused,
 # diverged or computes wrong numbers does not: the same would happen again.
 
 set -uo pipefail
 
 run_dir="$1"
-mark="$run_dir/.slurm_start" # its time: when this start began; its text: the checkpoint then, and starts without a newer one
+mark="$run_dir/.slurm_start" # its time: when this start began; its text: crashes in a row without a new checkpoint
 
-# The step of the newest checkpoint, 0 if there is none.
+# The manifest of the checkpoint that was saved last, nothing if there is none. Not of the highest step: a run goes back
+# where the newest ones are damaged, and what it then saves is of lower steps than what was moved aside.
 newest() {
-    local newest=0 folder step
+    local newest="" folder
     for folder in "$run_dir"/checkpoints/step_*/; do
-        step="$(basename "$folder")"
-        step="${step#step_}"
-        if [[ "$step" =~ ^[0-9]+$ ]] && [ -f "$folder/manifest.json" ] && [ "$((10#$step))" -gt "$newest" ]; then
-            newest="$((10#$step))"
+        if [[ "$(basename "$folder")" =~ ^step_[0-9]+$ ]] && [ "${folder}manifest.json" -nt "$newest" ]; then
+            newest="${folder}manifest.json"
         fi
     done
     echo "$newest"
@@ -34,10 +33,11 @@ state() {
 }
 
 failures=0
-[ -f "$mark" ] && read -r before failures <"$mark"
+[ -f "$mark" ] && read -r failures <"$mark"
+failures="${failures##* }" # earlier versions had a step before it
 
 if [ "$2" = begin ]; then
-    mkdir -p "$run_dir" && echo "$(newest) $failures" >"$mark"
+    mkdir -p "$run_dir" && echo "$failures" >"$mark"
     exit
 fi
 
@@ -55,18 +55,20 @@ stopped)
     ;;
 esac
 
-now="$(newest)"
+last="$(newest)"
+name=none
+[ -n "$last" ] && name="$(basename "$(dirname "$last")")"
 if [ "$how" = stopped ] || [ "$3" = 1 ]; then
-    echo "$now 0" >"$mark"
-    echo "stopped on request, the newest checkpoint is of step $now: requeued"
-elif [ "$now" -gt "$before" ]; then
-    echo "$now 0" >"$mark"
-    echo "crashed (${how:-before it held run.dir}), but the newest checkpoint rose from step $before to $now: requeued"
+    echo 0 >"$mark"
+    echo "stopped on request, the newest checkpoint is $name: requeued"
+elif [ "$last" -nt "$mark" ]; then
+    echo 0 >"$mark"
+    echo "crashed (${how:-before it held run.dir}), but had saved $name: requeued"
 elif [ "$failures" -lt 3 ]; then
-    echo "$now $((failures + 1))" >"$mark"
+    echo "$((failures + 1))" >"$mark"
     echo "crashed (${how:-before it held run.dir}) without a new checkpoint, the $((failures + 1)). time in a row of at most 3: requeued"
 else
-    echo "$now 0" >"$mark"
+    echo 0 >"$mark"
     echo "crashed (${how:-before it held run.dir}) for the fourth time in a row without a new checkpoint: not requeued"
     exit 1
 fi
