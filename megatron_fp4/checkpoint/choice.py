@@ -11,7 +11,8 @@ once it is loaded: if any rank finds damage all learn it, and the first rank nam
     PATH, among them    PATH, unless later ones are intact         -
     never               refused by the caller                      step 0
 
-What was found damaged on the way is moved aside once an intact one is loaded, and kept: `step_00000400.damaged`.
+What was found damaged on the way is moved aside once an intact one is loaded, and kept: `step_00000400.damaged`. If the
+first rank does not find the damage that another one found, the start ends instead (second_look.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.evidence import Evidence, earlier_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
+from megatron_fp4.checkpoint.second_look import agree_on_damage
 from megatron_fp4.checkpoint.together import CheckpointError, DamageError, Together
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,8 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
     """Load what `resume` (see the table above) means for the run whose checkpoints lie under `root`.
 
     Returns None if the run begins at step 0. Raises ResumeRefusedError on all ranks if nothing is intact or left of an
-    earlier run, if there are checkpoints of another origin, or if a given one is not there or damaged.
+    earlier run, if there are checkpoints of another origin, or if a given one is not there or damaged; CheckpointError
+    if it cannot be known, because ranks disagree about damage or nothing can be read.
     """
     if resume == "never":
         return None
@@ -114,7 +117,7 @@ def is_own(root: Path, given: Path) -> bool:
 
 
 def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
-    """Load the newest checkpoint that is whole; None if there is none at all. Raises ResumeRefusedError."""
+    """Load the newest checkpoint that is whole; None if there is none at all. Raises as `choose`."""
     candidates: list[tuple[Path, Manifest]] = []  # the first rank's
 
     def scan() -> tuple[list[Damage], str | None]:
@@ -150,6 +153,7 @@ def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
             return Chosen(folder, manifest, trainer, tuple(damaged), origin_in(trainer))
     if not damaged:
         return None
+    agree_on_damage([(root / each.name, each.problem) for each in damaged], together, anywhere=True)
     listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
     raise ResumeRefusedError(
         f"there are checkpoints under {root}, but none is whole ({listing}). Not starting again at step 0 unasked: "
@@ -213,9 +217,9 @@ def _manifest_of(folder: Path) -> Manifest | Damage:
 
 
 def _given(folder: Path, together: Together, load: Load) -> Chosen:
-    """Load the checkpoint in `folder`, of this run or another. Raises ResumeRefusedError."""
+    """Load the checkpoint in `folder`, of this run or another. Raises as `choose`."""
 
-    def look() -> tuple[Manifest | None, str, str]:
+    def look() -> tuple[Manifest | Damage | None, str, str]:
         if not folder.is_dir():
             return None, "is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200", ""
         try:
@@ -223,15 +227,18 @@ def _given(folder: Path, together: Together, load: Load) -> Chosen:
         except files.OtherFormatError as error:
             return None, f"is of another version: {error}", ""
         if isinstance(found, Damage):
-            return None, f"is damaged: {found.problem}; give another one", ""
+            return found, "", ""
         return found, "", hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
 
     manifest, refusal, digest = together.first("read a manifest", look)
     if manifest is None:
         raise ResumeRefusedError(f"checkpoint.resume={folder} {refusal}")
     try:
+        if isinstance(manifest, Damage):
+            raise DamageError(manifest.problem, manifest.problem)
         trainer = load(folder, manifest)
     except DamageError as error:
+        agree_on_damage([(folder, error.reasons)], together, anywhere=True)
         raise ResumeRefusedError(f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one") from error
     return Chosen(folder, manifest, trainer, origin=Origin(str(folder), manifest.step, digest))
 
@@ -270,9 +277,13 @@ def origin_state(origin: Origin | None) -> dict[str, Any] | None:
 
 
 def _move_aside(root: Path, damaged: Sequence[Damage], together: Together, latest: Path) -> tuple[Damage, ...]:
-    """Rename damaged checkpoints, and let the pointer name `latest`, which was loaded instead of them."""
+    """Rename damaged checkpoints, and let the pointer name `latest`, which was loaded instead of them.
+
+    Raises CheckpointError on all ranks, and moves none, if the first rank finds one of them whole.
+    """
     if not damaged:
         return ()
+    agree_on_damage([(root / each.name, each.problem) for each in damaged], together)
 
     def move() -> tuple[Damage, ...]:
         moved = tuple(replace(each, moved_to=files.move_aside(root / each.name).name) for each in damaged)
