@@ -1,0 +1,102 @@
+"""Checkpoints of format 1, by torch.distributed.checkpoint's own writer, still load."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.random_state import capture_random_state
+from megatron_fp4.checkpoint.shards import state_of
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.optimizer import optimizer_state
+from megatron_fp4.training.step import train_step
+from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
+
+pytestmark = pytest.mark.slow
+STEP = 3
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {**model.state_dict(), **optimizer_state(model, optimizer)}
+    return {name: whole(value) for name, value in state.items()}
+
+
+def _draws() -> tuple[float, ...]:
+    return random.random(), float(np.random.normal()), torch.rand(()).item()
+
+
+def _save_as_format_1(rank: int, root: str) -> dict[str, Any]:
+    """As the first version of this project saved: returns weights and moments, and what is drawn next."""
+    mesh = toy_mesh()
+    model, optimizer = toy(mesh, seed=3)
+    for step in range(STEP):
+        train_step(
+            model, optimizer, toy_batches(step, mesh), mesh, RunClock(seed=0), step=step, lr=1e-2, clip_norm=1.0
+        )  # fmt: skip
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    folder = Path(root) / files.folder_name(STEP)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(state_of(model, optimizer), storage_writer=FileSystemWriter(folder))
+    files.write_file(folder / f"rng_{rank:05d}.pt", capture_random_state(mesh.device))
+    dist.barrier()
+    if rank == 0:
+        files.write_file(folder / "trainer.json", '{"note": [1, 0.1]}')
+        records = {path.name: files.record_of(path) for path in folder.iterdir()}
+        files.write_manifest(folder, files.Manifest(1, STEP, 24, 192, 2, {"run": 1}, records, "2.7.0", format=1))
+        files.write_pointer(folder)
+    return {"tensors": _tensors(model, optimizer), "draws": _draws()}
+
+
+def _load(rank: int, root: str) -> dict[str, Any]:
+    mesh = toy_mesh()
+    model, optimizer = toy(mesh, seed=7)
+    checkpointer = Checkpointer(Path(root), mesh, keep=0, identity={"run": 1})
+    resumed = checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False)
+    assert resumed is not None
+    assert (resumed.step, resumed.consumed_samples, resumed.consumed_tokens) == (STEP, 24, 192)
+    assert resumed.trainer == {"note": [1, 0.1]} and not resumed.damaged
+    draws = _draws()
+    # The next save is of today's format, and does not touch the old one.
+    checkpointer.save(STEP + 1 + dist.get_world_size(), model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
+    return {"tensors": _tensors(model, optimizer), "draws": draws, "same_world": resumed.same_world}
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_it_loads_on_any_number_of_ranks(tmp_path: Path, world_size: int) -> None:
+    saved = launch(_save_as_format_1, 2, str(tmp_path))
+    folder = tmp_path / files.folder_name(STEP)
+    assert files.read_manifest(folder).format == 1
+    assert {path.name for path in folder.iterdir()} == {
+        "manifest.json", "trainer.json", ".metadata", "__0_0.distcp", "__1_0.distcp", "rng_00000.pt", "rng_00001.pt",
+    }  # fmt: skip
+    loaded = launch(_load, world_size, str(tmp_path))
+    for before, after in zip(saved, loaded, strict=False):
+        assert before["tensors"].keys() == after["tensors"].keys()
+        assert all(torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"])
+        assert after["same_world"] == (world_size == 2)
+        assert (before["draws"] == after["draws"]) == after["same_world"]
+    assert files.read_manifest(folder).format == 1
+    assert [manifest.save_index for _, manifest, _ in files.scan(tmp_path) if manifest is not None] == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "rng_00001.pt"])
+def test_it_is_checked_as_any_other(tmp_path: Path, name: str) -> None:
+    launch(_save_as_format_1, 2, str(tmp_path))
+    path = tmp_path / files.folder_name(STEP) / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Exception, match=rf"none is whole .*{name}"):
+        launch(_load, 2, str(tmp_path))
