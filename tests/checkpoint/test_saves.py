@@ -272,13 +272,15 @@ def test_every_file_is_read_once(trial: Callable[..., Trial], monkeypatch: pytes
     one.save(1)
     opened: list[str] = []
 
-    def watched(path: Path, *arguments: Any, **named: Any) -> Any:
-        opened.append(path.name)
-        return open(path, *arguments, **named)
+    open_plain = files.open_plain
 
-    monkeypatch.setattr(shards, "open", watched, raising=False)
+    def watched(path: Path) -> Any:
+        opened.append(path.name)
+        return open_plain(path)
+
+    monkeypatch.setattr(files, "open_plain", watched)
     one.resume()
-    assert opened == ["__0_0.distcp"]
+    assert sorted(opened) == sorted([METADATA, "__0_0.distcp", saves.RANDOM_STATE, saves.TRAINER])
 
 
 def test_a_full_disk_is_named_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
