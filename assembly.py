@@ -22,6 +22,7 @@ from data.samples import SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
@@ -29,6 +30,7 @@ from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
@@ -45,6 +47,7 @@ from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.spikes import SpikeGuard
 from megatron_fp4.training.step import StepResult
 from models.execution import Execution
 from models.execution_choice import agreed_execution, choose_execution
@@ -142,13 +145,19 @@ class Run:
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
     bundle: DataBundle
-    phases: PhaseSchedule
     loader: MicroBatchLoader
     validation: list[ValidationSet]
     checkpointer: Checkpointer
     guard: NonFiniteGuard
+    spikes: SpikeGuard
     kernels: KernelChoices
     log: RunLog
+    progress: Progress
+
+    @property
+    def phases(self) -> PhaseSchedule:
+        """The data phases; behind a resume, with those that have been."""
+        return self.loader.schedule
 
     @property
     def tokens_per_step(self) -> int:
@@ -165,10 +174,38 @@ class Run:
         switch = self.controller.switch
         return self.schedule.lr(step, switch.switched_at, switch.config.rewarm_steps)
 
+    def phase(self, step: int) -> str:
+        """The data phase of `step` (from 0)."""
+        return self.phases.locate(step * self.config.train.global_batch_size).phase
+
+    @property
+    def plan_name(self) -> str:
+        """The precision in effect, as records call it."""
+        switch = self.controller.switch
+        return (
+            self.config.precision.name if switch.switched_at is None else f"after the switch to {switch.config.target}"
+        )
+
+    def roll_back(self, step: int, folder: Path | None = None) -> int:
+        """After `step` steps done: take up weights, moments, generators and precision of the last checkpoint, or of the
+        one in `folder`, and go on with the next step. Returns the checkpoint's step.
+
+        What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
+        changes nothing, if the checkpoint is no longer whole.
+        """
+        parts = self.model, self.optimizer.optimizer, self.controller.clock
+        if folder is None:
+            resumed = self.checkpointer.reload(*parts)
+        else:
+            resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
+        self.controller.load_state_dict(resumed.trainer["switch"])
+        self.spikes.rolled_back(resumed.trainer.get("spikes"))
+        self.guard.rolled_back(step, resumed.step)
+        return resumed.step
+
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""
-        switch, rate = self.controller.switch, self.tokens_per_step / seconds
-        before, after = self.config.precision.name, f"after the switch to {switch.config.target}"
+        rate = self.tokens_per_step / seconds
         return StepMetrics(
             step=step + 1,
             tokens=(step + 1) * self.tokens_per_step,
@@ -179,15 +216,16 @@ class Run:
             model_tflops=self.flops_per_token * rate / self.mesh.world_size / 1e12,
             step_time=seconds,
             skipped=result.skipped,
-            phase=self.phases.locate(step * self.config.train.global_batch_size).phase,
-            plan=before if switch.switched_at is None else after,
+            phase=self.phase(step),
+            plan=self.plan_name,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         plan = self.controller.plan.as_dict()
-        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config)}
+        origin = origin_state(self.checkpointer.origin)
+        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config), "origin": origin}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
@@ -200,6 +238,7 @@ class Run:
             "loader": self.loader,
             "switch": self.controller,
             "skipped": self.guard,
+            "spikes": self.spikes,
             "wandb_run_id": self.log,
             "autotuning": self.kernels,
         }
@@ -246,8 +285,11 @@ def initialized_model(
     return model, controller
 
 
-def build(config: Config, mesh: ParallelMesh) -> Run:
-    """Build every part. Raises ConfigError for data that cannot be opened or does not fit."""
+def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) -> Run:
+    """Build every part. Raises ConfigError for data that cannot be opened or does not fit.
+
+    progress: where the run is to say what it does; None if nobody watches.
+    """
     seed = config.run.seed
     random.seed(seed)
     np.random.seed(seed)
@@ -256,7 +298,7 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
     execution = agreed_execution(execution_of(config))
     model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
     with configuration_errors():
-        bundle, phases, loader, validation = open_run_data(config, mesh)
+        bundle, loader, validation = open_run_data(config, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
@@ -270,7 +312,6 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
         schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
         bundle=bundle,
-        phases=phases,
         loader=loader,
         validation=validation,
         checkpointer=Checkpointer(
@@ -282,14 +323,14 @@ def build(config: Config, mesh: ParallelMesh) -> Run:
             max_failed_saves=config.checkpoint.max_failed_saves,
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
+        spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         log=RunLog(config, active=mesh.rank == 0),
+        progress=progress or Progress(),
     )
 
 
-def open_run_data(
-    config: Config, mesh: ParallelMesh
-) -> tuple[DataBundle, PhaseSchedule, MicroBatchLoader, list[ValidationSet]]:
+def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
     """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
 
     Raises ValueError or OSError for what cannot be opened or does not fit.
@@ -315,12 +356,14 @@ def open_run_data(
         pin_memory=mesh.device.type == "cuda",
         prefetch=data.prefetch,
         allow_other_data=config.checkpoint.allow_mismatch,
+        # Before the other ranks give up in a collective, and not name the worker.
+        timeout_seconds=0.8 * config.parallel.timeout_seconds,
     )
     validation = [
         ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
         for name, stream in bundle.validation.items()
     ]
-    return bundle, phases, loader, validation
+    return bundle, loader, validation
 
 
 @contextlib.contextmanager

@@ -7,16 +7,25 @@
     WORLD_SIZE=736 python pretrain.py ... run.dry=true       what it would need there: memory, messages, time
 
 Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished; while
-another run is there it waits, and then refuses. Exit codes:
-0 finished, or stopped by a signal after saving; 2 the configuration is wrong, in one line on stderr; 1 anything else.
+another run is there it waits, and then refuses. A signal (TERM, USR1, HUP, INT, QUIT), a file run.dir/STOP or
+run.max_minutes stop it after a step, with a checkpoint. Exit codes, and states in run.dir/state.json:
+0 finished; 75 stopped on request and saved; 2 refused, in one line on stderr: the configuration is wrong; 3 diverged:
+too many steps in a row were skipped; 4 wrong numbers: hardware or kernels compute something else than they should;
+1 anything else. A second signal, 5 seconds after the first or later, leaves at once with 128 plus its number.
 """
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
+    from megatron_fp4.faults.signals import StopRequest
+
+    STOP = StopRequest().listen()
+
 import logging
-import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -35,20 +44,31 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
+from megatron_fp4.checkpoint import drift
+from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError, Resumed
+from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
+from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError
+from megatron_fp4.faults.flight_recorder import record_collectives
+from megatron_fp4.faults.orders import Orders
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.faults.run_lock import sole_run
+from megatron_fp4.faults.run_state import RunState
 from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
-from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
+from megatron_fp4.measure.spike_diagnosis import diagnose_spike
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
-from megatron_fp4.precision.recheck import RecheckError
 from megatron_fp4.report import console as show
+from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import introduce, summarize
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
+from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
 from models.execution_choice import describe_execution
 from models.flops import forward_flops_per_token, parameter_count
@@ -56,33 +76,38 @@ from models.pattern import MIXERS
 
 
 def main(arguments: list[str]) -> int:
-    """Run pretrain.py with Hydra overrides as `arguments`; returns the exit code."""
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text(CONFIGS))
-        return 0
-    if "--version" in arguments:
-        print(f"megatron_fp4 {__version__}")
-        return 0
-    check_only = "--check" in arguments
+    """`launch` in a process that lives on: gives back signals and process group."""
+    with StopRequest() as signals:
+        try:
+            return launch(arguments, signals)
+        finally:
+            leave_distributed()
+
+
+def launch(arguments: list[str], signals: StopRequest) -> int:
+    """Run pretrain.py with Hydra overrides as `arguments`; returns the exit code. signals: listens already."""
     overrides = [argument for argument in arguments if argument != "--check"]
+    run_dir = None
     try:
-        config = configure(overrides)
-        if check_only:
+        if {"--help", "-h", "--version", "--check"} & {*arguments}:
+            signals.decline()
+        if "--help" in arguments or "-h" in arguments:
+            print(help_text(CONFIGS))
             return 0
-        return print_needs(config) if config.run.dry else pretrain(config)
-    except ConfigError as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
-        return 2
-    except RecheckError as error:
-        if int(os.environ.get("RANK", 0)) == 0:  # all ranks have the same
-            print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
-        return 1
-    except selftest.SelfTestError as error:
-        print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        leave_distributed()
+        if "--version" in arguments:
+            print(f"megatron_fp4 {__version__}")
+            return 0
+        if overrides == arguments:
+            run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
+        config = configure(overrides)
+        if "--check" in arguments:
+            return 0
+        if config.run.dry:
+            signals.decline()
+            return print_needs(config)
+        return pretrain(config, signals)
+    except (ConfigError, DivergedError, WrongNumbersError, selftest.SelfTestError) as error:
+        return explain(error, run_dir)
 
 
 def print_needs(config: Config) -> int:
@@ -93,28 +118,35 @@ def print_needs(config: Config) -> int:
     return 0
 
 
-def pretrain(config: Config) -> int:
+def pretrain(config: Config, signals: StopRequest) -> int:
     """Build the parts and run them, as the only run in its folder; returns the exit code."""
     apply_file_mode(config.run.file_mode)
-    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
+    run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
+    record_collectives(run_dir)
+    device = init_distributed(device_type_of(config), timeout)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
-    logging.basicConfig(level=logging.INFO if mesh.rank == 0 else logging.WARNING, format="%(message)s")
-    run = build(config, mesh)
-    with sole_run(Path(config.run.dir)):
-        return run_to_end(run)
+    first_rank = mesh.rank == 0
+    logging.basicConfig(level=logging.INFO if first_rank else logging.WARNING, format="%(message)s")
+    with sole_run(run_dir), RunState(run_dir, first_rank, progress) as state, progress.watched(run_dir, timeout):
+        progress.at(0, "build")
+        run = build(config, mesh, progress)
+        orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
+        return run_to_end(run, orders, state)
 
 
-def run_to_end(run: Run) -> int:
+def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     """Resume, train, save, summarize; returns the exit code."""
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
+    run.progress.at(0, "load")
     start, steps, first_rank = resume(run), config.train.steps, mesh.rank == 0
-    if start >= steps:
+    missing = missing_of(run_dir, steps, validates=bool(run.validation)) if start == steps else None
+    if missing is not None and not (missing.names and run.checkpointer.has(steps)):
         log.console.text(
-            f"{run_dir} is finished: its newest checkpoint is of step {start} of {steps}. Raise train.steps to go on, "
-            f"or choose another run.dir."
+            f"{run_dir} is finished: the checkpoint it starts from is of step {start} of {steps}. Raise train.steps "
+            "to go on, or choose another run.dir."
         )
-        return 0
+        return state.ended(ExitCode.FINISHED, start)
 
     entropy = {v.name: unigram_entropy(v.target_counts()) for v in run.validation}
     plan = run.controller.plans[0].as_dict()
@@ -126,37 +158,50 @@ def run_to_end(run: Run) -> int:
         world_size=mesh.world_size,
         optimizer=run.optimizer.name,
         plan=plan,
+        resume=config.checkpoint.resume,
+        origin=origin_state(run.checkpointer.origin),
     )
-    introduce_run(run, start)
+    if missing is None:
+        introduce_run(run, start)
+    run.progress.at(0, "tune and test kernels")
     pin_autotuned(run, start)
     test_backend(run)
     run.checkpointer.prepare(run.model, run.optimizer.optimizer)
     run.checkpointer.saves.before_publish = log.sync
     log.settings(plan)
     with (
-        StopRequest() as stop,
         log,
         memory_history(run_dir, active=config.logging.memory_history and first_rank),
         ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=first_rank) as window,
         run.checkpointer,
+        SaidAtOnce(),
     ):
-        steps_done, losses = train(run, start, stop, window)
+        steps_done, losses = train(run, start, orders, window) if missing is None else complete(run, missing)
         run.checkpointer.finish()
         log.saves(run.checkpointer.reports())
-    if first_rank and steps_done == steps:
+    run.progress.at(steps_done, "end")
+    if steps_done < steps:
+        return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
+    if first_rank:
         summarize(log.console, config, run.controller.switch.switched_at, losses, entropy)
-    return 0
+    return state.ended(ExitCode.FINISHED, steps_done)
 
 
-def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tuple[int, dict[str, float]]:
+def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[int, dict[str, float]]:
     """The loop, from `start` steps done to the end or a request to stop; returns steps done and validation losses."""
     config, model, mesh, controller, log = run.config, run.model, run.mesh, run.controller, run.log
     measurements = Measurements(config, model, mesh, controller, records=log.metrics, log=log.console)
     losses: dict[str, float] = {}
-    for step, batch in enumerate(run.loader.steps(start, steps := config.train.steps), start=start):
+    if orders.agreed(mesh):  # nothing is new that would have to be saved
+        log.stop(start, orders.why_stop)
+        return start, losses
+    batches = run.progress.loading(run.loader.steps(start, steps := config.train.steps), start + 1)
+    for step, batch in enumerate(batches, start=start):
         began, done = time.perf_counter(), step + 1
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
+        run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
             result = train_step(
                 model,
@@ -168,21 +213,73 @@ def train(run: Run, start: int, stop: StopRequest, window: ProfileWindow) -> tup
                 lr=run.lr(step),
                 clip_norm=config.optimizer.clip_norm,
                 reshard=config.parallel.reshard,
-                requests=StepRequests(stop=stop.requested, save_failed=run.checkpointer.failed),
+                requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
+                accept=run.spikes.accept,
+                progress=run.progress,
             )
         measurements.write(step)
-        run.guard.observe(result, step, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
+        run.guard.observe(result, done, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
+        if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
+            answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
             log.validation(done, done * run.tokens_per_step, losses)
         log.saves(run.checkpointer.reports(result.requests.save_failed))
-        if done == steps or result.requests.stop or is_due(config.checkpoint.interval, done):
+        if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
             save(run, done)
+            orders.obeyed()
         if result.requests.stop and done < steps:
-            log.stop(done, stop.received)
+            log.stop(done, orders.why_stop)
             return done, losses
     return steps, losses
+
+
+def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
+    """Write the records that a finished run lacks; returns its steps and its last validation losses."""
+    steps, log, losses = run.config.train.steps, run.log, missing.losses
+    log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
+    if missing.validation:
+        losses = validation_losses(run)
+        log.validation(steps, steps * run.tokens_per_step, losses)
+    if missing.checkpoint:
+        log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
+    return steps, losses
+
+
+def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
+    """Record a spike and its samples, and go back to the last checkpoint if the configuration says so and there is one.
+
+    Raises SpikeError on all ranks if there were too many in a row.
+    """
+    size, restored = run.config.train.global_batch_size, None
+    action: str = run.config.spikes.action
+    if spike.in_row >= run.config.spikes.max_in_row:
+        answer, action = "the run ends", "end"
+    elif action == "skip":
+        answer = "skipped"
+    elif run.checkpointer.last_step() is None:
+        answer = "skipped, because there is no checkpoint yet to go back to"
+    else:
+        try:
+            restored = run.roll_back(spike.step)
+            answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
+        except CheckpointGoneError as error:
+            answer = f"skipped, because going back failed: {error}"
+    first = spike.step - 1 if restored is None else restored
+    run.log.spike(
+        spike,
+        answer,
+        action=action if restored is not None or action == "end" else "skip",
+        checkpoint=restored,
+        steps=[first + 1, spike.step],
+        samples=[first * size, spike.step * size - 1],
+        sources=[
+            {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
+            for found in run.phases.source_ranges(first * size, spike.step * size)
+        ],
+    )
+    run.spikes.give_up(spike, diagnose)
 
 
 def is_due(interval: int, done: int) -> bool:
@@ -201,16 +298,21 @@ def introduce_run(run: Run, start: int) -> None:
             count = sum(p.numel() for block in own for p in block.parameters())
             parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    size, tokens = config.train.global_batch_size, run.phases.tokens_per_phase(config.train.sequence_length)
+    size, length = config.train.global_batch_size, config.train.sequence_length
     phases = [
-        show.PhaseRow(span.name, span.start // size + 1, span.end // size, tokens[span.name], phase.blend)
-        for span, phase in zip(run.phases.spans, config.data.phases, strict=True)
+        show.PhaseRow(
+            span.name, span.start // size + 1, span.end // size, span.num_samples * length, span.blend.weights
+        )
+        for span in run.phases.spans
     ]
     when, at_step = config.precision.switch.when, switch.at_step
+    switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
+    if switch.switched_at is not None:
+        switch_step = f"was before step {switch.switched_at + 1}"
     facts = {
         "compute dtype, backend": f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}",
         "why this backend": run.backend.reason,
-        "switch": when if at_step is None else f"before step {at_step + 1} ({when}), to {switch.config.target}",
+        "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
         "kernels": describe_execution(model.execution, pattern),
         "activation checkpointing": model.execution.recompute,
@@ -234,12 +336,14 @@ def introduce_run(run: Run, start: int) -> None:
 def validation_losses(run: Run) -> dict[str, float]:
     """Held-out loss per source."""
     size, mesh = run.config.train.micro_batch_size, run.mesh
+    run.progress.at(run.controller.clock.step + 1, "validation")
     batches = {source.name: source.batches(size, mesh.dp_rank, mesh.dp_size) for source in run.validation}
-    return evaluate(run.model, batches, mesh, run.controller.clock)
+    return evaluate(run.model, batches, mesh, run.controller.clock, run.progress)
 
 
 def save(run: Run, step: int) -> None:
     """Write the checkpoint of `step` steps done, or begin to."""
+    run.progress.at(step, "save")
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
     run.checkpointer.save(
@@ -276,11 +380,28 @@ def resume(run: Run) -> int:
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
+        say_what_differs(run, resumed)
     return start
 
 
-def pin_autotuned(run: Run, start: int) -> None:
-    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs."""
+def say_what_differs(run: Run, resumed: Resumed) -> None:
+    """Print and record what was damaged, and what of the configuration has changed since the checkpoint."""
+    saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
+    for damage in resumed.damaged:
+        line = (
+            f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
+        )
+        run.log.found("damaged", [line], **asdict(damage))
+    if changes := drift.configuration_changes(saved, run.config):
+        lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
+        run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+
+
+def pin_autotuned(run: Run, start: int, record: bool = True) -> None:
+    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs.
+
+    record: write it down in run.dir.
+    """
     train, mixers = run.config.train, run.model.autotuned_mixers()
     if not (run.config.run.deterministic and mixers):
         return
@@ -292,7 +413,7 @@ def pin_autotuned(run: Run, start: int) -> None:
 
     for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)
-    if run.mesh.rank == 0:
+    if record and run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
 
 
@@ -306,4 +427,4 @@ def test_backend(run: Run) -> None:
 
 
 if __name__ == "__main__":
-    end_process(main(sys.argv[1:]))
+    run_program(lambda: launch(sys.argv[1:], STOP))

@@ -25,7 +25,17 @@ class Blend:
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        self.weights = _normalized(weights)
+        self._set(_normalized(weights))
+
+    @classmethod
+    def restored(cls, weights: Mapping[str, float]) -> Blend:
+        """The blend that had these `weights`, bit for bit: normalizing them once more could move a slot."""
+        blend = cls.__new__(cls)
+        blend._set(dict(weights))
+        return blend
+
+    def _set(self, weights: dict[str, float]) -> None:
+        self.weights = weights
         self.names = list(self.weights)
         self._slots_per_period = _largest_remainder(self.weights)
         self._slots, self._before = _lay_out(list(self._slots_per_period.values()))

@@ -1,8 +1,9 @@
 """What a checkpoint remembers of the data, and whether a resumed run would still see the same past.
 
 A fingerprint is plain JSON: seed, seq_length, the identity of each source, the phases. On resume only what
-shaped the samples already consumed must agree, so a run may be lengthened, given another last phase or a new
-source; what would reorder or replace the past is refused.
+shaped the samples already consumed must agree. Where phases begin and end may change (train.steps, fractions): what
+was consumed stays as it was, and the new layout holds from there on. Another blend for a phase that has served
+samples, or a source with other content, would replace the past, and is refused.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed_s
         for key in ("seed", "seq_length")
         if saved[key] != current[key]
     ]
-    past, now = _past(saved, consumed_samples), _past(current, consumed_samples)
-    if past != now:
-        found.append(f"the phases up to sample {consumed_samples} were {_spell(past)} and are now {_spell(now)}")
+    past, now = served(saved, consumed_samples), served(current, consumed_samples)
+    if past != now and (changed := _changed_phase(saved, current, consumed_samples)):
+        found.append(
+            f"the phases up to sample {consumed_samples} were {_spell(past)} and are now {_spell(now)}; phase "
+            f"{changed!r} has served samples, so it must stay in data.phases with its blend "
+            "(give one that begins now another name)"
+        )
     for name in dict.fromkeys(name for _, _, blend in past for name, _ in blend):
         before, after = saved["sources"][name], current["sources"].get(name)
         if after is None:
@@ -47,10 +52,19 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed_s
     return found
 
 
-def _past(fingerprint: Mapping[str, Any], consumed_samples: int) -> list[tuple[int, int, list[list[Any]]]]:
-    """The phases as (start, end, weights), cut off where the run stands; their names do not shape samples."""
+def served(fingerprint: Mapping[str, Any], consumed_samples: int) -> list[tuple[int, int, list[list[Any]]]]:
+    """The phases as (start, end, weights), cut off at consumed_samples; their names do not shape samples."""
     spans = [(p["start"], min(p["end"], consumed_samples), p["blend"]) for p in fingerprint["phases"]]
     return [span for span in spans if span[0] < span[1]]
+
+
+def _changed_phase(saved: Mapping[str, Any], current: Mapping[str, Any], consumed_samples: int) -> str | None:
+    """The first phase that has served samples and that the run does not have any more, or with another blend."""
+    blends = {phase["name"]: phase["blend"] for phase in current["phases"]}
+    for phase in saved["phases"]:
+        if phase["start"] < min(phase["end"], consumed_samples) and blends.get(phase["name"]) != phase["blend"]:
+            return str(phase["name"])
+    return None
 
 
 def _spell(spans: list[tuple[int, int, list[list[Any]]]]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,10 +19,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from data.fingerprint import data_fingerprint, differences
+from data.fingerprint import data_fingerprint, differences, served
 from data.phases import PhaseSchedule
 from data.samples import SampleSource
-from data.workers import WorkerSetup, signals_held_back
+from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,10 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory; DataLoader calls it by this name."""
         return MicroBatch(self.index, self.tokens.pin_memory(), self.targets.pin_memory())
+
+
+class LoaderError(RuntimeError):
+    """A loader worker died, or none delivers any more."""
 
 
 class GlobalSamples(Dataset[tuple[int, np.ndarray]]):
@@ -61,7 +66,7 @@ class MicroBatchLoader:
     `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers
     processes prepare `prefetch` micro-batches each ahead of time; with 0 the rank prepares each when it needs
     it, and prefetch has no meaning. pin_memory is for a rank with a GPU. The global random state is left
-    alone.
+    alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an error that names them.
 
     Raises ValueError when a source is missing or the global batch does not divide into whole rounds of
     micro-batches.
@@ -78,6 +83,7 @@ class MicroBatchLoader:
         pin_memory: bool = False,
         prefetch: int = 2,
         allow_other_data: bool = False,
+        timeout_seconds: float = 0.0,
     ) -> None:
         global_batch_size = schedule.global_batch_size
         if not 0 <= dp_rank < dp_size:
@@ -109,6 +115,7 @@ class MicroBatchLoader:
         self.pin_memory = pin_memory
         self.prefetch = prefetch
         self.allow_other_data = allow_other_data
+        self.timeout_seconds = timeout_seconds
         self.consumed_samples = 0
         """Global samples handed out so far, by all ranks together, the step in progress included."""
 
@@ -130,7 +137,7 @@ class MicroBatchLoader:
         return self._steps(start_step, end_step)
 
     def _steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
-        setup = WorkerSetup()
+        setup = WorkerSetup(self.num_workers)
         loader: DataLoader[Any] = DataLoader(
             GlobalSamples(self.schedule, self.sources),
             batch_sampler=_MicroBatchIndices(self, start_step, end_step),
@@ -145,16 +152,36 @@ class MicroBatchLoader:
         )
         with signals_held_back():
             micro_batches = iter(loader)
+        watch = DeliveryWatch(setup, self.timeout_seconds if self.num_workers else 0.0)
         # Should the run end by an exception, multiprocessing stops the workers at exit; see workers.py.
         atexit.register(setup.release)
         try:
             for step in range(start_step, end_step):
-                batch = [next(micro_batches) for _ in range(self.num_micro_batches)]
+                with self._named_workers(setup, watch, step):
+                    batch = [next(micro_batches) for _ in range(self.num_micro_batches)]
                 self.consumed_samples = (step + 1) * self.global_batch_size
                 yield batch
         finally:
+            watch.close()
             setup.release()
             atexit.unregister(setup.release)
+
+    @contextmanager
+    def _named_workers(self, setup: WorkerSetup, watch: DeliveryWatch, step: int) -> Iterator[None]:
+        """DataLoader says that a worker died or waits for ever, not how they stand."""
+        try:
+            with watch:
+                yield
+        except (RuntimeError, OSError, EOFError) as error:
+            where = (
+                f"no data for step {step + 1} (data-parallel rank {self.dp_rank}, data.num_workers={self.num_workers})"
+            )
+            if watch.found is not None:
+                waited = f"for {self.timeout_seconds:.0f} s"
+                raise LoaderError(f"{where} {waited}: {watch.found}") from error
+            if self.num_workers and str(error).startswith("DataLoader"):
+                raise LoaderError(f"{where}: {error}; {setup.in_words()}") from error
+            raise
 
     def _collate(self, samples: Sequence[tuple[int, np.ndarray]]) -> MicroBatch:
         index = samples[0][0] % self.global_batch_size // self.micro_batch_size
@@ -173,22 +200,30 @@ class MicroBatchLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where a checkpoint stood; go on with step consumed_samples / global_batch_size.
 
+        Where this run lays out its phases otherwise, being of another length for instance, what was consumed stays as
+        it was, and the schedule begins behind it.
+
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
         """
         consumed = int(state["consumed_samples"])
         if consumed % self.global_batch_size or not 0 <= consumed <= self.schedule.num_samples:
+            steps = -(-consumed // self.global_batch_size)
             raise ValueError(
                 f"the checkpoint stands after {consumed} samples, which is not a whole number of global "
-                f"batches of {self.global_batch_size} within a run of {self.schedule.num_samples} samples; "
-                "resume with the checkpoint's global batch size and at least its number of steps"
+                f"batches of {self.global_batch_size} within a run of {self.schedule.num_samples} samples; resume with "
+                f"the checkpoint's train.global_batch_size and train.steps={steps} or more"
             )
         found = differences(state["fingerprint"], self.fingerprint, consumed)
         if found and not self.allow_other_data:
             raise ValueError(
                 "this run's data is not the data of the checkpoint: " + "; ".join(found) + ". Restore those settings "
-                "and files, or allow other data explicitly, which gives up exact resumption"
+                "and files, or go on with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
             )
+        saved = state["fingerprint"]
+        if not found and served(saved, consumed) != served(self.fingerprint, consumed):
+            self.schedule = self.schedule.behind(saved["phases"], consumed)
+            del self.fingerprint  # it is of the schedule
         self.consumed_samples = consumed
 
 

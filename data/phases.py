@@ -3,14 +3,19 @@
 The global sample index is the only clock. A phase is a span of it, rounded to whole global batches so that no
 step mixes two blends. A source's samples are counted over the whole run, across phases, so that nothing is
 seen twice before everything was seen once.
+
+A run that goes on with another number of steps, or with other phases to come, has a past that the new phases would
+not have laid out so. `PhaseSchedule.behind` then keeps the spans that were consumed, as history, and lets the new
+layout begin behind them; counting goes on.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from data.blend import Blend
 
@@ -46,6 +51,15 @@ class Location(NamedTuple):
     ordinal: int
 
 
+class SourceRange(NamedTuple):
+    """The samples [start, end) of `source`, by ordinal, that a span of global samples takes during `phase`."""
+
+    phase: str
+    source: str
+    start: int
+    end: int
+
+
 class PhaseSchedule:
     """The phases of a run of num_steps global batches of global_batch_size samples.
 
@@ -60,9 +74,7 @@ class PhaseSchedule:
         _check(phases)
         self.num_steps = num_steps
         self.global_batch_size = global_batch_size
-        self.spans: list[PhaseSpan] = []
-        self._offsets: list[dict[str, int]] = []
-        consumed: dict[str, int] = {}
+        spans = []
         share, start = 0.0, 0
         for phase in phases:
             share += phase.fraction
@@ -71,14 +83,42 @@ class PhaseSchedule:
                 blend = Blend(phase.blend)
             except ValueError as error:
                 raise ValueError(f"phase {phase.name!r}: {error}") from error
-            span = PhaseSpan(phase.name, start * global_batch_size, end * global_batch_size, blend)
-            self.spans.append(span)
-            self._offsets.append(dict(consumed))
-            for name in blend.names:
-                consumed[name] = consumed.get(name, 0) + blend.count(name, span.num_samples)
+            spans.append(PhaseSpan(phase.name, start * global_batch_size, end * global_batch_size, blend))
             start = end
+        self._lay_out(spans)
+
+    def _lay_out(self, spans: list[PhaseSpan]) -> None:
+        """Take `spans`, which follow each other from 0, and count each source's samples before each of them."""
+        self.spans = spans
+        self._offsets: list[dict[str, int]] = []
+        consumed: dict[str, int] = {}
+        for span in spans:
+            self._offsets.append(dict(consumed))
+            for name in span.blend.names:
+                consumed[name] = consumed.get(name, 0) + span.blend.count(name, span.num_samples)
         self._totals = consumed
-        self._starts = [span.start for span in self.spans]
+        self._starts = [span.start for span in spans]
+
+    def behind(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
+        """This schedule from sample `consumed` on, with the samples before it as `past` has them.
+
+        past: the `description` of the schedule that served them. A phase that is under way in both goes on as one span,
+        so that its blend does not begin anew; any other that is cut begins its blend at `consumed`.
+        """
+        served = [_span(entry) for entry in past if entry["start"] < min(entry["end"], consumed)]
+        ours = [span for span in self.spans if span.end > max(span.start, consumed)]
+        if served and ours and ours[0].start < consumed:
+            last, first = served[-1], ours[0]
+            under_way = last.end > consumed or last.start == first.start
+            if under_way and same_blend(last.blend, first.blend):
+                served.pop()
+                ours[0] = replace(first, start=last.start)
+            else:
+                ours[0] = replace(first, start=consumed)
+        served = [replace(span, end=min(span.end, consumed)) for span in served]
+        schedule = copy(self)
+        schedule._lay_out([*served, *ours])
+        return schedule
 
     @property
     def num_samples(self) -> int:
@@ -100,11 +140,24 @@ class PhaseSchedule:
         source, ordinal = span.blend.source(global_sample - span.start)
         return Location(span.name, source, self._offsets[index].get(source, 0) + ordinal)
 
-    def tokens_per_phase(self, seq_length: int) -> dict[str, int]:
-        """Target tokens of each phase: its samples times seq_length."""
-        return {span.name: span.num_samples * seq_length for span in self.spans}
+    def source_ranges(self, start: int, end: int) -> list[SourceRange]:
+        """What the global samples [start, end) are, by phase and source; ordinals as in `locate`.
 
-    def description(self) -> list[dict[str, object]]:
+        Sources that give none of them are left out. Raises IndexError off the run.
+        """
+        if not 0 <= start <= end <= self.num_samples:
+            raise IndexError(f"global samples [{start}, {end}) are outside a run of {self.num_samples}")
+        found = []
+        for span, offsets in zip(self.spans, self._offsets, strict=True):
+            first, last = max(start, span.start) - span.start, min(end, span.end) - span.start
+            for source in span.blend.names if first < last else []:
+                offset, blend = offsets.get(source, 0), span.blend
+                ordinals = offset + blend.count(source, first), offset + blend.count(source, last)
+                if ordinals[0] < ordinals[1]:
+                    found.append(SourceRange(span.name, source, *ordinals))
+        return found
+
+    def description(self) -> list[dict[str, Any]]:
         """What a checkpoint keeps to recognise the phases: name, samples [start, end), normalized weights.
 
         Weights are pairs in a list, because the order of the sources breaks ties in the blend.
@@ -118,6 +171,16 @@ class PhaseSchedule:
             }
             for span in self.spans
         ]
+
+
+def _span(entry: Mapping[str, Any]) -> PhaseSpan:
+    """An entry of `PhaseSchedule.description` as the span that it was."""
+    return PhaseSpan(entry["name"], entry["start"], entry["end"], Blend.restored(dict(entry["blend"])))
+
+
+def same_blend(one: Blend, other: Blend) -> bool:
+    """Whether both serve the same source at every index."""
+    return list(one.weights.items()) == list(other.weights.items())
 
 
 def _check(phases: Sequence[Phase]) -> None:

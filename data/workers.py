@@ -10,16 +10,20 @@ do so; then the kernel kills its workers.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.sharedctypes import RawValue
+from multiprocessing.sharedctypes import RawArray, RawValue
+from pathlib import Path
 from types import FrameType
 
 # What launchers, schedulers and terminals send to every process of a job; SIGTERM is handled apart.
-_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -40,16 +44,37 @@ class WorkerSetup:
     end of that thread for the end of the rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
         self._rank_pid = os.getpid()
         self._released = RawValue(ctypes.c_bool, False)
+        self._pids = RawArray(ctypes.c_int, max(1, num_workers))
 
     def release(self) -> None:
         """In the rank: from now on SIGTERM ends the workers."""
         self._released.value = True
 
+    def kill(self) -> None:
+        """In the rank: end the workers, stopped ones too."""
+        for pid in self._pids:
+            if pid and Path(f"/proc/{pid}/stat").exists() and _parent(pid) == os.getpid():
+                os.kill(pid, signal.SIGKILL)
+
+    def in_words(self) -> str:
+        """In the rank: how each worker that does not simply run stands, with what to do about it."""
+        found = []
+        for worker, pid in enumerate(self._pids):
+            state = _process_state(pid) if pid else "never started"
+            if state == "stopped":
+                found.append(f"worker {worker} (process {pid}) is stopped, `kill -CONT {pid}` lets it go on")
+            elif state != "runs":
+                found.append(f"worker {worker} (process {pid}) {state}")
+        pids = ", ".join(str(pid) for pid in self._pids)
+        slow = f"all of them run (processes {pids}), so reading the data takes this long: look at its disk"
+        return "; ".join(found) or f"{slow}, or raise parallel.timeout_seconds"
+
     def __call__(self, worker: int) -> None:
         """In worker number `worker`: tie its life to the rank's and let go of the rank's signal handlers."""
+        self._pids[worker] = os.getpid()
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         if os.getppid() != self._rank_pid:  # the rank died before the line above
@@ -63,3 +88,55 @@ class WorkerSetup:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if self._released.value:
             os._exit(0)
+
+
+class DeliveryWatch:
+    """Ends workers that deliver nothing for `seconds` (0: never) while the rank waits inside `with watch:`.
+
+    DataLoader's own timeout does not do: a worker that is stopped between announcing a batch and handing over its
+    memory leaves the rank in a read that has none. When the workers are killed the rank's wait ends with an exception.
+    """
+
+    def __init__(self, setup: WorkerSetup, seconds: float) -> None:
+        self.found: str | None = None
+        """How the workers stood when they were ended; None if they were not."""
+        self._setup = setup
+        self._seconds = seconds
+        self._deadline = math.inf
+        self._closed = threading.Event()
+        if seconds > 0:
+            threading.Thread(target=self._run, name="loader watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+
+    def __enter__(self) -> None:
+        self._deadline = time.monotonic() + self._seconds if self._seconds > 0 else math.inf
+
+    def __exit__(self, *error: object) -> None:
+        self._deadline = math.inf
+
+    def _run(self) -> None:
+        while not self._closed.wait(min(1.0, self._seconds / 10)):
+            if time.monotonic() >= self._deadline:
+                self.found = self._setup.in_words()
+                self._setup.kill()
+                return
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def _process_state(pid: int) -> str:
+    """What a process of this host does, in words."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (OSError, IndexError):
+        return "is gone: killed, often because the host had no memory left (look into its kernel log)"
+    if letter in "ZX":
+        return "is dead: killed, often because the host had no memory left (look into its kernel log)"
+    if letter in "Tt":
+        return "stopped"
+    return "waits for a disk" if letter == "D" else "runs"

@@ -173,7 +173,8 @@ class Program:
                         )
                     )
             while any(process.poll() is None for process in processes):
-                if kill_after is not None and steps_done(run_dir) >= kill_after:
+                saved = (run_dir / "checkpoints" / "latest").exists()
+                if kill_after is not None and saved and steps_done(run_dir) >= kill_after:
                     break
                 if any(process.poll() for process in processes) or time.monotonic() - began > self.timeout:
                     break

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,18 @@ import torch
 from torch import nn
 
 from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.choice import Damage, Origin, choose
 from megatron_fp4.checkpoint.identity import identity_differences
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.random_state import capture_random_state, restore_random_state, unpack
 from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, SaveReport, Saves, Snapshot, manifest_of
 from megatron_fp4.checkpoint.shards import check_names, own_pieces, read_shards, state_of, verify, wholes_of
 from megatron_fp4.checkpoint.staging import Staging
-from megatron_fp4.checkpoint.together import CheckpointError, DamageError, Together
+from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 
 logger = logging.getLogger(__name__)
-_Load = Callable[[Path, files.Manifest], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Resumed:
 
     step: optimizer steps done, so also the next step's number. trainer: as it was given to `save`.
     same_world: the job had as many ranks, and generators were restored; otherwise they are as the start left them.
+    damaged: newer checkpoints that were not whole, moved aside.
     """
 
     path: Path
@@ -49,6 +50,11 @@ class Resumed:
     consumed_tokens: int
     trainer: dict[str, Any]
     same_world: bool
+    damaged: tuple[Damage, ...] = ()
+
+
+class CheckpointGoneError(CheckpointError):
+    """A checkpoint is not there or not whole; raised on all ranks, before anything was loaded."""
 
 
 class Checkpointer:
@@ -76,6 +82,9 @@ class Checkpointer:
         self._identity = dict(identity)
         self._asynchronous = asynchronous
         self._saved_step: int | None = None
+        self._resumed: tuple[Path, int] | None = None
+        self.origin: Origin | None = None
+        """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self._together = Together(root)
         self.saves = Saves(root, self._together, keep, max_failed_saves)
 
@@ -139,7 +148,6 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait for the save that is on its way. Raises CheckpointError on all ranks if the last one came to nothing."""
-        self.saves.max_failed = 1
         self.saves.end()
         if self.saves.failed_in_a_row:
             raise CheckpointError("the last save came to nothing; what was trained since the one before is lost")
@@ -155,70 +163,100 @@ class Checkpointer:
     ) -> Resumed | None:
         """Load a checkpoint into `model` and `optimizer`; None if the run begins at step 0. Call it once, first.
 
-        resume: `auto` (the newest whole checkpoint under `root`), `never`, or the folder of a checkpoint.
-        allow_mismatch: load although the run's identity differs from the checkpoint's.
+        resume: `auto` (the newest intact checkpoint under `root`), `never`, or the folder of a checkpoint; choice.py
+        has what each means. allow_mismatch: load although the run's identity differs from the checkpoint's.
 
-        Raises ValueError if the identity differs or the given folder is not there, and CheckpointError if a
-        checkpoint is damaged: the given one or, with `auto`, all of them.
+        Raises ValueError for what the user has to decide: the identity differs, nothing is intact or left of an
+        earlier run, the given folder is not a checkpoint; and CheckpointError if reading fails otherwise.
         """
-        for line in self._together.first("clean up", lambda: files.clean_stale(self.root)):
+        together = self._together
+        for line in together.first("clean up", lambda: files.clean_stale(self.root)):
             self._log(logging.WARNING, f"{self.root}: {line}")
-        if resume == "never":
-            return None
 
         def load(folder: Path, manifest: files.Manifest) -> dict[str, Any]:
             self._check_identity(folder, manifest, allow_mismatch)
             return self._load(folder, manifest, model, optimizer)
 
-        found = self._newest_whole(load) if resume == "auto" else self._given(Path(resume), load)
-        if found is None:
+        def check(folder: Path, manifest: files.Manifest) -> None:
+            mine = sorted(manifest.files)[together.rank :: together.world_size]
+            together.each("check it", lambda: verify(folder, manifest.files, mine))
+
+        chosen = choose(self.root, resume, together, load, check)
+        if chosen is None:
             return None
-        folder, manifest, trainer = found
+        clock.weights_version += 1
+        self.origin, manifest = chosen.origin, chosen.manifest
+        if chosen.folder.absolute().parent == self.root.absolute():
+            self._saved_step = manifest.step
+        self._resumed = chosen.folder, manifest.step
+        return Resumed(
+            chosen.folder,
+            manifest.step,
+            manifest.consumed_samples,
+            manifest.consumed_tokens,
+            chosen.trainer,
+            manifest.world_size == self._mesh.world_size,
+            chosen.damaged,
+        )
+
+    def has(self, step: int) -> bool:
+        """Whether this run's checkpoint of `step` steps was loaded or saved last; the same on all ranks."""
+        return step == self._saved_step
+
+    def folder(self, step: int) -> Path:
+        """The folder of the checkpoint of `step` steps, there or not."""
+        return self.root / files.folder_name(step)
+
+    def last_step(self) -> int | None:
+        """The step of the checkpoint that `reload` would load: the last that was written or resumed from, if any.
+
+        Waits for the save that is on its way. Raises CheckpointError on all ranks as `save` does.
+        """
+        self.saves.end()
+        last = self.saves.last or self._resumed
+        return None if last is None else last[1]
+
+    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, clock: RunClock) -> Resumed:
+        """Load the checkpoint of `last_step` again, in the middle of the run; see `load`."""
+        self.saves.end()
+        last = self.saves.last or self._resumed
+        assert last is not None, "there is no checkpoint to go back to: ask last_step first"
+        # What the run itself began from, or wrote, has been looked at.
+        return self.load(last[0], model, optimizer, clock, allow_mismatch=True)
+
+    def load(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        clock: RunClock,
+        *,
+        allow_mismatch: bool,
+    ) -> Resumed:
+        """Load a checkpoint as it is: weights, moments, generators. Nothing on disk changes.
+
+        What of the trainer's state is to be taken up is the caller's to decide. Raises CheckpointGoneError on all ranks
+        if the checkpoint is not there or not whole; then nothing has changed, for which it is read twice. Raises
+        ValueError if the run's identity differs, unless `allow_mismatch`.
+        """
+        together = self._together
+        try:
+            manifest = together.first("read its manifest", lambda: files.read_manifest(folder))
+            names = sorted(manifest.files)[together.rank :: together.world_size]
+            together.each("check it", lambda: verify(folder, manifest.files, names))
+        except CheckpointError as error:
+            raise CheckpointGoneError(f"{folder}: {error}") from error
+        self._check_identity(folder, manifest, allow_mismatch)
+        trainer = self._load(folder, manifest, model, optimizer)
         clock.weights_version += 1
         same_world = manifest.world_size == self._mesh.world_size
-        if folder.parent.absolute() == self.root.absolute():
-            self._saved_step = manifest.step
         return Resumed(folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer, same_world)
 
     def steps_after(self, step: int) -> list[int]:
         """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that goes on from
         `step` would come to replace them."""
-        steps = [files.step_of(folder) for folder in files.list_checkpoints(self.root)]
-        return [other for other in steps if other > step]
-
-    def _newest_whole(self, load: _Load) -> tuple[Path, files.Manifest, dict[str, Any]] | None:
-        found, pointer = self._together.first("scan", lambda: (files.scan(self.root), files.read_pointer(self.root)))
-        damaged: list[str] = []
-        for folder, manifest, problem in found:
-            try:
-                if manifest is None:
-                    raise DamageError(problem)
-                trainer = load(folder, manifest)
-            except DamageError as error:
-                damaged.append(f"{folder.name}: {error}")
-                self._log(logging.ERROR, f"CHECKPOINT DAMAGED, trying the one before: {damaged[-1]}")
-                continue
-            if damaged or pointer not in (None, folder.name):
-                self._log(logging.WARNING, f"resuming from {folder.name}; the pointer names {pointer}")
-            return folder, manifest, trainer
-        if not damaged and pointer is None:
-            return None
-        missing = [] if pointer is None or damaged else [f"{pointer}: named by `{files.POINTER}` but missing"]
-        raise CheckpointError(
-            f"there are checkpoints under {self.root}, but none is whole ("
-            + " | ".join(damaged + missing)
-            + "). Not starting again at step 0 unasked: restore one, set checkpoint.resume to a whole checkpoint, "
-            "or begin anew with checkpoint.resume=never"
-        )
-
-    def _given(self, folder: Path, load: _Load) -> tuple[Path, files.Manifest, dict[str, Any]]:
-        if not self._together.first("look", folder.is_dir):
-            raise ValueError(
-                f"checkpoint.resume is {str(folder)!r}, which is not a folder on every rank; give auto, never or the "
-                f"path of a checkpoint such as {self.root / files.folder_name(200)}"
-            )
-        manifest = self._together.first("read its manifest", lambda: files.read_manifest(folder))
-        return folder, manifest, load(folder, manifest)
+        folders = self._together.first("scan", lambda: files.list_checkpoints(self.root))
+        return [other for folder in folders if (other := files.step_of(folder)) > step]
 
     def _load(
         self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -251,13 +289,13 @@ class Checkpointer:
         )
         if not differences:
             return
-        listing = "\n  ".join(differences)
+        listing = "; ".join(differences)
         if not allow_mismatch:
             raise ValueError(
-                f"{folder} belongs to another run:\n  {listing}\nSet these back, choose another run.dir, or resume "
+                f"{folder} belongs to another run: {listing}. Set these back, choose another run.dir, or resume "
                 "anyway with checkpoint.allow_mismatch=true"
             )
-        self._log(logging.WARNING, f"resuming from {folder} although it differs:\n  {listing}")
+        self._log(logging.WARNING, f"resuming from {folder} although it differs: {listing}")
 
     def _log(self, level: int, message: str) -> None:
         if self._mesh.rank == 0:

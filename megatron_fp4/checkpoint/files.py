@@ -9,6 +9,7 @@
         rng.pt                   random generators of all ranks
       step_00000400.tmp/         being written, or left over from an interrupted save or removal
       step_00000200.old/         the previous holder of that name, for the moment of its replacement
+      step_00000400.damaged/     was not whole when a start wanted it; kept for whoever can mend it, never removed
 
 "Newest" is what was saved last (`save_index`), not the highest step: a run may have gone back.
 """
@@ -34,6 +35,10 @@ _FOLDER = re.compile(r"step_\d{8,}")
 
 class DamagedCheckpointError(Exception):
     """A checkpoint is not whole; the message says in what way."""
+
+
+class OtherFormatError(DamagedCheckpointError):
+    """A checkpoint is of a format that another version writes; it may be whole."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,22 @@ def list_checkpoints(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     return sorted(path for path in root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
+
+
+def list_damaged(root: Path) -> list[Path]:
+    """Folders under `root` that `move_aside` renamed."""
+    return sorted(root.glob("step_*.damaged*"))
+
+
+def move_aside(folder: Path) -> Path:
+    """Rename a checkpoint that is not whole to `NAME.damaged`, `.damaged.1` and so on; returns its new name."""
+    number, target = 0, folder.with_name(f"{folder.name}.damaged")
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.damaged.{number}")
+    os.rename(folder, target)
+    sync_folder(folder.parent)
+    return target
 
 
 def record_of(path: Path) -> FileRecord:
@@ -137,14 +158,14 @@ def read_manifest(folder: Path) -> Manifest:
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise DamagedCheckpointError(changed(MANIFEST))
     if not 1 <= content.get("format", 0) <= FORMAT:
-        raise DamagedCheckpointError(f"{MANIFEST} has format {content.get('format')}, this version reads 1 to {FORMAT}")
+        raise OtherFormatError(f"{MANIFEST} has format {content.get('format')}, this version reads 1 to {FORMAT}")
     try:
         content["files"] = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(**content)
     except (TypeError, KeyError, AttributeError) as error:
         raise DamagedCheckpointError(f"{MANIFEST} does not describe a checkpoint: {error}") from error
     for name in manifest.files:
-        if Path(name).name != name or name == MANIFEST:  # nothing outside the folder is read
+        if Path(name).name != name or name in ("..", MANIFEST):  # nothing outside the folder is read
             raise DamagedCheckpointError(f"{MANIFEST} names {name!r}, which is not the name of a file beside it")
     return manifest
 

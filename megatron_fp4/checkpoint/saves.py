@@ -24,14 +24,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
 from megatron_fp4.checkpoint.random_state import pack
-from megatron_fp4.checkpoint.shards import OwnPiece, shard_name, write_shard
+from megatron_fp4.checkpoint.shards import OwnPiece, write_shards
 from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 
@@ -68,6 +68,15 @@ class SaveReport:
     error: str | None = None
 
 
+class _OfRank(NamedTuple):
+    """What rank 0 hears of a rank: its files, what lies where in them (nothing if that is as in the save before), its
+    generators."""
+
+    records: dict[str, files.FileRecord]
+    layouts: dict[str, list[Piece]]
+    generators: bytes
+
+
 @dataclass
 class Saves:
     """The saves of one run under `root`; every method is a collective.
@@ -84,11 +93,12 @@ class Saves:
     staging: Staging | None = None
     before_publish: Callable[[], None] = lambda: None
     failed_in_a_row: int = 0
+    last: tuple[Path, int] | None = None
     _thread: threading.Thread | None = None
     _outcome: CheckpointError | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
-    _layout: list[Piece] | None = None
-    _layouts: list[list[Piece]] = field(default_factory=list)
+    _own_layouts: dict[str, list[Piece]] = field(default_factory=dict)
+    _layouts: dict[str, list[Piece]] = field(default_factory=dict)
     _metadata: bytes = b""
     _current: SaveReport | None = None
     _began: float = 0.0
@@ -139,10 +149,11 @@ class Saves:
         seconds = self._ended - self._began
         stall = seconds if self.staging is None else self.staging.total_stall()
         error = None if self._outcome is None else str(self._outcome)
-        self._reports.append(replace(self._current, seconds=seconds, stall=stall, error=error))
+        report = replace(self._current, seconds=seconds, stall=stall, error=error)
+        self._reports.append(report)
         self._current = None
         if self._outcome is None:
-            self.failed_in_a_row = 0
+            self.failed_in_a_row, self.last = 0, (report.folder, report.step)
             return
         self.failed_in_a_row += 1
         if self.failed_in_a_row >= self.max_failed:
@@ -188,40 +199,31 @@ class Saves:
             written = together.collect("write model and optimizer", lambda: self._write_own(staging, snapshot))
             together.first("finish", lambda: self._finish(staging, final, snapshot, written))
         except CheckpointError:
+            self._own_layouts = {}  # rank 0 may not have got them
             if together.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
-    def _write_own(self, folder: Path, snapshot: Snapshot) -> tuple[files.FileRecord | None, list[Piece] | None, bytes]:
-        """The record of this rank's file (None without one), where what lies in it (None: as in the save before), and
-        its generators."""
-        if not snapshot.pieces:
-            return None, [], snapshot.generators
-        path = folder / shard_name(self.together.rank)
-        record, layout = write_shard(path, snapshot.pieces, self._abandoned.is_set)
-        changed, self._layout = layout != self._layout, layout
-        return record, layout if changed else None, snapshot.generators
+    def _write_own(self, folder: Path, snapshot: Snapshot) -> _OfRank:
+        written = write_shards(folder, self.together.rank, snapshot.pieces, self._abandoned.is_set)
+        layouts = {name: file.layout for name, file in written.items()}
+        changed, self._own_layouts = layouts != self._own_layouts, layouts
+        records = {name: file.record for name, file in written.items()}
+        return _OfRank(records, layouts if changed else {}, snapshot.generators)
 
-    def _finish(self, staging: Path, final: Path, snapshot: Snapshot, written: list[Any]) -> None:
-        records: dict[str, files.FileRecord] = {}
-        for rank, (record, _, _) in enumerate(written):
-            if record is None:
-                continue
-            path = staging / shard_name(rank)
+    def _finish(self, staging: Path, final: Path, snapshot: Snapshot, of_ranks: list[_OfRank]) -> None:
+        records = {name: record for of_rank in of_ranks for name, record in of_rank.records.items()}
+        for name, record in records.items():
             # Another node's file is missing here if the folder is not shared; better to know now than on resume.
-            if not path.is_file() or path.stat().st_size != record.size:
-                raise OSError(f"{path} is not as rank {rank} wrote it; run.dir must be shared by all nodes")
-            records[path.name] = record
-        if not self._metadata or any(layout is not None for _, layout, _ in written):
-            known = self._layouts or [[] for _ in written]
-            self._layouts = [
-                old if layout is None else layout for old, (_, layout, _) in zip(known, written, strict=True)
-            ]
-            of_files = {shard_name(rank): layout for rank, layout in enumerate(self._layouts) if layout}
-            self._metadata = metadata_of(snapshot.tensors, of_files)
+            if not (staging / name).is_file() or (staging / name).stat().st_size != record.size:
+                raise OSError(f"{staging / name} is not as it was written; run.dir must be shared by all nodes")
+        if any(of_rank.layouts for of_rank in of_ranks):
+            for of_rank in of_ranks:
+                self._layouts |= of_rank.layouts
+            self._metadata = metadata_of(snapshot.tensors, self._layouts)
         for name, content in (
             (METADATA, self._metadata),
-            (RANDOM_STATE, pack([generators for _, _, generators in written])),
+            (RANDOM_STATE, pack([of_rank.generators for of_rank in of_ranks])),
             (TRAINER, snapshot.trainer.encode()),
         ):
             records[name] = files.write_file(staging / name, content)

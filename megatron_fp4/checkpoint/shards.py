@@ -1,6 +1,7 @@
 """The tensors of a run as files: what each rank writes, and how any mesh reads it back.
 
-A rank writes `__RANK_0.distcp`, which torch.distributed.checkpoint's readers understand: one torch.save after another.
+A rank writes `__RANK_0.distcp` and, if it has much, `__RANK_1.distcp` and so on, side by side, which
+torch.distributed.checkpoint's readers understand: one torch.save after another.
 Of what several ranks hold alike, one of them writes it: which follows from its placement, without asking. A file is
 hashed while it is written, and while it is read: each is read once from the first byte to the last, by the ranks that
 need something in it, which is the whole check of a checkpoint.
@@ -12,6 +13,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,8 @@ from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, read_metada
 from megatron_fp4.training.optimizer import optimizer_state
 
 _CHUNK = 1 << 24
+_FILE_BYTES = 1 << 30
+_MAX_FILES = 4
 
 
 class OwnPiece(NamedTuple):
@@ -88,18 +92,44 @@ def _is_writer(tensor: Tensor, number: int, rank: int) -> bool:
     )
 
 
-def shard_name(rank: int) -> str:
-    """The file of a rank, as torch.distributed.checkpoint calls it."""
-    return f"__{rank}_0.distcp"
+class Written(NamedTuple):
+    """A file of a rank: what it is, and where each piece lies in it."""
+
+    record: FileRecord
+    layout: list[Piece]
 
 
-def write_shard(
-    path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], bool]
-) -> tuple[FileRecord, list[Piece]]:
-    """Write pieces to a file, down to the disk; returns what the file is and where each piece lies in it.
+def write_shards(
+    folder: Path, rank: int, pieces: Sequence[OwnPiece], abandoned: Callable[[], bool]
+) -> dict[str, Written]:
+    """Write this rank's pieces down to the disk, as some files at a time; returns the files by name.
 
     abandoned: asked between pieces; when true, an error ends the writing. Raises OSError.
     """
+    parts = split(pieces)
+    with ThreadPoolExecutor(max(len(parts), 1)) as pool:
+        files_of_parts = [
+            (name := f"__{rank}_{number}.distcp", pool.submit(write_shard, folder / name, part, abandoned))
+            for number, part in enumerate(parts)
+        ]
+    return {name: future.result() for name, future in files_of_parts}
+
+
+def split(pieces: Sequence[OwnPiece]) -> list[list[OwnPiece]]:
+    """Into parts of about the same size, so many that hashing them one beside the other does not take long."""
+    total = sum(piece.values.nbytes for piece in pieces)
+    count = min(_MAX_FILES, -(-total // _FILE_BYTES), len(pieces))
+    parts: list[list[OwnPiece]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for piece in sorted(pieces, key=lambda piece: -piece.values.nbytes):
+        smallest = sizes.index(min(sizes))
+        parts[smallest].append(piece)
+        sizes[smallest] += piece.values.nbytes
+    return parts
+
+
+def write_shard(path: Path, pieces: Sequence[OwnPiece], abandoned: Callable[[], bool]) -> Written:
+    """Write pieces as one file."""
     layout = []
     with _HashingFile(path) as file:
         for piece in pieces:
@@ -111,7 +141,7 @@ def write_shard(
                 values = values.clone()
             file.save(values)
             layout.append(Piece(piece.tensor, piece.offsets, piece.sizes, start, file.size - start))
-        return file.finish(), layout
+        return Written(file.finish(), layout)
 
 
 class _HashingFile:
@@ -217,13 +247,16 @@ class CheckedReader(FileSystemReader):
                 raise DamagedCheckpointError(f"{METADATA}: {item.storage_index.fqn} is not a plain tensor")
             of_file = wanted.setdefault(place.relative_path, {})
             of_file.setdefault(place.offset, []).append((place.length, item))
-        for name in sorted(wanted):
-            self._read_file(name, wanted[name], planner)
+        with ThreadPoolExecutor(_MAX_FILES) as pool:
+            read = {name: pool.submit(self._read_file, name, of_file, planner) for name, of_file in wanted.items()}
+        self.read |= {name for name in sorted(read) if read[name].result()}
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_file(self, name: str, wanted: dict[int, list[tuple[int, ReadItem]]], planner: LoadPlanner) -> None:
+    @torch.no_grad()  # which holds for one thread
+    def _read_file(self, name: str, wanted: dict[int, list[tuple[int, ReadItem]]], planner: LoadPlanner) -> bool:
+        """Returns whether it was compared with its record."""
         record = None if self._records is None else self._records.get(name)
         if Path(name).name != name or (self._records is not None and record is None):
             raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
@@ -254,7 +287,7 @@ class CheckedReader(FileSystemReader):
                 _digest_to(file, size - position, digest)
                 if digest.hexdigest() != record.sha256:
                     raise DamagedCheckpointError(files.changed(name))
-                self.read.add(name)
+        return record is not None
 
 
 def verify(folder: Path, records: dict[str, FileRecord], names: Collection[str]) -> None:
@@ -264,7 +297,7 @@ def verify(folder: Path, records: dict[str, FileRecord], names: Collection[str])
             raise DamagedCheckpointError(problem)
 
 
-def _put(content: bytearray, item: ReadItem, planner: LoadPlanner, name: str) -> None:
+def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> None:
     try:
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         part = saved[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
@@ -280,15 +313,14 @@ def _put(content: bytearray, item: ReadItem, planner: LoadPlanner, name: str) ->
     planner.commit_tensor(item, target)
 
 
-def _read_exactly(file: io.FileIO, length: int) -> bytearray:
-    content = bytearray(length)
-    view, done = memoryview(content), 0
-    while done < length:
-        count = file.readinto(view[done:])
-        if not count:
+def _read_exactly(file: io.FileIO, length: int) -> bytes:
+    parts = []
+    while length > 0:  # one call returns two GiB at most
+        parts.append(file.read(length))
+        if not parts[-1]:
             raise DamagedCheckpointError(f"{Path(str(file.name)).name} ends too early")
-        done += count
-    return content
+        length -= len(parts[-1])
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _digest_to(file: io.FileIO, length: int, digest: Any) -> None:

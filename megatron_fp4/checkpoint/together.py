@@ -7,6 +7,7 @@ alone. The group is one of its own, on the CPU: a save in the background must no
 from __future__ import annotations
 
 import datetime
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +26,14 @@ class CheckpointError(RuntimeError):
 
 
 class DamageError(CheckpointError):
-    """A checkpoint could not be read because it is not as it was written; raised on all ranks."""
+    """A checkpoint could not be read because it is not as it was written; raised on all ranks.
+
+    reasons: which rank found what.
+    """
+
+    def __init__(self, message: str, reasons: str) -> None:
+        super().__init__(message)
+        self.reasons = reasons
 
 
 class _Failure(NamedTuple):
@@ -87,8 +95,8 @@ class Together:
             raise self._error(what, *verdict[0])
 
     def _error(self, what: str, reasons: str, damage: bool) -> CheckpointError:
-        kind = DamageError if damage else CheckpointError
-        return kind(f"checkpoint under {self.root}: could not {what}: {reasons}")
+        message = f"checkpoint under {self.root}: could not {what}: {reasons}"
+        return DamageError(message, reasons) if damage else CheckpointError(message)
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, _Failure | None]:
@@ -96,6 +104,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, _Failure | None]:
     try:
         return action(), None
     except (OSError, ValueError, DamagedCheckpointError, CheckpointError) as error:
-        return None, _Failure(str(error), isinstance(error, DamagedCheckpointError))
+        unreadable = isinstance(error, OSError) and error.errno == errno.EIO  # the disk's own word for it
+        return None, _Failure(str(error), unreadable or isinstance(error, DamagedCheckpointError))
     except Exception as error:
         return None, _Failure(f"{type(error).__name__}: {error}", damage=False)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron_fp4.checks.effects import validate_replay, validate_spikes
 from megatron_fp4.config.file_mode import umask_of
 from megatron_fp4.config.schema import Config, ConfigError, DataConfig
 from megatron_fp4.precision.switch import switch_step
@@ -38,6 +39,8 @@ def validate(
     _data(config.data, check_kind)
     _paths_and_device(config, device_type)
     _looking_inside(config, device_type)
+    validate_spikes(config)
+    validate_replay(config)
 
 
 def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> None:

@@ -140,6 +140,24 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class SpikesConfig:
+    """Steps whose loss or gradient norm lies far above what the steps before had (training/spikes.py has the rule).
+
+    action: `none`; `skip` (no update with that batch); `rollback` (back to the last checkpoint's weights and moments,
+        and on with the next batch: the data since then is skipped).
+    threshold: in robust standard deviations above the median. window: accepted steps that it is taken over.
+    min_history: as many must have been accepted, in the same data phase and precision, before a step can be a spike.
+    max_in_row: so many spikes in a row, of rollbacks those to one checkpoint, end the run with a diagnosis.
+    """
+
+    action: Literal["none", "skip", "rollback"] = "none"
+    threshold: Positive = 6.0
+    window: AtLeastOne = 128
+    min_history: AtLeastOne = 64
+    max_in_row: AtLeastOne = 5
+
+
+@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off.
 
@@ -219,8 +237,9 @@ class ParallelConfig:
     tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
     replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
     (`true`, less memory) or keep them for the whole step (`false`, less communication).
-    timeout_seconds: after which a hanging collective aborts the run. The others wait in one while the first rank tunes
-    kernels whose choices neither the checkpoint nor the machine has.
+    timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
+    The others wait in one while the first rank tunes kernels whose choices neither the checkpoint nor the machine has.
+    Loader workers that deliver nothing for four fifths of it end the run too.
     """
 
     tensor: AtLeastOne = 1
@@ -248,17 +267,24 @@ class RunConfig:
     """dir: everything the run writes. seed: of initialization, data order and stochastic rounding.
 
     device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
+    replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit
+        (measure/replay.py). replay_action: a difference ends the run (`end`) or is only told (`warn`).
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches, and the peak in TFLOP/s
         (the default is an H200's for dense BF16).
     file_mode: what files that the run creates may be, such as "0640" (the owner writes, the group reads, nobody else
         anything); folders can be entered by those who may read. null: as the umask of the shell says.
+    max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
+        Leave room before a time limit: the step in progress and the checkpoint come on top.
     """
 
     dir: str = "runs/default"
     seed: AtLeastZero = 1234
     device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = True
+    replay_interval: AtLeastZero = 0
+    replay_action: Literal["end", "warn"] = "end"
+    max_minutes: NotNegative = 0.0
     dry: bool = False
     dry_mfu: PositiveShare = 0.4
     dry_peak_tflops: Positive = 989.0
@@ -279,6 +305,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

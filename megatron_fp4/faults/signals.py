@@ -1,58 +1,140 @@
 """Stopping on request: a signal to any rank ends the run on all ranks after the same step.
 
-SIGTERM and SIGUSR1 (schedulers send one of them before they take the machine away) and the first SIGINT only set a
-flag. Each step's all-reduce carries it (train_step's `requests`), so nobody stops alone; the
-loop then saves and leaves. A second SIGINT is the usual KeyboardInterrupt.
+SIGTERM, SIGUSR1, SIGHUP, SIGINT and SIGQUIT (schedulers, launchers, terminals and people send them) only set a flag.
+Each step's all-reduce carries it (train_step's `requests`), so nobody stops alone; the loop then saves and leaves. A
+signal that comes `SECOND_AFTER` seconds after the first, or later, leaves at once: schedulers and torchrun deliver the
+same request twice within moments, a person who insists takes longer.
+
+A worker of torchrun also asks the kernel for SIGHUP when torchrun dies: it would otherwise train on alone, holding the
+machines. Such a SIGHUP never counts as a second signal.
+
+pretrain.py listens before it imports anything else, so this file must not import torch: that takes seconds, in which
+a signal would kill the process instead of being remembered.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
+import threading
+import time
 from types import FrameType, TracebackType
+from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-
-from megatron_fp4.parallel.mesh import ParallelMesh
-
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+SECOND_AFTER = 5.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class StopRequest:
-    """`with StopRequest() as stop:` listens for signals to this process; leaving restores the previous handlers.
+    """Listens for signals to this process, from `listen` (or entering it as a context) to `close`.
 
-    received: the first signal that came, or None. Must be entered in the main thread.
+    received: the first signal that came, or None. began: `time.monotonic()` of when it was made.
     """
 
     def __init__(self) -> None:
+        self.began = time.monotonic()
         self.received: signal.Signals | None = None
+        self._first_at = 0.0
+        self._said = False
         self._previous: dict[signal.Signals, object] = {}
+        self._parent = os.getppid()
+        self._wakeup: tuple[int, int, int] | None = None
+
+    def listen(self) -> StopRequest:
+        """Take over the signals; only in the main thread.
+
+        A SIGHUP that is ignored stays so (nohup), but not under torchrun: its workers get none from a terminal.
+        """
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        # The main thread may be inside a collective that never ends and then runs no handler: a thread reads along.
+        self._wakeup = reader, writer, signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), name="signals", daemon=True).start()
+        for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN and not _under_torchrun():
+                continue
+            self._previous[number] = signal.signal(number, self._receive)
+        if _under_torchrun() and sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGHUP), 0, 0, 0)
+            if os.getppid() != self._parent:  # it died before the line above
+                self._receive(signal.SIGHUP, None)
+        return self
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+        if self._wakeup is not None:
+            _, writer, before = self._wakeup
+            signal.set_wakeup_fd(before)
+            os.close(writer)  # which ends the thread
+            self._wakeup = None
+
+    def decline(self) -> None:
+        """This program has no steps to stop after: from now on signals do what they did before, one that has already
+        come included."""
+        self.close()
+        if self.received is not None:
+            os.kill(os.getpid(), self.received)
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._receive)
-        return self
+        return self.listen()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-        self._previous.clear()
+        self.close()
 
     @property
     def requested(self) -> bool:
         """Whether this process was asked to stop; others may not know yet."""
         return self.received is not None
 
-    def agreed(self, mesh: ParallelMesh) -> bool:
-        """Whether any rank was asked to stop. A collective: for places without a training step, as evaluation."""
-        flag = torch.tensor(float(self.requested), device=mesh.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+    @property
+    def orphaned(self) -> bool:
+        """Whether the process that started this one is gone."""
+        return os.getppid() != self._parent
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.received is None or number == signal.SIGINT:
+        """In the main thread, or the watching one, whichever is first."""
+        if self.received is None:
+            self._first_at = time.monotonic()
             self.received = signal.Signals(number)
+
+    def _watch(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                if number not in SIGNALS:  # SIGCHLD of loader workers, for instance
+                    continue
+                if self.received is not None and self._said:
+                    self._again(number)
+                else:
+                    self._receive(number, None)
+                    self._say(f"{_name(number)}: stopping after this step; another signal leaves at once")
+                    self._said = True
+        os.close(reader)
+
+    def _again(self, number: int) -> None:
+        of_launcher = number == signal.SIGHUP and self.orphaned
+        if not of_launcher and time.monotonic() - self._first_at >= SECOND_AFTER:
+            self._leave(number)
+
+    def _leave(self, number: int) -> NoReturn:
+        self._say(f"{_name(number)}, the second signal: leaving at once, nothing is saved")
+        os._exit(128 + number)
+
+    def _say(self, text: str) -> None:
+        if int(os.environ.get("RANK", 0)) == 0:
+            os.write(2, f"pretrain.py: {text}\n".encode())
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

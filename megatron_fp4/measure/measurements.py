@@ -3,6 +3,7 @@
     measurements = Measurements(config, model, mesh, controller, records=writer, log=console)
     for step, micro_batches in ...:
         ... measurements.gradient_noise(step, micro_batches) ...    where the precision switch wants to know it
+        measurements.replay(step, micro_batches)
         with measurements.of(step):
             result = train_step(...)
         measurements.write(step)
@@ -21,6 +22,7 @@ from torch import nn
 from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
+from megatron_fp4.measure.replay import Replay, ReplayError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.recheck import Recheck, RecheckError
@@ -45,7 +47,7 @@ class Log(Protocol):
 
 
 class Measurements:
-    """Diagnostics, gradient noise and rechecks of one run, as its configuration asks for them.
+    """Diagnostics, gradient noise, rechecks and replays of one run, as its configuration asks for them.
 
     records, log: where results go; on ranks that write nothing they do nothing.
     """
@@ -64,6 +66,7 @@ class Measurements:
         self._model, self._mesh, self._controller = model, mesh, controller
         self._diagnostics = Diagnostics(config.precision.diagnostics.interval, controller.linears)
         self._recheck = Recheck(config.precision.recheck_interval, controller.linears, mesh.device)
+        self._replay = Replay(config.run.replay_interval, model, mesh, controller)
 
     def gradient_noise(self, step: int, micro_batches: Sequence[MicroBatch]) -> GradientNoise:
         """Measure and record the quantization noise in the gradient of `step`, which may follow. A collective."""
@@ -73,6 +76,19 @@ class Measurements:
         threshold = self._config.precision.switch.threshold
         self._log.event(step, f"gradient over quantization noise {noise.ratio:.3f}, switch below {threshold:.3f}")
         return noise
+
+    def replay(self, step: int, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compute a micro-batch of `step`, which follows, twice if that is due. A collective then.
+
+        Raises ReplayError on all ranks if a rank's two computations differ and `run.replay_action` ends the run.
+        """
+        replayed = self._replay.before_step(step, micro_batches)
+        if replayed is None or not replayed.differences:
+            return
+        self._records.event(step + 1, "replay", **replayed.as_event())
+        if self._config.run.replay_action == "end":
+            raise ReplayError(f"{replayed}; test that machine, or set run.replay_action=warn to go on all the same")
+        self._log.event(step, str(replayed))
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:

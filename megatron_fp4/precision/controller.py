@@ -83,7 +83,8 @@ class PrecisionController:
         if state["switched_at"] is not None and len(self.plans) == 1:
             raise ValueError(
                 "the checkpoint is from behind the precision switch of its run, and precision.switch.when=never says "
-                "no recipe for that; set precision.switch as that run had it, or take a checkpoint from before"
+                "no recipe for that; give precision.switch.when and precision.switch.target as that "
+                "run had them, or take a checkpoint from before"
             )
         self.switch.load_state_dict(state)
         self._apply(self.plan)

@@ -136,7 +136,7 @@ class RunConsole:
             del self._console._buffer[:]
 
     def _numbers(self, metrics: StepMetrics) -> str:
-        skipped = "  SKIPPED (not finite)" if metrics.skipped else ""
+        skipped = f"  SKIPPED ({'a spike' if metrics.spike else 'not finite'})" if metrics.skipped else ""
         return (
             f"loss {metrics.loss:.4f}{self._validation}  lr {metrics.lr:.2e}  grad {metrics.grad_norm:.2f}  "
             f"{short_number(metrics.tokens_per_second)} tok/s  {metrics.model_tflops:.3g} TFLOP/s  "

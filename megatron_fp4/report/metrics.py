@@ -50,7 +50,8 @@ class StepMetrics:
 
     step: steps done, this one included. tokens: seen since the run began. loss: mean NLL in nats per token over the
     global batch. lr: what the update used. grad_norm: before clipping. tokens_per_second: over all ranks.
-    model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite.
+    model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite or
+    the step was a spike.
     phase: name of the data phase. plan: name of the precision plan in effect.
     """
 
@@ -65,6 +66,11 @@ class StepMetrics:
     skipped: bool
     phase: str
     plan: str
+
+    @property
+    def spike(self) -> bool:
+        """Whether it was skipped although everything was finite."""
+        return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class MetricsWriter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,9 +15,11 @@ from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
+from megatron_fp4.report.completion import set_aside_ending
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.report.run_files import attempt, replace_text
+from megatron_fp4.training.spikes import Spike
 
 
 class RunLog:
@@ -30,6 +33,7 @@ class RunLog:
         self.config, self.active = config, active
         self.console = RunConsole(config.train.steps, interval=config.logging.interval, active=active)
         self._wandb_run_id: str | None = None
+        self._found: list[tuple[str, dict[str, Any]]] = []
 
     def state_dict(self) -> str | None:
         """The run's id at wandb, under which it goes on after a resume."""
@@ -39,12 +43,20 @@ class RunLog:
         """Take up what a checkpoint held."""
         self._wandb_run_id = wandb_run_id
 
+    def found(self, event: str, lines: Sequence[str], **details: Any) -> None:
+        """Say what a start has found before it began: `lines` now, and an event with details once records are open."""
+        for line in lines:
+            self.console.text(line)
+        self._found.append((event, details))
+
     def open(self, start: int, **facts: Any) -> None:
         """Begin to record, from `start` steps done, with facts about the run (JSON values)."""
-        settings = self.config.logging
+        settings, run_dir = self.config.logging, Path(self.config.run.dir)
         self.console.start_step = start
+        if self.active and start < self.config.train.steps:
+            set_aside_ending(run_dir, anew=start == 0)
         self.metrics = MetricsWriter(
-            Path(self.config.run.dir),
+            run_dir,
             resume_step=start,
             tensorboard=settings.tensorboard,
             wandb_mode=settings.wandb,
@@ -55,6 +67,8 @@ class RunLog:
         )
         self._wandb_run_id = self.metrics.wandb_run_id
         self.metrics.run(start, **facts)
+        for event, details in self._found:
+            self.metrics.event(start, event, **details)
 
     def sync(self) -> None:
         """Bring every record so far to the disk: before a checkpoint is published. Any thread may call it."""
@@ -91,8 +105,13 @@ class RunLog:
         """A training step is done. skipped: the counts of skipped steps, recorded where this is one."""
         self.metrics.step(metrics)
         self.console.step(metrics)
-        if metrics.skipped:
+        if metrics.skipped and not metrics.spike:
             self.metrics.event(metrics.step, "skip", **skipped)
+
+    def spike(self, spike: Spike, answer: str, **details: Any) -> None:
+        """A step was a spike. answer: what was done about it, for people. details: the same and more (JSON values)."""
+        self.metrics.event(spike.step, "spike", **{k: v for k, v in asdict(spike).items() if k != "step"}, **details)
+        self.console.event(spike.step, f"spike: {spike}; {answer}")
 
     def validation(self, step: int, tokens: int, losses: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, after `step` steps and `tokens` training tokens."""

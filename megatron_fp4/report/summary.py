@@ -10,7 +10,9 @@ from typing import Any
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report import console as show
+from megatron_fp4.report.completion import SUMMARY_FILE
 from megatron_fp4.report.console import RunConsole
+from megatron_fp4.report.metrics import METRICS_FILE
 from megatron_fp4.report.plot import plot_loss
 from megatron_fp4.report.run_files import attempt, replace_text
 
@@ -78,8 +80,9 @@ def summarize(
         facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
         facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
     text = json.dumps({"finished": True, **facts}, indent=1) + "\n"
-    attempt(str(run_dir / "summary.json"), lambda: replace_text(run_dir / "summary.json", text))
     attempt(str(run_dir / "loss.png"), lambda: plot_loss(run_dir))
-    names = ("metrics.jsonl", "loss.png", "config.yaml", "plan.yaml", "summary.json", "checkpoints")
+    # Last: a summary that is there says that the run is finished.
+    attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
+    names = (METRICS_FILE, "loss.png", "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints")
     facts["files"] = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
     console.table(show.facts_table("Finished", facts))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 
@@ -34,6 +35,7 @@ def accumulate(
     *,
     num_micro_batches: int | None = None,
     reshard: bool = False,
+    progress: Progress | None = None,
 ) -> Tensor:
     """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim.
 
@@ -43,13 +45,15 @@ def accumulate(
     up (`gradients.sum_replicated_gradients`).
 
     model(tokens, targets) returns a micro-batch's mean loss (0-dim FP32). clock: its step is the caller's to set.
-    reshard: also free gathered parameters between micro-batches.
+    reshard: also free gathered parameters between micro-batches. progress: is told which micro-batch it is.
     """
     if num_micro_batches is None:
         # Of the global batch: the backward pass of a micro-batch must not depend on how many ranks share the work.
         num_micro_batches = len(micro_batches) * mesh.dp_size
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for position, micro_batch in enumerate(micro_batches, start=1):
+        if progress is not None:
+            progress.at(clock.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}")
         if isinstance(model, FSDPModule):
             is_last = position == len(micro_batches)
             model.set_requires_gradient_sync(is_last)

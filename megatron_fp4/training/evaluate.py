@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import MicroBatch, loss_of
@@ -16,14 +17,18 @@ from megatron_fp4.training.accumulate import MicroBatch, loss_of
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, sources: Mapping[str, Iterable[MicroBatch]], mesh: ParallelMesh, clock: RunClock
+    model: nn.Module,
+    sources: Mapping[str, Iterable[MicroBatch]],
+    mesh: ParallelMesh,
+    clock: RunClock,
+    progress: Progress | None = None,
 ) -> dict[str, float]:
     """Mean NLL per token, in nats, of each source; the same numbers on all ranks.
 
     model(tokens, targets) returns the mean loss over the micro-batch's targets. sources: the same names in the
     same order on all ranks, this data-parallel rank's micro-batches of each. Ranks may have different numbers of
     them, also none, and micro-batches different numbers of rows. Sums are FP64. Training is not disturbed: mode and
-    clock are as before afterwards, and parameters are sharded.
+    clock are as before afterwards, and parameters are sharded. progress: is told that this rank gets on.
 
     Raises ValueError if a source has no tokens on any rank.
     """
@@ -36,6 +41,8 @@ def evaluate(
     try:
         for row, mine, count in zip(sums, batches.values(), counts, strict=True):
             for batch in mine:
+                if progress is not None:
+                    progress.alive()
                 num_tokens = batch.targets.numel()
                 row[0] += loss_of(model, batch.index, batch.tokens, batch.targets, mesh, clock).double() * num_tokens
                 row[1] += num_tokens

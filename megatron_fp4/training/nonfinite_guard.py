@@ -5,46 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megatron_fp4.faults.exit_codes import DivergedError
 from megatron_fp4.training.step import StepResult
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(DivergedError):
     """Too many steps in a row were skipped."""
 
 
 @dataclass
 class NonFiniteGuard:
-    """Counts skipped steps; both counters belong into the checkpoint.
+    """Counts steps that were skipped because they were not finite; the counters belong into the checkpoint.
 
-    max_skipped_steps: this many in a row end the run. consecutive: skipped since the last update.
-    total: skipped since the run began.
+    max_skipped_steps: this many in a row end the run. consecutive: since the last update; spikes (spikes.py) neither
+    count nor end the row. total: since the run began. without_update: steps since the last update, spikes included.
     """
 
     max_skipped_steps: int
     consecutive: int = 0
     total: int = 0
+    without_update: int = 0
 
     def state_dict(self) -> dict[str, int]:
         """For the checkpoint."""
-        return {"consecutive": self.consecutive, "total": self.total}
+        return {"consecutive": self.consecutive, "total": self.total, "without_update": self.without_update}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint, also of a run that counted less."""
         self.consecutive, self.total = state["consecutive"], state["total"]
+        self.without_update = state.get("without_update", self.consecutive)
 
     def observe(self, result: StepResult, step: int, diagnose: Callable[[], str]) -> None:
-        """Count `result`; raise NonFiniteError with what `diagnose` says once too many in a row were skipped.
+        """Count `result`, after `step` steps done, itself included; raise NonFiniteError with what `diagnose` says once
+        too many in a row were skipped.
 
         All ranks see the same results, so all call `diagnose` together: it may use collectives.
         """
         if not result.skipped:
-            self.consecutive = 0
+            self.consecutive = self.without_update = 0
+            return
+        self.without_update += 1
+        if result.spike:
             return
         self.consecutive += 1
         self.total += 1
         if self.consecutive >= self.max_skipped_steps:
             raise NonFiniteError(
-                f"{self.consecutive} steps in a row were skipped, up to step {step} (loss {result.loss}, gradient "
-                f"norm {result.grad_norm}): weights and optimizer are those of step "
-                f"{step - self.consecutive}. {diagnose()}"
+                f"{self.consecutive} steps in a row were not finite, up to step {step} (loss {result.loss}, gradient "
+                f"norm {result.grad_norm}): weights and optimizer are those after step {step - self.without_update}. "
+                f"{diagnose()}"
             )
+
+    def rolled_back(self, step: int, checkpoint: int) -> None:
+        """After `step` steps done the run went on with the weights of the checkpoint of step `checkpoint`."""
+        self.without_update = step - checkpoint

@@ -8,7 +8,7 @@ stop, to save, ...). Reading these is its only host sync. Since all ranks read t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
@@ -27,7 +28,7 @@ from megatron_fp4.training.optimizer import optimizer_parameters, set_lr
 class StepRequests(NamedTuple):
     """What ranks tell each other with a step: of one rank when given to `train_step`, of any rank in its result.
 
-    stop: to end after this step, with a checkpoint (signals.StopRequest). save: a checkpoint now. save_failed: this
+    stop: to end after this step, with a checkpoint (faults/orders.py). save: a checkpoint now. save_failed: this
     rank's last save in the background came to nothing.
     """
 
@@ -44,7 +45,7 @@ class StepResult:
     """What a step did; the same on all ranks.
 
     loss: mean NLL in nats over the global batch, before the update. grad_norm: global L2 norm before clipping.
-    skipped: loss or norm was not finite, so weights and optimizer are as they were.
+    skipped: weights and optimizer are as they were, because loss or norm was not finite or, with `spike`, was refused.
     requests: of any rank.
     """
 
@@ -52,6 +53,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     requests: StepRequests = NO_REQUESTS
+    spike: bool = False
 
 
 def train_step(
@@ -66,19 +68,23 @@ def train_step(
     clip_norm: float,
     reshard: bool = False,
     requests: StepRequests = NO_REQUESTS,
+    accept: Callable[[float, float], bool] | None = None,
+    progress: Progress | None = None,
 ) -> StepResult:
     """Update `model` once, with the mean gradient over the micro-batches of all data-parallel ranks.
 
     model(tokens, targets) returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's, equally
     many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
-    parameters between micro-batches. requests: this rank's.
+    parameters between micro-batches. requests: this rank's. accept: of finite loss and norm (`StepResult`), the same on
+    all ranks, whether to update; None: always. progress: is told where in the step this rank is.
     FSDP must add gradients up over ranks (`apply_data_parallel` sees to that).
     """
     parameters = optimizer_parameters(optimizer)
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
-    clock.step = step
-    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard)
+    clock.step, progress = step, progress or Progress()
+    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard, progress=progress)
+    progress.at(step + 1, "sums over all ranks")
     sum_replicated_gradients(parameters, mesh)
 
     # All ranks of a tensor-parallel group have the same loss; it counts once.
@@ -88,12 +94,15 @@ def train_step(
     dist.all_reduce(totals)
     mean_loss, squared_norm, *counts = totals.tolist()
 
+    progress.at(step + 1, "update")
     grad_norm = math.sqrt(squared_norm)
-    skipped = not (math.isfinite(mean_loss) and math.isfinite(grad_norm))
+    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
+    spike = finite and accept is not None and not accept(mean_loss, grad_norm)
+    skipped = spike or not finite
     if not skipped:
         clip_gradients(parameters, grad_norm, clip_norm)
         set_lr(optimizer, lr)
         optimizer.step()
         clock.weights_version += 1
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)))
+    return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)

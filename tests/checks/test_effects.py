@@ -56,6 +56,23 @@ REFUSED = [
         "precision.switch.when=gradient_noise never switches",
         "a fraction",
     ),
+    (["run.replay_action=warn"], "run.replay_action=warn has no effect", "run.replay_interval=100"),
+    (
+        ["run.replay_interval=50", "run.deterministic=false"],
+        "run.replay_interval=50 compares bits, which run.deterministic=false",
+        "run.deterministic=true",
+    ),
+    (["spikes.threshold=5"], "spikes.threshold=5.0 has no effect with spikes.action=none", "spikes.action=skip"),
+    (["spikes.window=64"], "spikes.window=64 has no effect", "leave it out"),
+    (["spikes.min_history=9"], "spikes.min_history=9 has no effect", "leave it out"),
+    (["spikes.max_in_row=2"], "spikes.max_in_row=2 has no effect", "leave it out"),
+    (["spikes.action=skip", "spikes.window=63"], "spikes.min_history=64 is more than spikes.window=63", "at most 63"),
+    (["spikes.action=skip", "train.steps=64"], "spikes.min_history=64 is not reached in train.steps=64", "a smaller"),
+    (
+        ["spikes.action=rollback", "checkpoint.interval=0"],
+        "spikes.action=rollback has no checkpoint to go back to with checkpoint.interval=0",
+        "spikes.action=skip",
+    ),
 ]
 ACCEPTED = [
     ["precision.fprop.weight.format=bf16"],  # leaves its block of 16x16
@@ -82,6 +99,9 @@ ACCEPTED = [
         "precision.diagnostics.interval=5",
     ],
     ["precision=bf16", "precision.compute_dtype=float32"],
+    ["run.replay_interval=50", "run.replay_action=warn"],
+    ["spikes.action=skip", "checkpoint.interval=0", "spikes.threshold=5", "spikes.window=64"],
+    ["spikes.action=rollback", "spikes.min_history=9", "train.steps=10", "spikes.max_in_row=1"],
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,10 +175,60 @@ def test_a_run_may_change_what_it_has_not_reached(sources: Sources, make_dataset
     }
     phases = [*PHASES[:2], Phase("late", 0.1, {"new": 1.0})]
     assert resume(state, sources, PhaseSchedule(phases, NUM_STEPS, GLOBAL_BATCH)).consumed_samples == 15 * GLOBAL_BATCH
-    with pytest.raises(ValueError, match="phases up to sample"):  # 15 steps are past the first boundary
-        resume(state, sources, schedule(num_steps=40))
+    with pytest.raises(ValueError, match="phase 'broad' has served samples, so it must stay"):
+        resume(state, sources, PhaseSchedule([replace(PHASES[0], blend={"code": 1.0}), *PHASES[1:]], 20, GLOBAL_BATCH))
     before.consumed_samples = 14 * GLOBAL_BATCH
     assert resume(before.state_dict(), sources, schedule(num_steps=40)).consumed_samples == 14 * GLOBAL_BATCH
+
+
+def samples(steps: Iterable[list[MicroBatch]]) -> list[str]:
+    return [batch_hash(batches) for batches in steps]
+
+
+@pytest.mark.parametrize("done", [3, 14, 15, 17, 19, NUM_STEPS])
+def test_a_longer_run_keeps_its_past_and_lays_out_the_rest(sources: Sources, done: int) -> None:
+    """Of 20 steps with boundaries behind steps 14 and 18 to 40 steps with boundaries behind 28 and 36."""
+    before = loader(sources)
+    past = samples(before.steps(0, done))
+    longer = resume(json.loads(json.dumps(before.state_dict())), sources, schedule(40))
+    names = [longer.schedule.locate(i * GLOBAL_BATCH).phase for i in range(40)]
+    old = ["broad"] * 14 + ["balanced"] * 4 + ["late"] * 2
+    assert names == old[:done] + ["broad"] * (28 - done) + ["balanced"] * 8 + ["late"] * 4
+    assert samples(longer.steps(0, done)) == past
+    counted = dict.fromkeys(("code", "prose"), 0)
+    for i in range(40 * GLOBAL_BATCH):  # nothing is left out, nothing comes twice
+        _, source, ordinal = longer.schedule.locate(i)
+        assert ordinal == counted[source]
+        counted[source] += 1
+    total = sum(counted.values())
+    shares = sum({"broad": 0.7, "balanced": 0.5, "late": 0.3}[name] for name in names) / 40
+    assert counted["code"] / total == pytest.approx(shares, abs=0.02)
+
+
+@pytest.mark.parametrize("again", [18, 19, 25, 28, 29, 39])
+def test_a_lengthened_run_resumes_as_if_it_had_not_stopped(sources: Sources, again: int) -> None:
+    before = loader(sources)
+    list(before.steps(0, 18))
+    longer = resume(before.state_dict(), sources, schedule(40))
+    straight = samples(longer.steps(18, 40))
+    longer.consumed_samples = again * GLOBAL_BATCH
+    state = json.loads(json.dumps(longer.state_dict()))
+    resumed = resume(state, sources, schedule(40))
+    assert resumed.state_dict()["fingerprint"] == state["fingerprint"]
+    assert samples(resumed.steps(again, 40)) == straight[again - 18 :]
+    much_longer = resume(state, sources, schedule(60))  # and once more
+    assert samples(much_longer.steps(18, again)) == straight[: again - 18]
+
+
+def test_a_run_may_be_shortened_behind_where_it_stands(sources: Sources) -> None:
+    before = loader(sources)
+    list(before.steps(0, 10))
+    shorter = resume(before.state_dict(), sources, schedule(12))  # whose phases would have ended behind 8 and 11
+    assert [(span.name, span.start // 8, span.end // 8) for span in shorter.schedule.spans] == [
+        ("broad", 0, 10),
+        ("balanced", 10, 11),
+        ("late", 11, 12),
+    ]
 
 
 def test_a_position_that_this_run_does_not_have_is_refused(sources: Sources) -> None:

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from data.indexed_dataset import IndexedDatasetWriter
+from data.workers import WorkerSetup
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 # A rank with checkpoint handlers and two workers. It prints its workers' ids, then obeys its argument.
 RANK = """
-import multiprocessing, signal, sys, time
+import multiprocessing, os, signal, sys, time, traceback
 from data.indexed_dataset import IndexedDataset
 from data.loader import MicroBatchLoader
 from data.phases import Phase, PhaseSchedule
@@ -30,10 +31,17 @@ for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
     signal.signal(number, lambda number, frame: (received.append(number), print("saving", flush=True)))
 source = SampleSource("code", IndexedDataset(prefix), seq_length=4, seed=0, vocab_size=1000)
 schedule = PhaseSchedule([Phase("main", 1.0, {"code": 1.0})], num_steps=200, global_batch_size=2)
-loader = MicroBatchLoader(schedule, {"code": source}, 1, 0, 1, num_workers=2)
+loader = MicroBatchLoader(schedule, {"code": source}, 1, 0, 1, num_workers=2, timeout_seconds=3)
 steps = loader.steps(0, 200)
 next(steps)
 print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+if end == "go on":
+    sys.stdin.readline()
+    try:
+        print("steps", 1 + sum(1 for _ in steps), flush=True)
+    except RuntimeError:
+        traceback.print_exc()
+        os._exit(1)  # as pretrain.py: the interpreter's end would wait for a stopped worker
 if end == "raise":
     raise RuntimeError("the run fails")
 if end == "signals":
@@ -53,6 +61,7 @@ def start_rank(tmp_path: Path, end: str) -> tuple[subprocess.Popen[str], list[in
         [sys.executable, "-c", RANK, str(tmp_path / "code"), end],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        stdin=subprocess.PIPE,
         text=True,
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
@@ -104,3 +113,29 @@ def test_a_failing_rank_exits_promptly(tmp_path: Path) -> None:
     assert rank.returncode == 1
     assert "the run fails" in errors
     wait_until_gone(workers, 5)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGSTOP, "is stopped, `kill -CONT {pid}` lets it go on"), (signal.SIGKILL, "killed by signal: Killed")],
+)
+def test_a_worker_that_delivers_nothing_is_named(tmp_path: Path, number: signal.Signals, words: str) -> None:
+    """Instead of waiting for it for ever."""
+    rank, workers = start_rank(tmp_path, "go on")
+    os.kill(workers[1], number)
+    _, errors = rank.communicate("go\n", timeout=60)
+    assert rank.returncode == 1
+    assert words.format(pid=workers[1]) in errors and str(workers[1]) in errors, errors
+    wait_until_gone(workers, 10)
+
+
+def test_workers_in_words() -> None:
+    setup = WorkerSetup(3)
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    setup._pids[:] = [os.getpid(), child.pid, 0]
+    assert f"worker 1 (process {child.pid}) is dead: killed" in setup.in_words()
+    assert "worker 2 (process 0) never started" in setup.in_words() and "worker 0" not in setup.in_words()
+    child.wait()
+    setup._pids[:] = [os.getpid()] * 3
+    assert "all of them run" in setup.in_words()

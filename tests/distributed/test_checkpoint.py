@@ -217,7 +217,7 @@ def _after(owner: Any, name: str, victim: int) -> Callable[[int], None]:
 SABOTAGE: dict[str, Callable[[int], None]] = {
     "staging": _before(Staging, "copy", victim=1),
     "folder": _after(saves, "_make_folder", victim=0),
-    "shard": _before(saves, "write_shard", victim=1),
+    "shard": _before(saves, "write_shards", victim=1),
     "half a shard": _before(_HashingFile, "finish", victim=1),
     "metadata": _before(saves, "metadata_of", victim=0),
     "generators": _before(saves, "pack", victim=0),

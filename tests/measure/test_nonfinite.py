@@ -14,15 +14,35 @@ from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh
 
 GOOD = StepResult(2.0, 1.0, skipped=False)
 BAD = StepResult(math.nan, math.inf, skipped=True)
+SPIKE = StepResult(9.0, 9.0, skipped=True, spike=True)
 
 
 def test_guard_counts_in_a_row() -> None:
     guard = NonFiniteGuard(max_skipped_steps=3)
-    for step, result in enumerate([BAD, BAD, GOOD, BAD, BAD]):
+    for step, result in enumerate([BAD, BAD, GOOD, BAD, SPIKE, BAD], start=1):
         guard.observe(result, step, lambda: "never asked")
     assert (guard.consecutive, guard.total) == (2, 4)
-    with pytest.raises(NonFiniteError, match=r"3 steps in a row .* up to step 5 .* those of step 2\. It is so\."):
-        guard.observe(BAD, 5, lambda: "It is so.")
+    again = NonFiniteGuard(max_skipped_steps=3)
+    again.load_state_dict(guard.state_dict())
+    message = r"3 steps in a row .* up to step 7 \(.* those after step 3\. It is so\."
+    for one in (guard, again):
+        with pytest.raises(NonFiniteError, match=message):
+            one.observe(BAD, 7, lambda: "It is so.")
+
+
+def test_guard_knows_which_weights_a_rollback_left() -> None:
+    guard = NonFiniteGuard(max_skipped_steps=1)
+    guard.observe(SPIKE, 9, lambda: "never asked")
+    guard.rolled_back(9, 5)
+    with pytest.raises(NonFiniteError, match=r"up to step 10 .* those after step 5\."):
+        guard.observe(BAD, 10, lambda: "")
+
+
+def test_guard_reads_the_state_of_older_checkpoints() -> None:
+    guard = NonFiniteGuard(max_skipped_steps=3)
+    guard.load_state_dict({"consecutive": 2, "total": 7})
+    with pytest.raises(NonFiniteError, match=r"up to step 6 .* those after step 3\."):
+        guard.observe(BAD, 6, lambda: "")
 
 
 def test_names_the_first_module_forward() -> None:
@@ -71,7 +91,7 @@ def _until_abort(rank: int) -> tuple[str, int]:
         batches = toy_batches(step, mesh)
         result = train_step(model, optimizer, batches, mesh, clock, step=step, lr=1e-2, clip_norm=1.0)
         try:
-            guard.observe(result, step, lambda: diagnose_nonfinite(model, batches, mesh, clock))  # noqa: B023
+            guard.observe(result, step + 1, lambda: diagnose_nonfinite(model, batches, mesh, clock))  # noqa: B023
         except NonFiniteError as error:
             return str(error), step
     raise AssertionError("did not abort")
@@ -82,6 +102,6 @@ def test_too_many_in_a_row_abort_everywhere_and_name_the_rank() -> None:
     assert first == second
     message, step = first
     assert step == 2
-    assert "3 steps in a row" in message
+    assert "3 steps in a row" in message and "up to step 3 (" in message and "those after step 0." in message
     assert "rank 1, micro-batch 1" in message and "the output of blocks.1" in message
     assert "rank 0" not in message

@@ -42,10 +42,17 @@ class RankFailedError(RuntimeError):
     """A rank of `launch` did not end well."""
 
 
-def launch(function: Callable[..., Any], world_size: int, *args: Any, exit_codes: list[int] | None = None) -> list[Any]:
+def launch(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    exit_codes: list[int] | None = None,
+    seconds: float = 60.0,
+) -> list[Any]:
     """function(rank, *args) on every rank of a gloo group; what the ranks returned.
 
     exit_codes: given, receives the ranks' exit codes, and failing ranks are no error; what they returned is None.
+    seconds: after which ranks that still run are killed.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
@@ -57,7 +64,7 @@ def launch(function: Callable[..., Any], world_size: int, *args: Any, exit_codes
         ]
         for process in processes:
             process.start()
-        _join(processes)
+        _join(processes, seconds)
         results = []
         for rank, process in enumerate(processes):
             outcome = Path(folder, f"result_{rank}")
@@ -70,7 +77,7 @@ def launch(function: Callable[..., Any], world_size: int, *args: Any, exit_codes
     return results
 
 
-def _join(processes: list[Any], seconds: float = 60.0, grace: float = 3.0) -> None:
+def _join(processes: list[Any], seconds: float, grace: float = 3.0) -> None:
     """Wait for all; once one has failed, or time is over, end the others, which may wait for it forever."""
     deadline = time.monotonic() + seconds
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:

@@ -1,0 +1,294 @@
+"""Which checkpoint a start goes on from.
+
+The first rank alone looks at the folder and decides; the others are told, so that a slow file system which shows two
+ranks different folders cannot split them. All then load what was chosen, and a checkpoint is known to be whole only
+once it is loaded: if any rank finds damage all learn it, and the first rank names the next.
+
+    checkpoint.resume   there are checkpoints of this run          there are none
+    auto                the newest intact one                      step 0, unless something says that there was one
+    PATH, elsewhere     the newest intact one, if this run began   PATH, unless something says that there was one
+                        from PATH; otherwise refused
+    PATH, among them    PATH, unless later ones are intact         -
+    never               refused by the caller                      step 0
+
+What was found damaged on the way is moved aside once an intact one is loaded, and kept: `step_00000400.damaged`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.evidence import Evidence, earlier_run
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
+from megatron_fp4.checkpoint.together import DamageError, Together
+
+logger = logging.getLogger(__name__)
+
+
+Load = Callable[[Path, Manifest], dict[str, Any]]
+"""Loads a checkpoint and returns its trainer state. A collective, which raises DamageError on all ranks if any found
+the checkpoint not to be what its manifest says; what else it raises, on all ranks too, ends the search."""
+
+Check = Callable[[Path, Manifest], None]
+"""Only looks whether a checkpoint is whole. A collective, which raises as Load does."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that is not whole. moved_to: its name since it was moved aside."""
+
+    name: str
+    problem: str
+    moved_to: str = ""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint of another run that a run began from. path: absolute. manifest_sha256: of its manifest.json."""
+
+    path: str
+    step: int
+    manifest_sha256: str
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a start goes on from: a loaded checkpoint, its trainer state, and what was damaged and is moved aside.
+
+    origin: where the run began, if that was another run's checkpoint.
+    """
+
+    folder: Path
+    manifest: Manifest
+    trainer: dict[str, Any]
+    damaged: tuple[Damage, ...] = ()
+    origin: Origin | None = None
+
+
+def choose(root: Path, resume: str, together: Together, load: Load, check: Check) -> Chosen | None:
+    """Load what `resume` (see the table above) means for the run whose checkpoints lie under `root`.
+
+    Returns None if the run begins at step 0. Raises ValueError, the same on all ranks, for what the user has to decide:
+    nothing intact, nothing left of an earlier run, checkpoints of another origin, a given one that is not there.
+    """
+    if resume == "never":
+        return None
+    given = None if resume == "auto" else Path(os.path.realpath(resume))
+    if given is not None and given.parent == Path(os.path.realpath(root)):
+        return _go_back(root, given, together, load, check)
+    chosen = _newest_intact(root, together, load)
+    if chosen is not None:
+        if given is not None:
+            _check_origin(chosen, given, root, together)
+        return replace(chosen, damaged=_move_aside(root, chosen.damaged, together, latest=chosen.folder))
+    evidence = together.first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
+    if evidence.found:
+        raise ValueError(_nothing_left(root, evidence, given))
+    if given is None:
+        if evidence.steps:
+            _log(logging.WARNING, f"{root.parent}: an earlier start made {evidence.steps} steps and no checkpoint; "
+                 "beginning at step 0 again, its records are moved aside")  # fmt: skip
+        return None
+    return _given(given, together, load)
+
+
+def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
+    """The newest checkpoint that can be loaded; None if there is none at all. Raises ValueError if none is intact."""
+    candidates: list[tuple[Path, Manifest]] = []  # the first rank's
+
+    def scan() -> tuple[list[Damage], str | None]:
+        broken = []
+        for folder in files.list_checkpoints(root):
+            try:
+                found = _manifest_of(folder)
+            except files.OtherFormatError as error:
+                return [], f"{folder}: {error}; resume with the version that wrote it"
+            if isinstance(found, Damage):
+                broken.append(found)
+            else:
+                candidates.append((folder, found))
+        candidates.sort(key=lambda candidate: candidate[1].save_index)
+        pointer = files.read_pointer(root)
+        if candidates and pointer is not None and not (root / pointer).is_dir():
+            logger.warning("%s names %s, which is not there", root / files.POINTER, pointer)
+        return broken, None
+
+    damaged, refusal = together.first("scan", scan)
+    if refusal is not None:
+        raise ValueError(refusal)
+    for broken in damaged:
+        _report(broken)
+    while (candidate := together.first("scan", lambda: candidates.pop() if candidates else None)) is not None:
+        folder, manifest = candidate
+        try:
+            trainer = load(folder, manifest)
+        except DamageError as error:
+            damaged.append(Damage(folder.name, error.reasons))
+            _report(damaged[-1])
+        else:
+            return Chosen(folder, manifest, trainer, tuple(damaged), _origin_in(trainer))
+    if not damaged:
+        return None
+    listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
+    raise ValueError(
+        f"there are checkpoints under {root}, but none is whole ({listing}). Not starting again at step 0 unasked: "
+        "restore one, or begin anew in another run.dir"
+    )
+
+
+def _go_back(root: Path, folder: Path, together: Together, load: Load, check: Check) -> Chosen:
+    """Load this run's own checkpoint in `folder`, and move later ones aside if all of them are damaged.
+
+    Intact ones stay, and the caller will not overwrite them.
+    """
+    chosen = _given(folder, together, load)
+    later, damaged = together.first("scan", lambda: _later(root, chosen.manifest.step))
+    chosen = replace(chosen, origin=_origin_in(chosen.trainer))
+    for other, manifest in later:
+        if manifest is None:  # of another version
+            return chosen
+        try:
+            check(other, manifest)
+        except DamageError as error:
+            damaged.append(Damage(other.name, error.reasons))
+        else:
+            return chosen
+    for each in damaged:
+        _report(each)
+    moved = _move_aside(root, damaged, together, latest=folder)
+    return replace(chosen, damaged=moved)
+
+
+def _later(root: Path, step: int) -> tuple[list[tuple[Path, Manifest | None]], list[Damage]]:
+    """The checkpoints of later steps with their manifests (None: another version's), and those without one."""
+    readable: list[tuple[Path, Manifest | None]] = []
+    broken = []
+    for folder in files.list_checkpoints(root):
+        if files.step_of(folder) > step:
+            try:
+                found = _manifest_of(folder)
+            except files.OtherFormatError:
+                readable.append((folder, None))
+                continue
+            if isinstance(found, Damage):
+                broken.append(found)
+            else:
+                readable.append((folder, found))
+    return readable, broken
+
+
+def _manifest_of(folder: Path) -> Manifest | Damage:
+    """The manifest, or in what way there is none. Raises OtherFormatError, and OSError for what is no damage."""
+    try:
+        return files.read_manifest(folder)
+    except files.OtherFormatError:
+        raise
+    except DamagedCheckpointError as error:
+        return Damage(folder.name, str(error))
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EISDIR):
+            raise
+        return Damage(folder.name, str(error))
+
+
+def _given(folder: Path, together: Together, load: Load) -> Chosen:
+    """Load the checkpoint in `folder`, of this run or another. Raises ValueError if it is not there or damaged."""
+
+    def look() -> tuple[Manifest | None, str, str]:
+        if not folder.is_dir():
+            return None, "is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200", ""
+        try:
+            found = _manifest_of(folder)
+        except files.OtherFormatError as error:
+            return None, f"is of another version: {error}", ""
+        if isinstance(found, Damage):
+            return None, f"is damaged: {found.problem}; give another one", ""
+        return found, "", hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
+
+    manifest, refusal, digest = together.first("read a manifest", look)
+    if manifest is None:
+        raise ValueError(f"checkpoint.resume={folder} {refusal}")
+    try:
+        trainer = load(folder, manifest)
+    except DamageError as error:
+        raise ValueError(f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one") from error
+    return Chosen(folder, manifest, trainer, origin=Origin(str(folder), manifest.step, digest))
+
+
+def _check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -> None:
+    """Refuse to go on with checkpoints of a run that did not begin from `given`."""
+    origin = chosen.origin
+
+    def digest() -> str | None:
+        manifest = given / files.MANIFEST  # which may be gone by now
+        return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+
+    now = together.first("compare origins", digest)
+    if origin is not None and str(given) == origin.path:
+        if now not in (None, origin.manifest_sha256):
+            _log(logging.WARNING, f"{given} is not the checkpoint any more that this run began from")
+        return
+    if origin is not None and now == origin.manifest_sha256:  # moved, and the same
+        return
+    began = "at step 0" if origin is None else f"from {origin.path}"
+    raise ValueError(
+        f"checkpoint.resume={given}, but {root} has checkpoints of a run that began {began} "
+        f"(the newest is {chosen.folder.name}); choose another run.dir to begin from {given.name} there, or go on with "
+        "them by checkpoint.resume=auto"
+    )
+
+
+def _origin_in(trainer: Mapping[str, Any]) -> Origin | None:
+    """The origin that a checkpoint's run had when it was saved."""
+    return Origin(**trainer["origin"]) if trainer.get("origin") else None
+
+
+def origin_state(origin: Origin | None) -> dict[str, Any] | None:
+    """What a checkpoint's trainer state holds under `origin`: JSON types."""
+    return None if origin is None else asdict(origin)
+
+
+def _move_aside(root: Path, damaged: Sequence[Damage], together: Together, latest: Path) -> tuple[Damage, ...]:
+    """Rename damaged checkpoints, and let the pointer name `latest`, which was loaded instead of them."""
+    if not damaged:
+        return ()
+
+    def move() -> tuple[Damage, ...]:
+        moved = tuple(replace(each, moved_to=files.move_aside(root / each.name).name) for each in damaged)
+        files.write_pointer(latest)
+        return moved
+
+    moved = together.first("move damaged checkpoints aside", move)
+    for each in moved:
+        _log(logging.ERROR, f"{each.name} was moved to {root / each.moved_to}; going on from {latest.name}")
+    return moved
+
+
+def _report(damage: Damage) -> None:
+    _log(logging.ERROR, f"CHECKPOINT DAMAGED: {damage.name}: {damage.problem}")
+
+
+def _log(level: int, message: str) -> None:
+    if dist.get_rank() == 0:
+        logger.log(level, message)
+
+
+def _nothing_left(root: Path, evidence: Evidence, given: Path | None) -> str:
+    remedies = [f"restore {root}"]
+    if given is None:
+        remedies.append("start from step 0 with checkpoint.resume=never, which moves the records aside")
+    remedies.append("choose another run.dir")
+    return (
+        f"run.dir={root.parent} is of an earlier run ({'; '.join(evidence.found)}), but there is no checkpoint to go "
+        f"on from in {root}: {', or '.join(remedies)}"
+    )

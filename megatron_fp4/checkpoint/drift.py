@@ -1,0 +1,103 @@
+"""What of the configuration has changed since the checkpoint that a run goes on from, and what follows from that.
+
+Most of a configuration may change on a resume, so nothing here refuses; but a change that nobody meant (a default of a
+newer version, an override that was left out) must be seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from megatron_fp4.config.schema import Config, ScheduleConfig
+from megatron_fp4.precision.switch import PrecisionSwitch
+from megatron_fp4.training.schedule import WSDSchedule
+
+# Of a start, not of the run.
+_EXPECTED = {
+    "run.dir",
+    "run.dry",
+    "run.dry_mfu",
+    "run.dry_peak_tflops",
+    "checkpoint.resume",
+    "checkpoint.allow_mismatch",
+}
+_SHOWN = 12
+
+
+class Change(NamedTuple):
+    """A key of the configuration with its value in the checkpoint and now (JSON types)."""
+
+    key: str
+    before: Any
+    now: Any
+
+
+def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Change]:
+    """The keys whose values differ. saved: a checkpoint's configuration, as JSON gave it back.
+
+    Keys that the checkpoint's version did not have are left out, and what the precision switch resolves to unless only
+    its contents changed: another target says it all.
+    """
+    changes = [change for change in _differences("", saved, config) if change.key not in _EXPECTED]
+    if any(change.key == "precision.switch.target" for change in changes) or not saved.get("after_switch"):
+        changes = [change for change in changes if not change.key.startswith("after_switch")]
+    return changes
+
+
+def change_lines(changes: list[Change]) -> list[str]:
+    """The changes for a reader, the first dozen of many."""
+    lines = [f"changed since the checkpoint: {key} {_plain(before)} -> {_plain(now)}" for key, before, now in changes]
+    rest = len(lines) - _SHOWN
+    return lines if rest <= 1 else [*lines[:_SHOWN], f"and {rest} more, all in metrics.jsonl"]
+
+
+def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
+    """What a change of the run's length does to the precision switch and the learning rate, behind `start` steps."""
+    lines = []
+    if switch.switched_at is not None and switch.at_step is not None and switch.at_step > start:
+        lines.append(
+            f"the precision switched before step {switch.switched_at + 1} and stays switched, although "
+            f"precision.switch.when={config.precision.switch.when} now means step {switch.at_step + 1}; to switch "
+            f"there, begin from a checkpoint before step {switch.switched_at + 1} in another "
+            "run.dir (checkpoint.resume=PATH)"
+        )
+    try:
+        schedule = ScheduleConfig(**saved["schedule"])
+        before = WSDSchedule(schedule, saved["optimizer"]["lr"], saved["train"]["steps"])
+        last = before.lr(start - 1)
+    except (KeyError, TypeError, ValueError, AssertionError):  # a configuration of another version
+        return lines
+    now = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
+    if start > before.decay_start_step and start < now.num_steps and now.lr(start) > last:
+        lines.append(
+            f"WARNING: the learning rate had begun to decay and goes back up, from {last:.2e} in step {start} to "
+            f"{now.lr(start):.2e} in step {start + 1}; it decays from step {now.decay_start_step + 1} now"
+        )
+    return lines
+
+
+def _differences(prefix: str, before: Any, now: Any) -> Iterator[Change]:
+    """Walks fields of dataclasses, and lists of them; any other value is compared whole."""
+    if dataclasses.is_dataclass(now) and isinstance(before, Mapping):
+        for field in dataclasses.fields(now):
+            if field.name in before:
+                yield from _differences(f"{prefix}.{field.name}", before[field.name], getattr(now, field.name))
+        return
+    if _is_list_of_dataclasses(now) and isinstance(before, list) and len(before) == len(now):
+        for index, (one, other) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{prefix}[{index}]", one, other)
+        return
+    now = json.loads(json.dumps(now, default=dataclasses.asdict))
+    if before != now:
+        yield Change(prefix.removeprefix("."), before, now)
+
+
+def _is_list_of_dataclasses(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(dataclasses.is_dataclass, value))
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

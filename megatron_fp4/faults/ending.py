@@ -1,0 +1,93 @@
+"""The end of the process of a run: nothing that happened is lost, and nothing hangs.
+
+A finished or stopped run has written everything before it comes here. It leaves the process group with little
+patience, since groups were seen to hang in their end for minutes, and the process ends with the run's own exit code
+either way. A run that failed does not wait for its group at all: other ranks may never come. It says why first.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.faults.run_state import note_refusal
+from megatron_fp4.parallel.mesh import end_process, leave_distributed
+
+# Seconds for a process group to end.
+PATIENCE = 10.0
+
+
+def run_program(body: Callable[[], int]) -> NoReturn:
+    """Run `body`, the whole of a program, and end the process with its exit code, 1 if it raises."""
+    faulthandler.enable()  # where a crash in C was
+    try:
+        code = body()
+    except BaseException as error:
+        say(error)
+        if notes := getattr(error, "__notes__", None):
+            print("\n".join(notes), file=sys.stderr, flush=True)
+        record_for_torchrun(error)
+        end_process(ExitCode.CRASHED)
+    leaving = threading.Thread(target=leave_distributed, name="leaving", daemon=True)
+    leaving.start()
+    leaving.join(PATIENCE)
+    if leaving.is_alive():
+        print(
+            f"pretrain.py: its process group has not ended after {PATIENCE:.0f} s; leaving without it. Everything is "
+            f"written; exit code {int(code)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    end_process(code)
+
+
+class SaidAtOnce:
+    """A context whose unforeseen exceptions are on stderr before anything else is left: outer contexts, such as a save
+    in the background, may take their time, or hang."""
+
+    def __enter__(self) -> SaidAtOnce:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and exit_code_of(error) is ExitCode.CRASHED:
+            say(error)
+
+
+def say(error: BaseException) -> None:
+    """Print the traceback of `error` on stderr, once."""
+    if not getattr(error, "_said", False):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        error._said = True  # type: ignore[attr-defined]
+
+
+def explain(error: Exception, run_dir: str | None) -> ExitCode:
+    """Say in one line why a run ended by a foreseen error, which all ranks have; returns the exit code.
+
+    run_dir: where to write down a refusal that came before the run had its folder, None for nowhere.
+    """
+    code = exit_code_of(error)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+        if code is ExitCode.REFUSED and run_dir is not None:
+            note_refusal(Path(run_dir), str(error))
+    record_for_torchrun(error)
+    return code
+
+
+def record_for_torchrun(error: BaseException) -> None:
+    """Let torchrun's report of failed workers show `error`; only while it is being handled."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(error)

@@ -1,0 +1,197 @@
+"""What each rank is doing, in `run.dir/ranks`, so that a rank that stops can be named by the others.
+
+The loop says where it is (`Progress.at`, a tuple written). A thread writes that every few seconds to
+`ranks/rank_00003.json`, one small write, whether or not anything changed: a process that is stopped or gone shows by
+its file not being rewritten. On a thousand ranks each writes every 20 seconds, 50 small writes a second in all.
+
+When a rank has not moved for half of `parallel.timeout_seconds`, its thread appends where all its threads stand to
+`ranks/rank_00003.stack`. The lowest rank that waits then reads what the others wrote and prints one diagnosis
+(diagnosis.py). It comes at half time because NCCL's watchdog aborts a process without Python: there is no later
+moment. When a collective fails with an exception, gloo's way, the diagnosis is added to that.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from megatron_fp4.faults.diagnosis import Report, diagnose, is_lowest_waiting, report_path
+
+T = TypeVar("T")
+
+FOLDER = "ranks"
+_RECORD_BYTES = 1024
+# What gloo's and NCCL's errors say when the fault may be another rank's.
+_OF_OTHERS = ("timed out", "timeout", "connection", "gloo", "nccl")
+
+
+class Place(NamedTuple):
+    """Where a rank is. step: that of metrics.jsonl, 0 before the first. order: of the phase within the step, the same
+    on all ranks. since: `time.time()` of the last sign of life there."""
+
+    step: int
+    phase: str
+    order: int
+    since: float
+
+
+class Progress:
+    """Where this rank is; watched and written down inside `with progress.watched(...)`."""
+
+    def __init__(self) -> None:
+        self.place = Place(0, "start", 0, time.time())
+        self._watch: _Watch | None = None
+
+    def at(self, step: int, phase: str) -> None:
+        """This rank begins `phase` of `step` (as in metrics.jsonl, from 1; 0: before the first). All ranks say the same
+        phases in the same order."""
+        order = self.place.order + 1 if step == self.place.step else 0
+        self.place = Place(step, phase, order, time.time())
+
+    def alive(self) -> None:
+        """This rank gets on within its phase."""
+        self.place = self.place._replace(since=time.time())
+
+    def loading(self, batches: Iterable[T], first_step: int) -> Iterator[T]:
+        """`batches`, one a step from `first_step` on, with the phase `data` while each is waited for."""
+        iterator = iter(batches)
+        step = first_step
+        while True:
+            self.at(step, "data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+            step += 1
+
+    def watched(self, run_dir: Path, timeout_seconds: float) -> _Watch:
+        """A context in which this rank's place is written to `run_dir`. A collective when entered."""
+        return _Watch(self, run_dir / FOLDER, timeout_seconds)
+
+
+class _Watch:
+    def __init__(self, progress: Progress, folder: Path, timeout_seconds: float) -> None:
+        self._progress = progress
+        self._folder = folder
+        self._patience = timeout_seconds / 2
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        # Often enough to be told from a stopped one in time, seldom enough for a shared disk.
+        self.interval = min(max(5.0, self._world_size / 50), timeout_seconds / 20)
+        self._start = ""
+        self._beat = 0
+        self._error = ""
+        self._diagnosed: Place | None = None
+        self._end = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> None:
+        if self._rank == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for old in self._folder.glob("rank_*.json"):  # of an earlier start, maybe with more ranks
+                old.unlink(missing_ok=True)
+        start = [f"{time.time():.3f} {os.getpid()}"]
+        dist.broadcast_object_list(start)
+        self._start = start[0]
+        self._write()
+        self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._error = f"{type(error).__name__}: {error}"[:400] if error is not None else ""
+        self._write()
+        if error is None:
+            return
+        of_others = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OF_OTHERS)
+        speaks = self._world_size > 1 and (self._rank == 0 or self._world_size <= 64)
+        if of_others and speaks and (found := self.diagnosis()):
+            error.add_note(found)
+
+    def diagnosis(self) -> str:
+        """Who is behind, stopped, gone or failed, and where the others are, in a few lines; "" if nothing stands out.
+
+        Waits for some intervals if that is what it takes to tell a waiting rank from one that is gone.
+        """
+        return diagnose(self._folder, self._report(), self._world_size, wait=lambda: time.sleep(2.5 * self.interval))
+
+    def _run(self) -> None:
+        while not self._end.wait(self.interval):
+            self._write()
+            place = self._progress.place
+            if time.time() - place.since >= self._patience and place != self._diagnosed:
+                self._diagnosed = place
+                self._say_why(place)
+
+    def _say_why(self, place: Place) -> None:
+        try:
+            stack = self._folder / f"rank_{self._rank:05d}.stack"
+            with stack.open("a") as file:
+                file.write(
+                    f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: step {place.step}, {place.phase}\n"
+                )
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write("\n")
+            self._write()
+            self._end.wait(2.5 * self.interval)  # the others come to the same point, and a stopped one shows
+            if self._progress.place != place or self._end.is_set():
+                return  # it goes on
+            if is_lowest_waiting(self._folder, self._report(), self._patience, self.interval):
+                text = self.diagnosis() or "all ranks are there and alive: slow work, or a collective that never ends"
+                seconds = time.time() - place.since
+                print(
+                    f"pretrain.py: rank {self._rank} has been in step {place.step}, {place.phase}, for {seconds:.0f} s "
+                    f"(collectives fail after {2 * self._patience:.0f} s).\n{text}\n"
+                    f"Where threads stand: {stack.parent}/*.stack",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        except OSError as error:  # a dying disk must not end the run from here
+            print(f"pretrain.py: no diagnosis of a hang: {error}", file=sys.stderr, flush=True)
+
+    def _report(self) -> Report:
+        place = self._progress.place
+        return Report(
+            start=self._start,
+            rank=self._rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step=place.step,
+            phase=place.phase,
+            order=place.order,
+            since=place.since,
+            time=time.time(),
+            beat=self._beat,
+            error=self._error,
+        )
+
+    def _write(self) -> None:
+        with self._lock:
+            self._beat += 1
+            text = json.dumps(self._report()._asdict())
+            try:
+                # In place and of one length: one write, nothing for the disk to make or rename; closed, so that network
+                # disks show it to other hosts.
+                descriptor = os.open(
+                    report_path(self._folder, self._rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
+                )
+                try:
+                    os.pwrite(descriptor, text.ljust(_RECORD_BYTES).encode(), 0)
+                finally:
+                    os.close(descriptor)
+            except OSError:
+                pass  # a full disk is for the checkpoints to report

@@ -1,0 +1,248 @@
+"""Silent data corruption: one micro-batch computed twice, every number compared.
+
+    replay = Replay(interval, model, mesh, controller)
+    replayed = replay.before_step(step, micro_batches)          None unless the step is due
+
+A processor that sometimes computes wrongly says nothing; the run only gets worse (Dixit et al., "Silent Data
+Corruptions at Scale", arXiv:2102.11245; Llama 3, arXiv:2407.21783, section 3.3.4, counts six in 54 days). With
+deterministic kernels the same computation gives the same bits, so a difference between two is a fault of the machine.
+
+In the due step, before it is trained on, each rank runs forward and backward over the first of its micro-batches twice
+and keeps a checksum of everything that it made itself, in the order of execution: its shards of the weights; inputs,
+results and gradients of modules; of linears also what their GEMMs were given and gave before any collective; gradients
+of parameters before they are reduced. Collectives carry a wrong number to other ranks, so the rank is named whose first
+difference comes earliest. Ranks agree on that by one all-reduce of a number; only a difference costs more.
+
+Nothing of the run changes: gradients are dropped, the clock is put back, and nothing draws from a generator. It costs
+two micro-batches of compute, and reading what is checked.
+
+What it cannot see: a fault that repeats itself exactly, and whatever happens outside of these two computations: the
+reduction of gradients and the update.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_fp4.faults.exit_codes import WrongNumbersError
+from megatron_fp4.measure.checksums import checksum
+from megatron_fp4.parallel.layers import QuantizedLinear
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.training.accumulate import MicroBatch, accumulate
+
+
+class ReplayError(WrongNumbersError):
+    """A rank computed the same thing twice and differently; the message is the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What one rank found. first, in order of execution: its place there, and what it is."""
+
+    rank: int
+    where: str
+    micro_batch: int
+    place: int
+    first: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One micro-batch of each rank in `step` (from 0). differences: of all ranks, those first to differ in front; the
+    same on all ranks. checked: checksums compared on this rank."""
+
+    step: int
+    checked: int
+    differences: list[Difference]
+
+    @property
+    def culprits(self) -> list[Difference]:
+        """The ranks whose first difference comes before any other's."""
+        return [one for one in self.differences if one.place == self.differences[0].place]
+
+    def __str__(self) -> str:
+        what = f"one micro-batch of step {self.step + 1} computed twice"
+        if not self.differences:
+            return f"{what}: {self.checked} checksums, no difference"
+        named = "; ".join(
+            f"rank {one.rank} ({one.where}), micro-batch {one.micro_batch}: first {one.first}" for one in self.culprits
+        )
+        later = len(self.differences) - len(self.culprits)
+        follows = f" ({later} more ranks differ later, which may come from that)" if later else ""
+        return f"{what} DIFFERS: {named}{follows}"
+
+    def as_event(self) -> dict[str, Any]:
+        """What metrics.jsonl gets."""
+        return {
+            "ranks": [one.rank for one in self.culprits],
+            "first": self.culprits[0].first,
+            "differences": [vars(one) for one in self.differences[:16]],
+        }
+
+
+class Replay:
+    """Replays a micro-batch of each rank every `interval` steps; 0: never."""
+
+    def __init__(self, interval: int, model: nn.Module, mesh: ParallelMesh, controller: PrecisionController) -> None:
+        self.interval = interval
+        self._model, self._mesh, self._controller = model, mesh, controller
+
+    def before_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> Replayed | None:
+        """Compute the first of this rank's micro-batches of `step` (from 0) twice, if the step is due. Collective."""
+        if not self.interval or step % self.interval:
+            return None
+        clock = self._controller.clock
+        before = (clock.step, clock.micro_batch)
+        clock.step = step
+        try:
+            # Divided as in the step: the computation is the one that is about to be trained on.
+            count = len(micro_batches) * self._mesh.dp_size
+            once, again = (self._compute(micro_batches[0], count) for _ in range(2))
+        finally:
+            clock.step, clock.micro_batch = before
+        return self._compare(step, micro_batches[0].index, once, again)
+
+    def _compute(self, micro_batch: MicroBatch, num_micro_batches: int) -> _Trace:
+        trace = _Trace()
+        for name, parameter in self._model.named_parameters():
+            trace.add(f"weights of {name}", parameter)
+        self._forget()
+        with trace.of(self._model):
+            accumulate(
+                self._model,
+                [micro_batch],
+                self._mesh,
+                self._controller.clock,
+                num_micro_batches=num_micro_batches,
+            )
+        self._forget()
+        return trace
+
+    def _forget(self) -> None:
+        """Drop gradients, and the codes that linears keep of their weights: they would not be made a second time."""
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        for context in self._controller.linears.values():
+            context.weight_cache = None
+
+    def _compare(self, step: int, micro_batch: int, once: _Trace, again: _Trace) -> Replayed:
+        assert once.names == again.names, "the same computation took another course"
+        differs = (torch.stack(once.sums) != torch.stack(again.sums)).any(1)
+        places = torch.arange(len(once.names), device=differs.device)
+        first = torch.where(differs, places, len(once.names)).min()
+        earliest = first.clone()
+        dist.all_reduce(earliest, op=dist.ReduceOp.MIN)
+        if int(earliest) == len(once.names):
+            return Replayed(step, len(once.names), [])
+        mine, place = None, int(first)
+        if place < len(once.names):
+            where = f"{socket.gethostname()}, {self._mesh.device}"
+            mine = Difference(self._mesh.rank, where, micro_batch, place, once.names[place], int(differs.sum()))
+        of_ranks: list[Difference | None] = [None] * self._mesh.world_size
+        dist.all_gather_object(of_ranks, mine)
+        found = sorted((one for one in of_ranks if one is not None), key=lambda one: (one.place, one.rank))
+        return Replayed(step, len(once.names), found)
+
+
+@dataclass
+class _Trace:
+    """Names and checksums (int64 [3], on the device) of what one computation made, in order."""
+
+    names: list[str] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Keep the checksum of this rank's part of a tensor."""
+        self.names.append(name)
+        self.sums.append(checksum(local_part(tensor)))
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """A context in which everything that `model` computes is added."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                name = name or "the model (its loss)"
+                if isinstance(module, QuantizedLinear):
+                    stack.callback(module.register_forward_pre_hook(self._see_inputs(name)).remove)
+                    probe, module.context.probe = module.context.probe, _LinearTrace(self, name)
+                    stack.callback(setattr, module.context, "probe", probe)
+                gathers = isinstance(module, FSDPModule)
+                if gathers or module is model:
+                    # Only here are the parameters those of the forward pass, gathered.
+                    stack.callback(module.register_forward_pre_hook(self._see_gradients(name, stack)).remove)
+                stack.callback(module.register_forward_hook(self._see_outputs(name)).remove)
+            yield
+
+    def _see_inputs(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def before_forward(module: nn.Module, inputs: Any) -> None:
+            for tensor in _tensors(inputs):
+                self.add(f"the input of {name}", tensor)
+
+        return before_forward
+
+    def _see_outputs(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
+            for tensor in _tensors(output):
+                self.add(f"the output of {name}", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self.add(f"the gradient of the output of {name}", gradient))
+
+        return after_forward
+
+    def _see_gradients(self, name: str, stack: ExitStack) -> Callable[[nn.Module, Any], None]:
+        hooked: set[int] = set()
+
+        def before_forward(module: nn.Module, inputs: Any) -> None:
+            for inner, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in hooked:
+                    hooked.add(id(parameter))
+                    full = inner if name == "the model (its loss)" else f"{name}.{inner}"
+                    handle = parameter.register_hook(self._see_gradient(full))
+                    stack.callback(handle.remove)
+
+        return before_forward
+
+    def _see_gradient(self, name: str) -> Callable[[Tensor], None]:
+        return lambda gradient: self.add(f"the gradient of {name} on this rank", gradient)
+
+
+@dataclass
+class _LinearTrace:
+    """Sees the GEMMs of a linear: what they are given and what they give, before any collective."""
+
+    trace: _Trace
+    name: str
+
+    def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> _LinearTrace:
+        """x [tokens, in], y [tokens, out]."""
+        self.trace.add(f"what fprop of {self.name} is given", x)
+        self.trace.add(f"the fprop product of {self.name}", y)
+        return self
+
+    def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
+        """dy [tokens, out], dx [tokens, in], dw [out, in]."""
+        self.trace.add(f"what dgrad and wgrad of {self.name} are given", dy)
+        for gemm, product in (("dgrad", dx), ("wgrad", dw)):
+            if product is not None:
+                self.trace.add(f"the {gemm} product of {self.name}", product)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (tuple, list)):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []

@@ -1,0 +1,205 @@
+"""Repeat recorded steps of a run and compare loss and gradient norm with metrics.jsonl, bit for bit.
+
+    python scripts/replay.py runs/8b/checkpoints/step_00002000              the step after that checkpoint
+    python scripts/replay.py runs/8b/checkpoints/step_00002000 --steps 20   the twenty steps after it
+    python scripts/replay.py runs/8b --step 2345                            up to step 2345, from the newest checkpoint
+                                                                            before it, or else from the initial weights
+    torchrun --nproc-per-node 8 scripts/replay.py ...                       a run of eight ranks
+
+In a deterministic run on the same kind of machine every number comes out again to the last bit. Where one does not, one
+of the two machines computed wrongly, or something changed since: versions, drivers, the configuration of a later start.
+So a spike or a sudden change that repeats itself is the data's or the recipe's, and one that does not is the machine's.
+
+The checkpoint's own configuration is used; `key=value` changes it, as for a moved corpus (`data.cache_dir=...`). The
+precision switch, skipped steps and rollbacks of spikes happen as they did. Nothing is written into the run's folder.
+Exit code: 0 all equal, 4 something differs, 2 wrong arguments or nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assembly import CONFIGS, Run, build, check, set_determinism
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, folder_name, list_checkpoints, read_manifest, step_of
+from megatron_fp4.checkpoint.together import CheckpointError
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.measure.gradient_noise import gradient_noise
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
+from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
+from megatron_fp4.training.step import StepResult, train_step
+from pretrain import pin_autotuned
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(arguments)
+    try:
+        return replay(options)
+    except (ValueError, OSError, DamagedCheckpointError, CheckpointError) as error:  # ConfigError is a ValueError
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"replay.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        leave_distributed()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint or, with --step, of a run")
+    parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--steps", type=int, default=1, help="how many steps to repeat (default 1)")
+    which.add_argument("--step", type=int, help="the last step to repeat, counted as in metrics.jsonl")
+    parser.add_argument("--metrics", type=Path, help="the record (default: metrics.jsonl of the checkpoint's run)")
+    return parser.parse_intermixed_args(arguments)
+
+
+def replay(options: argparse.Namespace) -> int:
+    """Load, repeat, compare, print."""
+    origin, start, run_dir = where_to_begin(options)
+    last = start + options.steps if options.step is None else options.step
+    if last <= start:
+        raise ConfigError(
+            f"step {last} does not lie after step {start} of the checkpoint; give --steps 1 or more, or an earlier one"
+        )
+    records = read_metrics(options.metrics or run_dir / METRICS_FILE)
+    recorded = {record["step"]: record for record in records if record["kind"] == "step"}
+    for step in range(start + 1, last + 1):
+        if step not in recorded:
+            raise ConfigError(
+                f"{options.metrics or run_dir / METRICS_FILE} has no record of step {step}, only of "
+                f"{min(recorded, default=0)} to {max(recorded, default=0)}; name steps of these and a checkpoint "
+                "before them"
+            )
+    went_back = {
+        r["step"]: r["checkpoint"] for r in records if r.get("event") == "spike" and r["checkpoint"] is not None
+    }
+    run = open_run(origin, options.overrides)
+    if start:
+        parts = run.model, run.optimizer.optimizer, run.controller.clock
+        run.load_state_dict(run.checkpointer.load(origin, *parts, allow_mismatch=False).trainer)
+    pin_autotuned(run, start, record=False)
+    folders = {step: origin if to == start else origin.parent / folder_name(to) for step, to in went_back.items()}
+    differing = compare(run, start, last, recorded, folders)
+    if run.mesh.rank == 0:
+        count = last - start
+        print(f"{count - len(differing)} of {count} steps are equal to the last bit", flush=True)
+        made_with, here = read_manifest(origin).torch_version, str(torch.__version__)
+        if differing and made_with != here:
+            print(f"the checkpoint was made with torch {made_with}, this is {here}: no two versions have equal kernels")
+    return 4 if differing else 0
+
+
+def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
+    """The checkpoint with the configuration, the steps done to begin with (0: initial weights), the run's folder."""
+    given: Path = options.checkpoint
+    if (given / "trainer.json").is_file():
+        return given, read_manifest(given).step, given.absolute().parent.parent
+    folders = sorted(list_checkpoints(given / "checkpoints"), key=step_of) if given.is_dir() else []
+    if not folders:
+        raise ConfigError(
+            f"{given} is neither a checkpoint nor a run with checkpoints; name one, such as "
+            "runs/default/checkpoints/step_00000200"
+        )
+    if options.step is None:
+        raise ConfigError(f"{given} is a run; name a step of it, as --step 123, or one of its checkpoints")
+    before = [folder for folder in folders if step_of(folder) < options.step]
+    return (before[-1], step_of(before[-1]), given) if before else (folders[0], 0, given)
+
+
+def open_run(checkpoint: Path, overrides: list[str]) -> Run:
+    """The run of a checkpoint, built anew. Raises ConfigError if its bits cannot be repeated here."""
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    config: Config = config_from_saved(trainer["config"], overrides, CONFIGS)
+    if not config.run.deterministic:
+        raise ConfigError("the run had run.deterministic=false, whose bits no start repeats")
+    ranks, made_with = int(os.environ.get("WORLD_SIZE", 1)), read_manifest(checkpoint).world_size
+    if ranks != made_with:
+        raise ConfigError(
+            f"{checkpoint} was made by {made_with} ranks and this is {ranks}, which add up in another order; start it "
+            f"with torchrun --nproc-per-node {made_with} (times the nodes)"
+        )
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    check(config, ranks, device_type)
+    device = init_distributed(
+        device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
+    )
+    set_determinism(True)
+    run = build(config, build_mesh(config.parallel, device))
+    run.kernels.load_state_dict(trainer.get("autotuning"))  # also where the initial weights are begun with
+    return run
+
+
+def compare(
+    run: Run,
+    start: int,
+    last: int,
+    recorded: Mapping[int, Mapping[str, Any]],
+    went_back: Mapping[int, Path],
+) -> list[int]:
+    """Repeat the steps after `start` up to `last`, print a line for each; returns those that differ.
+
+    recorded: by step, the records of metrics.jsonl. went_back: by step of a spike, to which checkpoint the run went
+    back.
+    """
+    print_line(run, "step", "loss recorded", "loss replayed", "norm recorded", "norm replayed", "")
+    differing = []
+    for step, batch in enumerate(run.loader.steps(start, last), start=start):
+        result, done, was = repeat(run, step, batch), step + 1, recorded[step + 1]
+        same = equal(was["loss"], result.loss) and equal(was["grad_norm"], result.grad_norm)
+        verdict = "equal" if same else "DIFFERS"
+        print_line(run, done, was["loss"], result.loss, was["grad_norm"], result.grad_norm, verdict)
+        if not same:
+            differing.append(done)
+        run.spikes.observe(result, done, lambda: None)
+        if done in went_back and done < last:
+            run.roll_back(done, went_back[done])
+    return differing
+
+
+def repeat(run: Run, step: int, batch: Any) -> StepResult:
+    """One step (from 0) as pretrain.py trains it."""
+    config, controller, reshard = run.config, run.controller, run.config.parallel.reshard
+    controller.before_step(
+        step, lambda: gradient_noise(run.model, batch, run.mesh, controller, step=step, reshard=reshard).ratio
+    )
+    run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+    return train_step(
+        run.model,
+        run.optimizer.optimizer,
+        batch,
+        run.mesh,
+        controller.clock,
+        step=step,
+        lr=run.lr(step),
+        clip_norm=config.optimizer.clip_norm,
+        reshard=reshard,
+        accept=run.spikes.accept,
+    )
+
+
+def equal(recorded: float | None, replayed: float) -> bool:
+    """Whether two numbers are the same; metrics.jsonl has null for what is not finite."""
+    return not math.isfinite(replayed) if recorded is None else recorded == replayed
+
+
+def print_line(run: Run, step: object, *columns: object) -> None:
+    """A line of the table, on the first rank."""
+    if run.mesh.rank == 0:
+        *numbers, verdict = (f"{column!s:<20}" for column in columns)
+        print(f"{step!s:>8}  {'  '.join(numbers)}  {verdict}".rstrip(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

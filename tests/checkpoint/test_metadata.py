@@ -1,0 +1,104 @@
+"""`.metadata`: as torch.distributed.checkpoint reads it, and without running what somebody put into it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of, read_metadata
+
+TENSORS = [Whole(("model", "w"), torch.float32, (6, 2)), Whole(("optimizer", "w.step"), torch.float32, ())]
+PIECES = {
+    "__0_0.distcp": [Piece(0, (0, 0), (4, 2), 0, 40), Piece(1, (), (), 40, 4)],
+    "__1_0.distcp": [Piece(0, (4, 0), (2, 2), 0, 20)],
+}
+
+
+def test_reads_what_it_writes() -> None:
+    read = read_metadata(metadata_of(TENSORS, PIECES))
+    saved = read.state_dict_metadata["model.w"]
+    assert [(tuple(c.offsets), tuple(c.sizes)) for c in saved.chunks] == [((0, 0), (4, 2)), ((4, 0), (2, 2))]
+    assert saved.properties.dtype == torch.float32 and saved.size == torch.Size((6, 2))
+    assert read.planner_data == {"model.w": ("model", "w"), "optimizer.w.step": ("optimizer", "w.step")}
+    place = read.storage_data[MetadataIndex("model.w", [4, 0])]
+    assert (place.relative_path, place.offset, place.length) == ("__1_0.distcp", 0, 20)
+
+
+def test_torch_reads_it_too() -> None:
+    read = pickle.loads(metadata_of(TENSORS, PIECES))
+    assert isinstance(read, Metadata) and list(read.state_dict_metadata) == ["model.w", "optimizer.w.step"]
+
+
+def test_reads_what_torch_wrote(tmp_path: Path) -> None:
+    """Checkpoints from before this framework wrote the file itself."""
+    save({"model": {"w": torch.arange(3.0)}}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    read = read_metadata((tmp_path / METADATA).read_bytes())
+    assert read.state_dict_metadata["model.w"].size == torch.Size((3,))
+    assert list(read.storage_data) == [MetadataIndex("model.w", [0])]
+
+
+class Command:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+class Evaluated:
+    def __reduce__(self) -> Any:
+        return eval, ("__import__('os').mkdir('evaluated')",)
+
+
+@pytest.mark.parametrize("place", ["whole", "planner_data", "storage_meta", "a chunk"])
+def test_a_crafted_file_runs_nothing(place: str, tmp_path: Path) -> None:
+    trace = tmp_path / "ran"
+    command = Command(f"touch {trace}")
+    content: Any = pickle.loads(metadata_of(TENSORS, PIECES))
+    if place == "whole":
+        content = command
+    elif place == "a chunk":
+        content.state_dict_metadata["model.w"].chunks.append(command)
+    else:
+        setattr(content, place, command)
+    crafted = pickle.dumps(content)
+    with pytest.raises(DamagedCheckpointError, match=r"names (posix|os)\.system, which no checkpoint holds"):
+        read_metadata(crafted)
+    assert not trace.exists()
+    pickle.loads(crafted)  # which shows that the file was dangerous
+    assert trace.exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load", "pathlib.Path", "torch.float32.__reduce__"],
+)
+def test_only_what_it_is_made_of_is_found(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    crafted = b"\x80\x04" + b"c" + f"{module}\n{attribute}\n".encode() + b"."
+    with pytest.raises(DamagedCheckpointError, match="which no checkpoint holds"):
+        read_metadata(crafted)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", pickle.dumps({"a": 1}), metadata_of(TENSORS, PIECES)[:-40]])
+def test_damage_is_said_to_be_damage(content: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError):
+        read_metadata(content)
+
+
+def test_torch_save_of_a_command_is_not_run_either(tmp_path: Path) -> None:
+    """What lies in the shards is read as tensors only."""
+    buffer = io.BytesIO()
+    torch.save(Command(f"touch {tmp_path / 'ran'}"), buffer)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,381 @@
+"""A save that fails, one that is abandoned, one that is crafted: with one process, whose training goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4.checkpoint import files, saves, shards
+from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
+from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.shards import CheckedReader, OwnPiece, write_shards
+from megatron_fp4.precision.clock import RunClock
+from tests.training.harness import alone, toy
+
+MODES = pytest.mark.parametrize("asynchronous", [False, True])
+
+
+class Trial:
+    """A toy model, and a checkpointer for it."""
+
+    def __init__(self, root: Path, mesh: Any, **settings: Any) -> None:
+        self.root, self.mesh = root, mesh
+        self.model, self.optimizer = toy(mesh)
+        self.checkpointer = Checkpointer(root, mesh, keep=0, identity={}, **settings)
+        self.checkpointer.prepare(self.model, self.optimizer)
+
+    def save(self, step: int, trainer: dict[str, Any] | None = None) -> None:
+        self.checkpointer.save(
+            step, self.model, self.optimizer, trainer or {}, consumed_samples=step, consumed_tokens=step
+        )
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(value)
+
+    def filled(self) -> float:
+        values = {parameter.full_tensor().mean().item() for parameter in self.model.parameters()}
+        assert len(values) == 1
+        return values.pop()
+
+    def resume(self) -> Any:
+        return self.checkpointer.resume("auto", self.model, self.optimizer, RunClock(0), allow_mismatch=False)
+
+
+@pytest.fixture
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trial]]:
+    monkeypatch.setattr(saves, "_PAUSE", 0.0)
+    with alone() as mesh:
+        yield lambda **settings: Trial(tmp_path / "checkpoints", mesh, **settings)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, times: int, error: Exception) -> list[int]:
+    """Let writing shards fail so often; returns a list that grows with every try."""
+    tries: list[int] = []
+    write = saves.write_shards
+
+    def sometimes(*arguments: Any) -> Any:
+        tries.append(1)
+        if len(tries) <= times:
+            raise error
+        return write(*arguments)
+
+    monkeypatch.setattr(saves, "write_shards", sometimes)
+    return tries
+
+
+FULL = OSError(28, "No space left on device", "shard")
+
+
+@MODES
+def test_a_failing_save_is_tried_again(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    one = trial(asynchronous=asynchronous, max_failed_saves=2)
+    tries = failing(monkeypatch, 1, FULL)
+    one.fill(3.0)
+    one.save(1)
+    one.checkpointer.finish()
+    (report,) = one.checkpointer.reports()
+    assert len(tries) == 2 and report.error is None and report.folder == one.root / "step_00000001"
+    one.fill(0.0)
+    assert one.resume().step == 1 and one.filled() == 3.0
+
+
+@MODES
+def test_failing_saves_are_left_out_until_there_are_too_many(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    one = trial(asynchronous=asynchronous, max_failed_saves=3)
+    one.save(1)
+    one.checkpointer.finish()
+    tries = failing(monkeypatch, 99, FULL)
+    one.save(2)
+    one.save(3)
+    with pytest.raises(CheckpointError, match=r"3 saves in a row came to nothing; the last: .*No space left on device"):
+        one.save(4)
+        one.checkpointer.reports(save_failed=True)
+    reports = one.checkpointer.reports()
+    assert len(tries) == 6 and [report.error is None for report in reports] == [True, False, False, False]
+    assert "rank 0: [Errno 28] No space left on device: 'shard'" in str(reports[1].error)
+    assert {path.name for path in one.root.iterdir()} == {"latest", "step_00000001"}
+
+
+@MODES
+def test_a_save_that_succeeds_forgives(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    one = trial(asynchronous=asynchronous, max_failed_saves=2)
+    failing(monkeypatch, 2, FULL)
+    for step in (1, 2):
+        one.save(step)
+    one.checkpointer.finish()
+    assert [report.error is None for report in one.checkpointer.reports()] == [False, True]
+
+
+def test_the_step_after_a_failure_knows_of_it(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trial(asynchronous=True, max_failed_saves=1)
+    failing(monkeypatch, 99, FULL)
+    one.save(1)
+    deadline = time.monotonic() + 60
+    while not one.checkpointer.failed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert one.checkpointer.failed
+    with pytest.raises(CheckpointError, match="1 saves in a row"):
+        one.checkpointer.reports(save_failed=True)
+
+
+def test_the_end_does_not_pass_over_a_failed_save(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trial(asynchronous=True, max_failed_saves=5)
+    failing(monkeypatch, 99, FULL)
+    one.save(1)
+    with pytest.raises(CheckpointError, match="came to nothing"):
+        one.checkpointer.finish()
+
+
+@MODES
+def test_space_is_looked_at_before(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    one = trial(asynchronous=asynchronous)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 990, 10))
+    tries = failing(monkeypatch, 0, FULL)
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs 0\.00 GB, and 0\.00 GB are free"):
+        one.save(1)
+        one.checkpointer.finish()
+    assert tries == [] and not list(one.root.glob("step*"))
+
+
+def test_what_is_saved_is_of_one_instant(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training changes weights while they are written."""
+    one = trial(asynchronous=True)
+    go = threading.Event()
+    write = saves.write_shards
+    monkeypatch.setattr(saves, "write_shards", lambda *arguments: (go.wait(60), write(*arguments))[1])
+    one.fill(1.0)
+    one.save(1)
+    one.fill(2.0)
+    assert one.checkpointer.reports() == [] and not list(one.root.glob("step_00000001"))
+    go.set()
+    one.checkpointer.finish()
+    assert one.resume().step == 1 and one.filled() == 1.0
+
+
+def test_an_abandoned_save_is_not_published(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ended by an exception and is tried again in the same process."""
+    one = trial(asynchronous=True)
+    one.fill(1.0)
+    one.save(1)
+    one.checkpointer.finish()
+    go = threading.Event()
+    write_manifest = files.write_manifest
+    monkeypatch.setattr(files, "write_manifest", lambda *arguments: (go.wait(60), write_manifest(*arguments)))
+    one.fill(2.0)
+    with pytest.raises(ZeroDivisionError), one.checkpointer:
+        one.save(2)
+        raise ZeroDivisionError
+    go.set()
+    with pytest.raises(CheckpointError):
+        one.checkpointer.finish()
+    again = trial(asynchronous=True)
+    assert again.resume().step == 1 and again.filled() == 1.0
+    assert {path.name for path in again.root.iterdir()} == {"latest", "step_00000001"}
+
+
+def test_records_are_on_disk_before_a_checkpoint_is(trial: Callable[..., Trial]) -> None:
+    one = trial(asynchronous=True)
+    seen: list[bool] = []
+    one.checkpointer.saves.before_publish = lambda: seen.append((one.root / "step_00000001").exists())
+    one.save(1)
+    one.checkpointer.finish()
+    assert seen == [False] and (one.root / "step_00000001").exists()
+
+
+def test_a_description_of_files_that_is_written_once(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, made = trial(), []
+    metadata_of = saves.metadata_of
+    monkeypatch.setattr(saves, "metadata_of", lambda *arguments: made.append(1) or metadata_of(*arguments))
+    failing(monkeypatch, 0, FULL)
+    for step in (1, 2, 3):
+        one.fill(float(step))
+        one.save(step)
+    assert len(made) == 1
+    one.fill(0.0)
+    assert one.resume().step == 3 and one.filled() == 3.0
+
+
+def test_a_retry_sends_the_description_again(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards were written, and then rank 0 failed before it had taken note of them."""
+    one, tries = trial(max_failed_saves=2), []
+    pack = saves.pack
+
+    def once(states: Any) -> bytes:
+        tries.append(1)
+        if len(tries) == 1:
+            raise FULL
+        return pack(states)
+
+    monkeypatch.setattr(saves, "pack", once)
+    one.save(1)
+    assert len(tries) == 2 and one.resume().step == 1
+
+
+# What was read in one go, and cut into several files
+
+
+@pytest.mark.parametrize("damage", [None, "flip", "cut", "gone"])
+def test_several_files_of_a_rank(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, damage: str | None
+) -> None:
+    monkeypatch.setattr(shards, "_FILE_BYTES", 1000)
+    one = trial()
+    one.fill(4.0)
+    one.save(1)
+    names = sorted(path.name for path in (one.root / "step_00000001").glob("*.distcp"))
+    assert names == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp", "__0_3.distcp"]
+    path = one.root / "step_00000001" / names[2]
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "cut":
+        os.truncate(path, len(content) - 1)
+    elif damage == "gone":
+        path.unlink()
+    one.fill(0.0)
+    if damage is None:
+        assert one.resume().step == 1 and one.filled() == 4.0
+    else:
+        with pytest.raises(CheckpointError, match=r"__0_2\.distcp"):
+            one.resume()
+
+
+def test_every_file_is_read_once(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that many ranks share is the bottleneck of a start."""
+    one = trial()
+    one.save(1)
+    opened: list[str] = []
+
+    def watched(path: Path, *arguments: Any, **named: Any) -> Any:
+        opened.append(path.name)
+        return open(path, *arguments, **named)
+
+    monkeypatch.setattr(shards, "open", watched, raising=False)
+    one.resume()
+    assert opened == ["__0_0.distcp"]
+
+
+def test_a_full_disk_is_named_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own words were `unexpected pos 704 vs 598`."""
+
+    class Full:
+        def write(self, data: Any) -> int:
+            raise FULL
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(shards, "open", lambda *_, **__: Full(), raising=False)
+    piece = OwnPiece(0, (0,), (1000,), torch.zeros(1000))
+    with pytest.raises(OSError, match="No space left on device"):
+        write_shards(tmp_path, 0, [piece], lambda: False)
+
+
+# A checkpoint that somebody made up
+
+
+def rewrite(folder: Path, name: str, content: bytes) -> None:
+    """Replace a file and make the manifest say that this is what it must be."""
+    (folder / name).write_bytes(content)
+    manifest = json.loads((folder / files.MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    write_manifest(folder, manifest)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (folder / files.MANIFEST).write_text(json.dumps({**manifest, "sha256": digest}))
+
+
+class Command:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> Any:
+        return os.system, (self.command,)
+
+
+def test_a_crafted_checkpoint_with_a_valid_manifest_runs_nothing(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    one = trial()
+    one.save(1)
+    folder = one.root / "step_00000001"
+    command = Command(f"touch {tmp_path / 'ran'}")
+    rewrite(folder, METADATA, pickle.dumps(command))
+    with pytest.raises(CheckpointError, match="system, which no checkpoint holds"):
+        one.resume()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_crafted_generators_run_nothing(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    one = trial()
+    one.save(1)
+    crafted = tmp_path / "crafted.pt"
+    torch.save([Command(f"touch {tmp_path / 'ran'}")], crafted)
+    rewrite(one.root / "step_00000001", saves.RANDOM_STATE, crafted.read_bytes())
+    with pytest.raises(CheckpointError):
+        one.resume()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/b", "..", "manifest.json"])
+def test_a_manifest_names_files_beside_it(trial: Callable[..., Trial], name: str) -> None:
+    one = trial()
+    one.save(1)
+    folder = one.root / "step_00000001"
+    manifest = json.loads((folder / files.MANIFEST).read_text())
+    del manifest["sha256"]
+    manifest["files"][name] = {"size": 1, "sha256": ""}
+    write_manifest(folder, manifest)
+    with pytest.raises(CheckpointError, match="not the name of a file beside it"):
+        one.resume()
+
+
+def test_a_description_names_files_of_the_manifest(trial: Callable[..., Trial], tmp_path: Path) -> None:
+    one = trial()
+    one.save(1)
+    folder = one.root / "step_00000001"
+    shutil.copy(folder / "__0_0.distcp", tmp_path / "outside")
+    metadata = read_metadata((folder / METADATA).read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = str(tmp_path / "outside")
+    rewrite(folder, METADATA, pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="which the checkpoint does not have"):
+        one.resume()
+
+
+def test_scripts_read_without_running_either(trial: Callable[..., Trial]) -> None:
+    """`torch.distributed.checkpoint.load` with the reader that scripts give it."""
+    one = trial()
+    one.fill(5.0)
+    one.save(1)
+    one.fill(0.0)
+    torch.distributed.checkpoint.load(
+        {"model": one.model.state_dict()}, storage_reader=CheckedReader(one.root / "step_00000001")
+    )
+    assert one.filled() == 5.0

@@ -1,0 +1,252 @@
+"""How whole runs end: by requests, by faults of their processes, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import pretrain
+from megatron_fp4.faults import orders
+from megatron_fp4.faults.diagnosis import state_of_process
+from tests.test_pretrain import ROOT, losses, records, small, start
+
+__all__ = ["small"]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+LONG = ["train.steps=1000", "checkpoint.interval=0", "validation.interval=0", "data.num_workers=1"]
+
+
+def state(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "state.json").read_text())
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_steps(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and '"kind": "step"' in metrics.read_text(), process)
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(path.read_text().rsplit(")", 1)[1].split()[1]) == pid:
+                found.append(int(path.parent.name))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def ranks(run_dir: Path) -> list[int]:
+    """Process ids."""
+    return [json.loads(path.read_text())["pid"] for path in sorted((run_dir / "ranks").glob("rank_*.json"))]
+
+
+@contextmanager
+def training(run_dir: Path, processes: int, overrides: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run that is training, and all its processes besides the launcher: ranks and loader workers. None outlives."""
+    process = start(processes, [*overrides, *LONG, f"run.dir={run_dir}"])
+    everyone: list[int] = []
+    try:
+        wait_for_steps(run_dir, process)
+        everyone = ranks(run_dir)
+        everyone += [child for rank in everyone for child in children(rank)]
+        yield process, everyone
+        deadline = time.monotonic() + 120
+        while any(state_of_process(pid) != "gone" for pid in everyone):
+            assert time.monotonic() < deadline, "processes outlived the run"
+            time.sleep(0.05)
+    finally:
+        for pid in [process.pid, *everyone]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_workers_save_and_leave_when_torchrun_dies(small: list[str], tmp_path: Path) -> None:
+    """SIGUSR1, which torchrun does not handle, kills it like SIGKILL does."""
+    with training(tmp_path / "run", 2, small) as (process, everyone):
+        process.send_signal(signal.SIGUSR1)
+        output, _ = process.communicate(timeout=240)  # until the workers have closed it, too
+        assert process.returncode == -signal.SIGUSR1
+        assert len(everyone) == 4 and "SIGHUP: stopping after this step" in output
+    saved = state(tmp_path / "run")
+    assert saved["state"] == "stopped" and "SIGHUP" in saved["reason"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{saved['step']:08d}"]
+
+
+def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
+    with training(tmp_path / "run", 2, [*small, "parallel.timeout_seconds=20"]) as (process, _):
+        stopped = ranks(tmp_path / "run")[1]
+        os.kill(stopped, signal.SIGSTOP)
+        # torchrun would wait half a minute for the stopped one, and then kill it.
+        wait_until(lambda: state(tmp_path / "run")["state"] == "crashed", process)
+        os.kill(stopped, signal.SIGKILL)
+        output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1
+    at_half_time, _, at_the_end = output.partition("Traceback")
+    assert "rank 0 has been in step" in at_half_time and "collectives fail after 20 s" in at_half_time
+    named = f"rank 1 (process {stopped} on "
+    advice = f"its process is stopped (`kill -CONT {stopped}` lets it go on)"
+    for text in (at_half_time, at_the_end):
+        assert named in text and advice in text and "waiting: rank 0 in step" in text
+    assert "Timed out waiting" in at_the_end
+    assert "train_step" in (tmp_path / "run" / "ranks" / "rank_00000.stack").read_text()
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_told(small: list[str], tmp_path: Path) -> None:
+    """That of a rank whose loader worker was killed."""
+    with training(tmp_path / "run", 2, small) as (process, everyone):
+        rank = ranks(tmp_path / "run")[1]
+        (worker,) = children(rank)
+        os.kill(worker, signal.SIGKILL)
+        output, _ = process.communicate(timeout=240)
+        assert len(everyone) == 4
+    assert process.returncode == 1 and f"DataLoader worker (pid {worker}) is killed by signal: Killed" in output
+    assert "Root Cause (first observed failure)" in output and "error.json" in output  # of torchrun, which read it
+    assert state(tmp_path / "run")["state"] in ("crashed", "running")  # or was killed before it could say so
+
+
+def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path) -> None:
+    """It used to kill the process: torch takes seconds to import."""
+    process = start(1, [*small, f"run.dir={tmp_path / 'run'}"])
+    status = Path(f"/proc/{process.pid}/status")
+
+    def listens() -> bool:
+        (caught,) = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt")]
+        return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
+
+    wait_until(listens, process)
+    assert not (tmp_path / "run").exists()
+    process.send_signal(signal.SIGUSR1)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 75 and "stopped after step 0 of 8 on SIGUSR1" in output
+    assert state(tmp_path / "run")["state"] == "stopped" and not losses(tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+
+
+def test_divergence_has_an_exit_code_of_its_own(small: list[str], tmp_path: Path) -> None:
+    overrides = [*small, f"run.dir={tmp_path / 'run'}", "optimizer.lr=1e38", "train.max_skipped_steps=2"]
+    process = start(1, [*overrides, "schedule.warmup_fraction=0", "validation.interval=0"])
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 3 and "Traceback" not in output
+    assert "pretrain.py: 2 steps in a row were skipped" in output
+    assert state(tmp_path / "run")["state"] == "diverged"
+
+
+# The program with something replaced. leave_distributed: a group that hangs in its end.
+_PROGRAM = """
+import sys, time
+import pretrain
+from megatron_fp4.faults import ending
+from megatron_fp4.faults.signals import StopRequest
+
+def wrong(*_):
+    raise pretrain.selftest.SelfTestError("fprop is off by one")
+
+ending.PATIENCE = 0.2
+ending.leave_distributed = lambda: time.sleep(3600)
+if "wrong" in sys.argv:
+    pretrain.test_backend = wrong
+if "crash" in sys.argv:
+    pretrain.train = lambda *_: 1 // 0
+ending.run_program(lambda: pretrain.launch(sys.argv[2:], StopRequest().listen()))
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("wrong", 4), ("crash", 1), ("refused", 2)])
+def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path, how: str, code: int) -> None:
+    (tmp_path / "run").mkdir()
+    overrides = [*small, f"run.dir={tmp_path / 'run'}", *(["train.stepz=7"] if how == "refused" else [])]
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, how, *overrides],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    expected = {"wrong": "pretrain.py: fprop is off by one\n", "crash": "ZeroDivisionError", "refused": "stepz"}
+    assert expected[how] in done.stderr and done.stderr.count("Traceback") == (how == "crash")
+    # Who crashed does not even try.
+    assert ("its process group has not ended after 0 s; leaving without it" in done.stderr) == (how != "crash")
+    states = {"wrong": "wrong_numbers", "crash": "crashed", "refused": "refused"}
+    assert state(tmp_path / "run")["state"] == states[how]
+
+
+@pytest.fixture
+def here(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs pretrain.py in this process."""
+    monkeypatch.setattr(orders, "LOOK_EVERY", 0.0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*overrides: str) -> int:
+        code = pretrain.main([*small, f"run.dir={tmp_path}", "checkpoint.interval=0", "data.num_workers=1", *overrides])
+        assert not dist.is_initialized()
+        return code
+
+    return run
+
+
+def before(monkeypatch: pytest.MonkeyPatch, name: str, action: Callable[[], object]) -> None:
+    """Do `action` before the first call of pretrain's function `name`."""
+    original, done = getattr(pretrain, name), []
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(action())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(pretrain, name, replaced)
+
+
+def saved(run_dir: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
+
+
+def test_files_and_minutes(here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SAVE and STOP files, then a limit of time, then the rest: the losses of a run that nobody disturbed."""
+    (tmp_path / "STOP").touch()  # meant for a run before
+    (tmp_path / "SAVE").touch()
+    assert here("validation.interval=0", "train.steps=4", "run.dir=" + str(tmp_path / "straight")) == 0
+    before(monkeypatch, "save", lambda: (tmp_path / "STOP").touch())
+    assert here("validation.interval=0", "train.steps=4") == 75
+    assert saved(tmp_path) == [1, 2] and state(tmp_path)["reason"] == "the file STOP"
+    assert not (tmp_path / "STOP").exists() and not (tmp_path / "SAVE").exists()
+    assert here("validation.interval=0", "train.steps=4", "run.max_minutes=0.0001") == 75
+    assert state(tmp_path)["reason"] == "run.max_minutes=0.0001"
+    assert here("validation.interval=0", "train.steps=4") == 0
+    assert losses(tmp_path) == losses(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("where", ["validation_losses", "save"])
+def test_a_signal_during_evaluation_or_a_save(
+    here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What is going on is finished, and the run stops after the next step, with a checkpoint."""
+    before(monkeypatch, where, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert here("validation.interval=2", "checkpoint.interval=2") == 75
+    assert saved(tmp_path) == [2, 3] and len(losses(tmp_path)) == 3
+    assert [record["step"] for record in records(tmp_path, "validation")] == [2]
+    (event,) = [record for record in records(tmp_path, "event") if record["event"] == "stop"]
+    assert event["step"] == 3 and "SIGTERM" in event["signal"]

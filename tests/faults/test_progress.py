@@ -1,0 +1,205 @@
+"""Who holds up a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.faults import progress as module
+from megatron_fp4.faults.diagnosis import (
+    Report,
+    diagnose,
+    is_lowest_waiting,
+    ranks_in_words,
+    read_report,
+    report_path,
+    state_of_process,
+)
+from megatron_fp4.faults.progress import FOLDER, Progress
+from megatron_fp4.parallel.mesh import ParallelMesh
+
+START = "now"
+
+
+def report(rank: int, step: int = 5, order: int = 3, **other: object) -> Report:
+    """A rank that has waited for a minute, on a host of its own."""
+    since, now = time.time() - 60, time.time()
+    plain = Report(START, rank, f"host{rank}", 100 + rank, step, f"phase {order}", order, since, now, 1, "")
+    return plain._replace(**other)
+
+
+def write(folder: Path, *reports: Report) -> None:
+    for one in reports:
+        report_path(folder, one.rank).write_text(json.dumps(one._asdict()).ljust(900))
+
+
+def beat(folder: Path, *but: int) -> None:
+    """Every rank writes again, except these."""
+    for path in folder.glob("rank_*.json"):
+        rank = int(path.stem.removeprefix("rank_"))
+        found = read_report(folder, rank, START)
+        if found is not None and rank not in but:
+            write(folder, found._replace(beat=found.beat + 1, time=time.time()))
+
+
+@contextmanager
+def process(number: signal.Signals) -> Iterator[int]:
+    """A process that got a signal."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=-1)
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.send_signal(number)
+    while state_of_process(child.pid) is None:
+        time.sleep(0.01)
+    yield child.pid
+    child.kill()
+    child.communicate()
+
+
+def test_places_are_ordered_and_loading_is_data() -> None:
+    progress = Progress()
+    progress.at(3, "update")
+    progress.at(3, "save")
+    assert progress.place[:3] == (3, "save", 1)
+    seen = []
+    for batch in progress.loading(["a", "b"], 4):
+        seen.append((batch, progress.place[:3]))
+        progress.at(progress.place.step, "update")
+    assert seen == [("a", (4, "data", 0)), ("b", (5, "data", 0))]
+    since = progress.place.since
+    progress.alive()
+    assert progress.place.since >= since and progress.place.phase == "data"
+
+
+def test_the_rank_that_is_behind_is_named(tmp_path: Path) -> None:
+    write(tmp_path, report(0), report(1), report(2, order=1, phase="data"), report(3))
+    found = diagnose(tmp_path, report(0), 4, wait=lambda: beat(tmp_path))
+    assert "rank 2 (process 102 on host2): behind the others; last heard of 0 s ago in step 5, data, 60 s" in found
+    assert "waiting: ranks 0-1, 3 in step 5, phase 3" in found and "rank 1 (" not in found
+
+
+def test_a_rank_that_writes_no_more_is_named(tmp_path: Path) -> None:
+    write(tmp_path, *(report(rank) for rank in range(3)))
+    found = diagnose(tmp_path, report(0), 4, wait=lambda: beat(tmp_path, 2))
+    assert "rank 2 (process 102 on host2): its process writes nothing any more" in found
+    assert "rank 3: nothing is known of it" in found
+    assert "waiting: ranks 0-1 in step 5" in found
+
+
+def test_nobody_is_suspected_if_all_are_there(tmp_path: Path) -> None:
+    write(tmp_path, *(report(rank) for rank in range(3)))
+    assert diagnose(tmp_path, report(0), 3, wait=lambda: beat(tmp_path)) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGSTOP, "stopped"), (signal.SIGKILL, "gone")])
+def test_a_process_of_this_host_is_looked_at(tmp_path: Path, number: signal.Signals, word: str) -> None:
+    with process(number) as pid:
+        write(tmp_path, report(0, host=socket.gethostname(), pid=os.getpid()))
+        write(tmp_path, report(1, host=socket.gethostname(), pid=pid))
+        found = diagnose(tmp_path, report(0), 2, wait=lambda: pytest.fail("it is plain to see"))
+        assert f"rank 1 (process {pid} on {socket.gethostname()}): its process is {word}" in found
+        assert (f"`kill -CONT {pid}`" in found) == (word == "stopped")
+        # A rank that cannot speak is not waited for.
+        write(tmp_path, report(0, host=socket.gethostname(), pid=pid))
+        assert is_lowest_waiting(tmp_path, report(2), 60, interval=3600.0)
+
+
+def test_the_cause_is_the_rank_that_failed_by_itself(tmp_path: Path) -> None:
+    failed = report(1, error="LoaderError: no data for step 5")
+    follows = report(2, error="RuntimeError: [gloo/transport] Connection closed by peer")
+    write(tmp_path, report(0), failed, follows)
+    found = diagnose(tmp_path, report(0), 3, wait=lambda: pytest.fail("it is plain to see"))
+    assert "rank 1 (process 101 on host1): failed: LoaderError: no data for step 5" in found
+    assert "rank 2 (" not in found
+
+
+def test_the_lowest_rank_that_waits_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, report(0, since=time.time()), report(1))
+    assert is_lowest_waiting(tmp_path, report(0), 60, interval=0.01)
+    assert is_lowest_waiting(tmp_path, report(1), 60, interval=0.01)  # rank 0 gets on
+    # Rank 1 waits as long as rank 2, but does not write any more; then it does.
+    assert is_lowest_waiting(tmp_path, report(2), 60, interval=0.01)
+    reads = []
+    real = read_report
+
+    def read(folder: Path, rank: int, start: str) -> Report | None:
+        reads.append(rank)
+        found = real(folder, rank, start)
+        return found and found._replace(beat=len(reads))
+
+    monkeypatch.setattr("megatron_fp4.faults.diagnosis.read_report", read)
+    assert not is_lowest_waiting(tmp_path, report(2), 60, interval=0.01)
+    # A thousand ranks that wait read one file each, the first rank's, and that once more.
+    write(tmp_path, report(0))
+    reads.clear()
+    assert not is_lowest_waiting(tmp_path, report(999), 60, interval=0.01)
+    assert reads == [0, 0]
+
+
+def test_files_of_an_earlier_start_are_nobodys(tmp_path: Path) -> None:
+    write(tmp_path, report(1, start="yesterday"))
+    assert read_report(tmp_path, 1, START) is None
+    report_path(tmp_path, 2).write_text("{ half")
+    assert read_report(tmp_path, 2, START) is None
+
+
+def test_ranks_in_words() -> None:
+    assert ranks_in_words([3]) == "rank 3"
+    assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+
+
+def test_a_thousand_ranks_are_a_few_lines(tmp_path: Path) -> None:
+    ranks = [report(rank, order=1 if rank % 2 else 3) for rank in range(1000)]
+    write(tmp_path, *ranks)
+    found = diagnose(tmp_path, ranks[0], 1000, wait=lambda: None)
+    assert len(found.splitlines()) < 12
+
+
+def test_a_hang_is_told_once_with_its_stack(
+    mesh: ParallelMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rank_00005.json").write_text("of an earlier start")
+    progress = Progress()
+    with progress.watched(tmp_path, timeout_seconds=0.4):
+        assert not (tmp_path / FOLDER / "rank_00005.json").exists()
+        progress.at(7, "a phase that hangs")
+        printed = ""
+        while "threads stand" not in printed:
+            time.sleep(0.02)
+            printed += capfd.readouterr().err
+        time.sleep(0.6)  # and not again
+        printed += capfd.readouterr().err
+    assert printed.count("rank 0 has been in step 7, a phase that hangs, for") == 1
+    stack = (tmp_path / FOLDER / "rank_00000.stack").read_text()
+    assert "step 7, a phase that hangs" in stack and "test_a_hang_is_told_once_with_its_stack" in stack
+
+
+def test_writing_is_cheap_on_many_ranks(mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Progress().watched(tmp_path, 600)
+    assert watch.interval == 5
+    monkeypatch.setattr(module.dist, "get_world_size", lambda: 2000)
+    assert Progress().watched(tmp_path, 600).interval == 30  # and at most a twentieth of the timeout
+
+
+def test_an_error_of_others_gets_the_diagnosis(mesh: ParallelMesh, tmp_path: Path, monkeypatch) -> None:
+    for text, noted in (("gloo: Timed out waiting 20000ms for recv operation", True), ("shapes differ", False)):
+        watch = Progress().watched(tmp_path, 600)
+        monkeypatch.setattr(watch, "_world_size", 2)
+        monkeypatch.setattr(watch, "diagnosis", lambda: "rank 1 is stopped")
+        with pytest.raises(RuntimeError) as caught, watch:
+            raise RuntimeError(text)
+        assert (getattr(caught.value, "__notes__", []) == ["rank 1 is stopped"]) == noted
+        written = report_path(tmp_path / FOLDER, 0).read_text()
+        assert f"RuntimeError: {text}" in written

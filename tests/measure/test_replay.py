@@ -1,0 +1,236 @@
+"""A micro-batch computed twice: the run is the same run, and a machine that errs is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pretrain
+from megatron_fp4.measure.checksums import checksum
+from megatron_fp4.measure.replay import Replay, Replayed
+from megatron_fp4.precision.emulated import EmulatedBackend
+from megatron_fp4.precision.fp32_gradients import local_part
+from models.attention import Attention
+from tests.measure.test_diagnostics_run import ALL_THE_WAY, NVFP4, Run, _same
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL
+from tests.training.harness import alone, launch, toy_mesh
+
+NUM_STEPS = 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.float64])
+@pytest.mark.parametrize("shape", [(0,), (), (7,), (4096,), (3, 4096), (5, 3000)])
+def test_checksum_sees_every_bit_and_place(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randint(0, 256, shape, generator=generator).to(dtype)
+    total = checksum(tensor)
+    assert total.dtype == torch.int64 and total.shape == (3,)
+    assert torch.equal(total, checksum(tensor.clone()))
+    assert tensor.ndim < 2 or torch.equal(total, checksum(tensor.t().contiguous().t()))
+    bytes_of = tensor.reshape(-1).view(torch.uint8)
+    for place in range(0, len(bytes_of), max(1, len(bytes_of) // 50)):
+        flipped = bytes_of.clone()
+        flipped[place] ^= 1 << place % 8
+        assert not torch.equal(checksum(flipped.view(dtype)), total)
+    flat = tensor.reshape(-1)
+    for one in range(0, tensor.numel() - 1, 97):
+        other = (one * 31 + 4096) % tensor.numel()
+        exchanged = flat.clone()
+        exchanged[[one, other]] = flat[[other, one]]
+        assert torch.equal(checksum(exchanged), total) == bool(flat[one] == flat[other])
+
+
+def test_weighted_sum_is_the_definition() -> None:
+    tensor = torch.arange(-9000, 0, dtype=torch.int32)
+    bits = tensor.tolist()
+    total = sum(bits)
+    by_column = sum(value * (i % 4096 + 1) for i, value in enumerate(bits))
+    by_row = sum(value * (i // 4096 + 1 if i < 8192 else -1) for i, value in enumerate(bits))
+    assert checksum(tensor).tolist() == [total, by_column, by_row]
+
+
+def _train(run: Run, interval: int) -> tuple[list[Any], list[Replayed | None]]:
+    replay, losses, found = Replay(interval, run.model, run.mesh, run.controller), [], []
+    for step in range(NUM_STEPS):
+        found.append(replay.before_step(step, run.batches(step)))
+        losses.append(run.step(step))
+    return losses, found
+
+
+def _on_and_off(rank: int, tp_size: int, recipe: Any, reshard: bool) -> Any:
+    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
+    off, on = Run(mesh, recipe, reshard), Run(mesh, recipe, reshard)
+    generator = torch.get_rng_state()
+    losses, found = _train(on, 2)
+    same = torch.equal(generator, torch.get_rng_state())
+    losses_off, none = _train(off, 0)
+    assert none == [None] * NUM_STEPS
+    assert all(context.probe is None for context in on.linears.values())
+    return same and losses == losses_off and _same(on.weights(), off.weights()) and on.clock == off.clock, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "tp_size", "recipe", "reshard"),
+    [(1, 1, NVFP4, False), (2, 1, ALL_THE_WAY, True), (2, 2, NVFP4, False)],
+    ids=["alone", "sharded", "tensor parallel"],
+)
+def test_a_replayed_run_is_the_same_run(world: int, tp_size: int, recipe: Any, reshard: bool) -> None:
+    for same, found in launch(_on_and_off, world, tp_size, recipe, reshard, seconds=600.0):
+        assert same
+        assert [replayed is not None for replayed in found] == [True, False, True, False]
+        for replayed in found[::2]:
+            assert replayed.differences == [] and replayed.checked > 60
+            assert "no difference" in str(replayed)
+
+
+class Flipping(EmulatedBackend):
+    """Flips the last bit of one number of the `call`-th product."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Any = None) -> Tensor:
+        product = super().gemm(a, b, out_dtype, total)
+        self.left -= 1
+        return flipped(product) if self.left == 0 else product
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    """With the highest bit of the first number's mantissa flipped, so that rounding does not swallow it."""
+    bits = tensor.detach().clone().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        bits.view(-1)[:1].view(torch.int16)[0] ^= 1 << 6
+    else:
+        bits.view(-1)[:1].view(torch.int32)[0] ^= 1 << 22
+    return tensor + (bits - tensor).detach() if tensor.requires_grad else bits
+
+
+def _corrupted(rank: int, tp_size: int, kinds: list[str]) -> list[Any]:
+    """What rank 1's second computation, wrong in one place, is found to be."""
+    return [_corrupted_once(rank, tp_size, kind) for kind in kinds]
+
+
+def _corrupted_once(rank: int, tp_size: int, kind: str) -> Any:
+    run = Run(toy_mesh(tp_size, sequence_parallel=tp_size > 1), NVFP4)
+    linears = list(run.linears.values())
+    replay = Replay(1, run.model, run.mesh, run.controller)
+    if rank == 1:
+        # fprop, dgrad and wgrad of each linear: the second computation begins with the fourth product.
+        if kind in ("fprop", "dgrad", "wgrad"):
+            linears[1].backend = Flipping(4 + ("fprop", "dgrad", "wgrad").index(kind))
+        if kind == "attention":
+            mixer = next(module for module in run.model.modules() if isinstance(module, Attention))
+            calls = []
+
+            def spoiled(module: Any, inputs: Any) -> Any:
+                calls.append(1)
+                return (flipped(inputs[0]), *inputs[1:]) if len(calls) == 2 else inputs
+
+            mixer.out_proj.register_forward_pre_hook(spoiled)
+        if kind == "weights":
+            compute, calls_of = replay._compute, []
+
+            def compute_spoiled(*arguments: Any) -> Any:
+                calls_of.append(1)
+                if len(calls_of) == 2:
+                    shard = local_part(dict(run.model.named_parameters())["blocks.1.mixer.up_proj.weight"])
+                    shard.copy_(flipped(shard))
+                return compute(*arguments)
+
+            replay._compute = compute_spoiled  # type: ignore[method-assign]
+    found = replay.before_step(0, run.batches(0))
+    assert found is not None
+    return replace(found, differences=[replace(one, where="") for one in found.differences]), str(found)
+
+
+KINDS = {
+    "fprop": "the fprop product of blocks.0.mixer.out_proj",
+    "dgrad": "the dgrad product of blocks.0.mixer.out_proj",
+    "wgrad": "the wgrad product of blocks.0.mixer.out_proj",
+    "attention": "the input of blocks.0.mixer.out_proj",
+    "weights": "weights of blocks.1.mixer.up_proj.weight",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2], ids=["sharded", "tensor parallel"])
+def test_the_rank_and_the_place_are_named(tp_size: int) -> None:
+    for of_rank in launch(_corrupted, 2, tp_size, list(KINDS), seconds=600.0):
+        for (kind, first), (replayed, text) in zip(KINDS.items(), of_rank, strict=True):
+            assert [(one.rank, one.first) for one in replayed.culprits] == [(1, first)], kind
+            batch = 0 if tp_size == 2 else 1
+            assert replayed.culprits[0].micro_batch == batch
+            assert text.startswith("one micro-batch of step 1 computed twice DIFFERS: rank 1 (") and first in text
+            # What it made wrong reaches the other rank through collectives only.
+            others = [one.rank for one in replayed.differences[1:]]
+            spreads = kind == "weights" or (tp_size == 2 and kind in ("fprop", "dgrad", "attention"))
+            assert others == ([0] if spreads else []), kind
+
+
+def test_one_process_alone_is_named_too() -> None:
+    with alone() as mesh:
+        run = Run(mesh, NVFP4)
+        next(iter(run.linears.values())).backend = Flipping(5)
+        found = Replay(1, run.model, mesh, run.controller).before_step(6, run.batches(6))
+        assert found is not None and [one.rank for one in found.differences] == [0]
+        assert found.as_event()["ranks"] == [0] and "dgrad" in found.as_event()["first"]
+        json.dumps(found.as_event(), allow_nan=False)
+
+
+@pytest.fixture
+def erring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of one product in one of the two computations of step 3 is wrong."""
+    calls, gemm = 0, EmulatedBackend.gemm
+
+    def spoiled(self: EmulatedBackend, a: Any, b: Any, out_dtype: torch.dtype, total: Any = None) -> Tensor:
+        nonlocal calls
+        calls += 1
+        product = gemm(self, a, b, out_dtype, total)
+        return flipped(product) if calls == spoil_at else product
+
+    # 6 linears with 3 products each; 4 micro-batches in a step, and 2 more before the first and the third.
+    spoil_at = 6 * 3 * (2 + 4 + 4 + 1) + 2
+    monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
+
+
+def _pretrain(folder: Path, *overrides: str) -> int:
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    settings = [*SMALL, *FAST, *small_corpus(corpus), "train.steps=4", "run.replay_interval=2"]
+    return pretrain.main([*settings, f"run.dir={folder}/run", *overrides])
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_difference_ends_the_run_before_the_update(erring: None, tmp_path: Path, capsys: Any) -> None:
+    assert _pretrain(tmp_path) == 4
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("pretrain.py: one micro-batch of step 3 computed twice DIFFERS: rank 0 (")
+    assert "the fprop product of blocks." in line and "run.replay_action=warn" in line
+    (event,) = [record for record in _records(tmp_path) if record.get("event") == "replay"]
+    assert event["step"] == 3 and event["ranks"] == [0] and event["first"] in line
+    assert [record["step"] for record in _records(tmp_path) if record["kind"] == "step"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_warned_the_run_goes_on_with_the_bits_of_any_other(erring: None, tmp_path: Path) -> None:
+    assert _pretrain(tmp_path, "run.replay_action=warn") == 0
+    assert [record["step"] for record in _records(tmp_path) if record.get("event") == "replay"] == [3]
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert _pretrain(plain, "run.replay_interval=0") == 0
+    numbers = [
+        [(r["loss"], r["grad_norm"]) for r in _records(folder) if r["kind"] == "step"] for folder in (tmp_path, plain)
+    ]
+    assert len(numbers[0]) == 4 and numbers[0] == numbers[1]

@@ -1,0 +1,103 @@
+"""Runs of pretrain.py on ranks of `launch`, with spikes where the test wants them and a kill where it wants one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import pretrain
+from data.indexed_dataset import IndexedDatasetWriter
+from megatron_fp4.checkpoint import files
+from megatron_fp4.training.nonfinite_guard import DivergedError
+from megatron_fp4.training.optimizer import optimizer_state
+from megatron_fp4.training.step import train_step
+from tests.test_pretrain import SMALL
+from tests.training.harness import whole
+
+# What a test of several starts needs of each: no picture, no validation, no worker to start.
+FAST = ["data.num_workers=0", "validation.num_samples=1", "validation.interval=0", "run.device=cpu"]
+FAST += ["logging.tensorboard=false", "checkpoint.keep=0", "model.pattern=M*-", "train.sequence_length=32"]
+SPIKED = ["spikes.min_history=3", "checkpoint.interval=5", "train.steps=12", "precision.switch.when=5"]
+
+
+def small_corpus(folder: Path) -> list[str]:
+    """Overrides that read two sources of random tokens, written to `folder`; the built-in corpus takes ten seconds."""
+    generator = np.random.default_rng(0)
+    for source in ("code", "prose"):
+        with IndexedDatasetWriter(folder / source, np.uint16) as writer:
+            for _ in range(20):
+                writer.add_document(generator.integers(0, 512, 300))
+    phases = "data.phases=[{name: main, fraction: 1.0, blend: {code: 0.5, prose: 0.5}}]"
+    return ["data=indexed", f"data.sources={{code: {folder}/code, prose: {folder}/prose}}", phases]
+
+
+def spiking(
+    rank: int, spikes: list[int], factor: float, before_step: Callable[[Any, Any, int], None] = lambda *_: None
+) -> Callable[..., Any]:
+    """A `train_step` in which the last rank's loss is `factor` times itself in the steps `spikes`, counted from 1."""
+    hooked = False
+
+    def spiked_step(
+        model: Any, optimizer: Any, batches: Any, mesh: Any, clock: Any, *, step: int, **settings: Any
+    ) -> Any:
+        nonlocal hooked
+        if not hooked and rank == mesh.world_size - 1:
+            model.register_forward_hook(lambda _, __, loss: loss * factor if clock.step + 1 in spikes else loss)
+        hooked = True
+        before_step(model, optimizer, step)
+        return train_step(model, optimizer, batches, mesh, clock, step=step, **settings)
+
+    return spiked_step
+
+
+def spiked_run(
+    rank: int, overrides: list[str], spikes: list[int], factor: float, kill_before: int | None = None
+) -> dict[str, Any]:
+    """pretrain.py in this group, with a slow disk; the loss of the last rank is `factor` times itself in the steps
+    `spikes` (counted from 1).
+
+    kill_before: SIGKILL before this step. Returns what the steps began with: hashes of weights and moments and a draw
+    of the generators, by step; or the message of the error that ended the run.
+    """
+    os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    config = pretrain.configure([*SMALL, *FAST, *SPIKED, *overrides])
+    began: dict[str, Any] = {}
+    publish = files.publish
+
+    def slowly(*folders: Path) -> None:
+        time.sleep(1.0)  # a step takes less: a rollback that does not wait for the save finds no checkpoint
+        publish(*folders)
+
+    def before_step(model: Any, optimizer: Any, step: int) -> None:
+        if step + 1 == kill_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state = {**model.state_dict(), **optimizer_state(model, optimizer)}
+        sums = {name: whole(value).double().sum().item() for name, value in state.items()}
+        began[str(step + 1)] = [sums, torch.rand(()).item(), random.random()]
+
+    with (
+        mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(pretrain, "train_step", spiking(rank, spikes, factor, before_step)),
+        mock.patch.object(files, "publish", slowly),
+    ):
+        try:
+            assert pretrain.pretrain(config) == 0
+        except DivergedError as error:
+            return {"error": str(error)}
+    return began
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in found if kind in (record["kind"], record.get("event"))]

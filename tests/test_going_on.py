@@ -1,0 +1,271 @@
+"""What a second start of pretrain.py makes of what the first one left: whole, damaged, lost, finished or changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pretrain
+from data.indexed_dataset import IndexedDatasetWriter
+from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
+
+pytestmark = pytest.mark.slow
+
+# As in configs/data/builtin.yaml.
+PHASES = ", ".join(
+    f"{{name: {name}, fraction: {fraction}, blend: {{code: {code}, prose: {1 - code:.1f}}}}}"
+    for name, fraction, code in (("broad", 0.7, 0.7), ("balanced", 0.2, 0.5), ("prose", 0.1, 0.3))
+)
+FEW = [
+    *SMALL,
+    "checkpoint.interval=2",
+    "logging.tensorboard=false",
+    "data=indexed",
+    "data.num_workers=0",
+    f"data.phases=[{PHASES}]",
+]
+Start = Callable[..., str]
+
+
+def write_text(path: Path, documents: int) -> None:
+    generator = np.random.default_rng(documents)
+    with IndexedDatasetWriter(path, np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(generator.zipf(1.3, 200) % 512)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides for a corpus of its own, with the names that the built-in one has."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sizes = {"code": 300, "prose": 200, "held_out_code": 30, "held_out_prose": 31}
+    for name, documents in sizes.items():
+        write_text(folder / name, documents)
+    return [
+        f"data.sources={{code: {folder}/code, prose: {folder}/prose}}",
+        f"data.validation={{code: {folder}/held_out_code, prose: {folder}/held_out_prose}}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
+    """The folder of a run of 8 steps, with checkpoints of steps 2, 4, 6 and 8. Not to be changed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert pretrain.main([*FEW, *data, f"run.dir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture
+def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
+    """Start pretrain.py with run.dir and overrides; what it printed, if it ended with `code`."""
+
+    def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended = pretrain.main([*FEW, *data, f"run.dir={run_dir}", *overrides])
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        if code == 2:
+            assert len(printed.err.splitlines()) == 1 and printed.err.startswith("pretrain.py: ")
+        return printed.out + printed.err
+
+    return start
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    return [record for record in records(run_dir, "event") if record["event"] == name]
+
+
+def rewrite_metrics(run_dir: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run_dir / "metrics.jsonl").write_text("".join(line for line in lines if keep(json.loads(line))))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def test_a_damaged_checkpoint_is_moved_aside_on_two_ranks(
+    finished: Path, copy: Path, data: list[str], tmp_path: Path
+) -> None:
+    """Also a pointer that is empty and a folder of a save that was cut off."""
+    cut(checkpoint(copy, 8) / "__0_0.distcp")
+    damaged = {path.name: path.read_bytes() for path in checkpoint(copy, 8).iterdir()}
+    (copy / "checkpoints" / "latest").write_text("")
+    (copy / "checkpoints" / "step_00000010.tmp").mkdir()
+    output = run(2, [*FEW, *data, f"run.dir={copy}"])
+    assert output.count("CHECKPOINT DAMAGED: step_00000008: ") == 1 and "__0_0.distcp" in output
+    assert "kept as step_00000008.damaged, training again from step 6" in output
+    assert "removed unfinished step_00000010.tmp" in output
+    (event,) = events(copy, "damaged")
+    assert event["step"] == 6 and event["moved_to"] == "step_00000008.damaged" and "__0_0.distcp" in event["problem"]
+    kept = copy / "checkpoints" / "step_00000008.damaged"
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == damaged
+    assert sorted(losses(copy)) == list(range(1, STEPS + 1))
+    assert {step: losses(copy)[step] for step in range(1, 7)} == {step: losses(finished)[step] for step in range(1, 7)}
+    assert checkpoint(copy, 8).is_dir() and (copy / "checkpoints" / "latest").read_text() == "step_00000008\n"
+
+
+@pytest.mark.parametrize(("name", "harm"), [("__0_0.distcp", flip), (".metadata", Path.unlink), ("rng.pt", cut)])
+def test_behind_a_damaged_checkpoint_the_numbers_are_the_same(
+    finished: Path, copy: Path, start: Start, tmp_path: Path, name: str, harm: Callable[[Path], None]
+) -> None:
+    harm(checkpoint(copy, 8) / name)
+    assert "resumed after step 6 of 8" in start(copy)
+    assert losses(copy) == losses(finished)
+    assert_same_checkpoint(checkpoint(finished, 8), checkpoint(copy, 8), tmp_path)
+
+
+def test_nothing_intact_is_refused_and_nothing_moves(copy: Path, start: Start) -> None:
+    for step in (2, 4, 6, 8):
+        flip(checkpoint(copy, step) / "trainer.json")
+    before = sorted(copy.rglob("*"))
+    output = start(copy, code=2)
+    assert "none is whole" in output and all(f"step_0000000{step}" in output for step in (2, 4, 6, 8))
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: Start) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    before = (copy / "metrics.jsonl").read_bytes()
+    output = start(copy, code=2)
+    for text in ("metrics.jsonl has 8 steps, and 4 checkpoints saved", "summary.json", "checkpoint.resume=never"):
+        assert text in output
+    assert (copy / "metrics.jsonl").read_bytes() == before
+    start(copy, "checkpoint.resume=never")  # what the message offers
+    assert losses(copy) == losses(finished)
+    assert (copy / "metrics.jsonl.1").read_bytes() == before and (copy / "summary.json.1").exists()
+
+
+def test_killed_before_its_first_checkpoint_a_run_begins_again(finished: Path, copy: Path, start: Start) -> None:
+    for path in ("checkpoints", "summary.json", "loss.png"):
+        shutil.rmtree(copy / path) if (copy / path).is_dir() else (copy / path).unlink()
+    rewrite_metrics(copy, lambda record: record["step"] <= 1)
+    start(copy)
+    assert losses(copy) == losses(finished) and (copy / "metrics.jsonl.1").exists()
+
+
+def test_a_branch_goes_on_where_it_stopped(finished: Path, start: Start, tmp_path: Path) -> None:
+    """The same command again, as a loop of restarts has it."""
+    branch, command = tmp_path / "branch", f"checkpoint.resume={checkpoint(finished, 4)}"
+    start(branch, command)
+    shutil.rmtree(checkpoint(branch, 8))  # as if it had been killed before
+    assert "resumed after step 6 of 8" in start(branch, command)
+    assert losses(branch) == {step: losses(finished)[step] for step in range(5, STEPS + 1)}
+    assert_same_checkpoint(checkpoint(finished, 8), checkpoint(branch, 8), tmp_path)
+    assert [record["origin"]["step"] for record in records(branch, "run")] == [4, 4]
+    assert "is finished" in start(branch, command)
+    output = start(branch, f"checkpoint.resume={checkpoint(finished, 2)}", code=2)
+    assert str(checkpoint(finished, 4)) in output and "another run.dir" in output
+
+
+def test_what_was_changed_is_said_once(copy: Path, start: Start) -> None:
+    shutil.rmtree(checkpoint(copy, 8))
+    output = start(copy, "optimizer.lr=0.001", "logging.interval=2")
+    assert "changed since the checkpoint: optimizer.lr 0.002 -> 0.001" in output
+    (event,) = events(copy, "configuration")
+    assert event["step"] == 6 and event["changes"] == [
+        {"key": "optimizer.lr", "before": 0.002, "now": 0.001},
+        {"key": "logging.interval", "before": 1, "now": 2},
+    ]
+    assert "changed since" not in start(copy, "optimizer.lr=0.001", "logging.interval=2")
+
+
+def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Start, tmp_path: Path) -> None:
+    output = start(copy, "train.steps=16", "train.max_skipped_steps=10")
+    for text in (
+        "changed since the checkpoint: train.steps 8 -> 16",
+        "the precision switched before step 7 and stays switched",
+        "WARNING: the learning rate had begun to decay and goes back up, from 2.00e-05 in step 8",
+        "was before step 7, to bf16",
+        "resumed after step 8 of 16",
+    ):
+        assert text in output
+    phases = ["broad"] * 6 + ["balanced", "prose"] + ["broad"] * 3 + ["balanced"] * 3 + ["prose"] * 2
+    assert [record["phase"] for record in records(copy, "step")] == phases
+    assert {step: losses(copy)[step] for step in range(1, STEPS + 1)} == losses(finished)
+    assert json.loads((copy / "summary.json").read_text())["steps"] == 16 and (copy / "summary.json.1").exists()
+
+    again = Path(shutil.copytree(copy, tmp_path / "again"))
+    for step in (12, 14, 16):
+        shutil.rmtree(checkpoint(again, step))
+    output = start(again, "train.steps=16")  # stopped in the middle of a phase of the new length
+    assert "resumed after step 10 of 16" in output and "changed since" not in output
+    assert losses(again) == losses(copy)
+    assert_same_checkpoint(checkpoint(copy, 16), checkpoint(again, 16), tmp_path)
+
+
+def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: Path, start: Start) -> None:
+    for name in ("summary.json", "loss.png"):
+        (copy / name).unlink()
+    rewrite_metrics(copy, lambda record: record["step"] < STEPS or record["kind"] == "step")
+    output = start(copy)
+    assert "lacks its last validation, its last checkpoint's event, loss.png, summary.json; writing that now" in output
+    assert (copy / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
+    assert (copy / "loss.png").stat().st_size > 10_000
+    assert records(copy, "validation") == records(finished, "validation")
+    assert [event["step"] for event in events(copy, "checkpoint")] == [2, 4, 6, 8]
+    before = (copy / "metrics.jsonl").read_bytes()
+    assert "is finished" in start(copy) and (copy / "metrics.jsonl").read_bytes() == before
+
+    (copy / "summary.json").write_text("")  # a power cut while it was written, and the records are there
+    assert "lacks summary.json" in start(copy)
+    assert (copy / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
+    assert records(copy, "validation") == records(finished, "validation")
+
+
+@pytest.mark.parametrize(
+    ("override", "differs", "accepts"),
+    [
+        ("run.seed=7", "run.seed: 1234 in the checkpoint, 7 now", "checkpoint.allow_mismatch=true"),
+        ("model.rope=true", "model.rope: False in the checkpoint, True now", "checkpoint.allow_mismatch=true"),
+        ("train.sequence_length=32", "train.sequence_length: 64 in the", "checkpoint.allow_mismatch=true"),
+        ("data.phases=[{name: all, fraction: 1, blend: {code: 1}}]", "'broad'", "checkpoint.allow_mismatch=true"),
+        ("precision.switch.when=never", "behind the precision switch", "precision.switch.target"),
+        ("train.steps=4", "stands after 64 samples", "train.steps=8 or more"),
+    ],
+)
+def test_what_is_refused_names_the_difference_and_what_accepts_it(
+    finished: Path, start: Start, override: str, differs: str, accepts: str
+) -> None:
+    before = sorted(finished.rglob("*"))
+    output = start(finished, override, code=2)
+    assert differs in output and accepts in output
+    assert sorted(path for path in finished.rglob("*") if path.name != ".lock") == [
+        path for path in before if path.name != ".lock"
+    ]
+
+
+def test_data_that_was_written_anew_is_refused(finished: Path, start: Start, tmp_path: Path) -> None:
+    write_text(tmp_path / "code", 301)
+    output = start(finished, f"data.sources.code={tmp_path}/code", code=2)
+    assert "source 'code' had 60000 tokens" in output and "now has 60200" in output
+    assert "checkpoint.allow_mismatch=true" in output
+
+
+def test_other_data_can_be_allowed(copy: Path, start: Start) -> None:
+    shutil.rmtree(checkpoint(copy, 8))
+    other = ["data.phases=[{name: all, fraction: 1, blend: {code: 1}}]", "checkpoint.allow_mismatch=true"]
+    start(copy, *other)
+    assert [record["phase"] for record in records(copy, "step")][6:] == ["all", "all"]
+    assert "is finished" in start(copy, *other)

@@ -1,0 +1,125 @@
+"""scripts/replay.py on real runs: recorded steps come out again, and what does not is found."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import pretrain
+from scripts import replay
+from tests.spiked_run import FAST, small_corpus, spiked_run, spiking
+from tests.test_pretrain import SMALL
+from tests.training.harness import launch
+
+pytestmark = pytest.mark.slow
+
+
+def _spiked(rank: int, run_dir: str, corpus: list[str]) -> list[Any]:
+    """A run on the ranks of a launch with a spike in step 9, then its steps 6 to 12 again: as they were, and without
+    the spike."""
+    spiked_run(rank, ["spikes.action=rollback", *corpus, f"run.dir={run_dir}"], [9], 20.0)
+    outcomes = []
+    for spikes in ([9], []):
+        printed = io.StringIO()
+        with (
+            contextlib.redirect_stdout(printed),
+            mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
+            mock.patch.object(replay, "train_step", spiking(rank, spikes, 20.0)),
+        ):
+            code = replay.replay(replay.parse([f"{run_dir}/checkpoints/step_00000005", "--steps", "7"]))
+        outcomes.append((code, printed.getvalue()))
+    return outcomes
+
+
+def test_switch_and_rollback_happen_again_on_two_ranks(tmp_path: Path) -> None:
+    (same, printed), (other, without) = launch(
+        _spiked, 2, str(tmp_path / "run"), small_corpus(tmp_path), seconds=600.0
+    )[0]
+    assert same == 0 and "7 of 7 steps are equal to the last bit" in printed and "DIFFERS" not in printed
+    # Without the spike its step differs, and no other: the run goes back as it did.
+    assert other == 4 and [line.split()[0] for line in without.splitlines() if "DIFFERS" in line] == ["9"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps, checkpoints after the second and the fourth, the switch before the fourth."""
+    folder = tmp_path_factory.mktemp("recorded")
+    settings = ["train.steps=4", "checkpoint.interval=2", "precision.switch.when=3", f"run.dir={folder}/run"]
+    assert pretrain.main([*SMALL, *FAST, *small_corpus(folder), *settings]) == 0
+    return folder / "run"
+
+
+def _state(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*"))}
+
+
+def test_recorded_steps_come_out_again_and_nothing_is_written(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = _state(run_dir)
+    checkpoint = str(run_dir / "checkpoints" / "step_00000002")
+    for arguments, steps in (
+        ([checkpoint], [3]),
+        ([checkpoint, "--steps", "2"], [3, 4]),
+        ([str(run_dir), "--step", "4"], [3, 4]),
+        ([str(run_dir), "--step", "2"], [1, 2]),  # from the initial weights
+    ):
+        assert replay.main(arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        table = [line.split() for line in lines if line.endswith("equal")]
+        assert [int(row[0]) for row in table] == steps
+        assert all(row[1] == row[2] and row[3] == row[4] for row in table)
+        assert f"{len(steps)} of {len(steps)} steps are equal to the last bit" in lines[-1]
+    assert _state(run_dir) == before
+
+
+def test_the_last_bit_counts(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for record in records:
+        if record["kind"] == "step" and record["step"] == 4:
+            record["grad_norm"] = float(torch.nextafter(torch.tensor(record["grad_norm"]).double(), torch.tensor(9.0)))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    checkpoint = str(run_dir / "checkpoints" / "step_00000002")
+    assert replay.main([checkpoint, "--steps", "2", "--metrics", str(tmp_path / "metrics.jsonl")]) == 4
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines() if line.endswith("DIFFERS")] == ["4"]
+    assert "1 of 2 steps are equal" in printed
+
+
+def test_wrong_input_is_one_line_and_exit_code_2(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = run_dir / "checkpoints" / "step_00000002"
+    damaged = tmp_path / "damaged" / "checkpoints" / checkpoint.name
+    shutil.copytree(checkpoint, damaged)
+    shutil.copy(run_dir / "metrics.jsonl", tmp_path / "damaged")
+    shard = next(damaged.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    for arguments, expected in (
+        ([str(tmp_path)], "neither a checkpoint nor a run"),
+        ([str(run_dir)], "name a step of it, as --step 123"),
+        ([str(checkpoint), "--steps", "3"], "has no record of step 5, only of 1 to 4"),
+        ([str(checkpoint), "--step", "2"], "step 2 does not lie after step 2"),
+        ([str(checkpoint), "--steps", "0"], "give --steps 1 or more"),
+        ([str(checkpoint), "--metrics", str(tmp_path / "none")], "none"),
+        ([str(checkpoint), "run.deterministic=false"], "run.deterministic=false, whose bits"),
+        ([str(checkpoint), "train.stepz=3"], "train.stepz"),
+        ([str(checkpoint), "run.seed=7"], "run.seed"),
+        ([str(damaged)], "step_00000002"),
+    ):
+        assert replay.main(arguments) == 2, arguments
+        printed = capsys.readouterr().err
+        assert printed.startswith("replay.py: ") and expected in printed
+        assert "Traceback" not in printed
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    assert replay.main([str(checkpoint)]) == 2
+    assert "made by 1 ranks and this is 2" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""Spikes in whole runs: what is skipped, what is gone back to, that all ranks and a resumed run do the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pretrain
+from tests.spiked_run import FAST, SPIKED, records, small_corpus, spiked_run
+from tests.test_pretrain import SMALL, assert_same_checkpoint
+from tests.training.harness import launch
+
+pytestmark = pytest.mark.slow
+LAST = Path("checkpoints", "step_00000012")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def start(
+    world: int, folder: Path, corpus: list[str], *overrides: str, spikes: list[int], **settings: Any
+) -> list[Any]:
+    kill_before = settings.pop("kill_before", None)
+    factor = settings.pop("factor", 20.0)
+    arguments = [*corpus, f"run.dir={folder}", *overrides]
+    return launch(spiked_run, world, arguments, spikes, factor, kill_before, seconds=600.0, **settings)
+
+
+def steps(folder: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "grad_norm", "lr", "plan", "skipped")
+    return [tuple(record[name] for name in names) for record in records(folder, "step")]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rolls_back_and_survives_a_kill_right_after(world: int, corpus: list[str], tmp_path: Path) -> None:
+    """Checkpoints after steps 5 and 10, the switch before step 6, spikes in step 4, which has none yet, and 9."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    began = start(world, straight, corpus, "spikes.action=rollback", spikes=[4, 9])
+    for of_rank in began:
+        assert of_rank["10"] == of_rank["6"] != of_rank["9"]  # weights, moments and generators
+    early, event = records(straight, "spike")
+    assert (early["step"], early["action"], early["checkpoint"], early["steps"]) == (4, "skip", None, [4, 4])
+    assert (event["step"], event["action"], event["checkpoint"], event["steps"]) == (9, "rollback", 5, [6, 9])
+    assert event["samples"] == [40, 71]
+    assert sum(source["last"] - source["first"] + 1 for source in event["sources"]) == 4 * 8
+    assert event["loss"] > event["loss_limit"] > event["loss_median"] and (event["in_row"], event["total"]) == (1, 2)
+    assert [record["step"] for record in records(straight, "switch")] == [6, 10]  # what was undone is done again
+    assert [record[0] for record in steps(straight)] == list(range(1, 13))
+    assert [record[0] for record in steps(straight) if record[-1]] == [4, 9]
+
+    codes: list[int] = []
+    start(world, killed, corpus, "spikes.action=rollback", spikes=[4, 9], kill_before=10, exit_codes=codes)
+    assert any(codes) and steps(killed)[-1][0] == 9 and not (killed / "checkpoints" / "step_00000010").exists()
+    start(world, killed, corpus, "spikes.action=rollback", spikes=[4, 9])
+    assert steps(killed) == steps(straight)
+    assert_same_checkpoint(straight / LAST, killed / LAST, tmp_path)
+
+
+def test_skips_alike_on_all_ranks_and_too_many_end_the_run_with_a_diagnosis(corpus: list[str], tmp_path: Path) -> None:
+    settings = ("spikes.action=skip", "spikes.max_in_row=2")
+    first, second = start(2, tmp_path, corpus, *settings, spikes=[9, 11, 12])
+    assert first == second
+    assert [record[0] for record in steps(tmp_path) if record[-1]] == [9, 11, 12]
+    events = records(tmp_path, "spike")
+    assert [(e["action"], e["checkpoint"], e["steps"], e["in_row"]) for e in events] == [
+        ("skip", None, [9, 9], 1),
+        ("skip", None, [11, 11], 1),
+        ("end", None, [12, 12], 2),
+    ]
+    assert not records(tmp_path, "skip")  # which is what steps that are not finite are called
+    message = first["error"]
+    assert message.startswith("2 spikes in a row (spikes.max_in_row=2), the last in step 12: loss ")
+    assert "Computed again: loss" in message and "as before. Largest losses" in message and "NOT" not in message
+    assert "on rank 1" in message.split("Largest losses: ")[1].split(",")[0]
+
+
+def test_ends_with_exit_code_3_and_one_line(
+    corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_step = pretrain.train_step
+
+    def refused(*args: Any, step: int, **settings: Any) -> Any:
+        accept = settings.pop("accept")
+        return train_step(*args, step=step, accept=lambda *numbers: step + 1 < 5 and accept(*numbers), **settings)
+
+    monkeypatch.setattr(pretrain, "train_step", refused)
+    overrides = [*SMALL, *FAST, *SPIKED, *corpus, f"run.dir={tmp_path}", "spikes.action=skip", "spikes.max_in_row=1"]
+    assert pretrain.main(overrides) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pretrain.py: 1 spikes in a row (spikes.max_in_row=1), the last in step 5: loss ")
+    assert [record[0] for record in steps(tmp_path)] == [1, 2, 3, 4, 5]
