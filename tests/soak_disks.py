@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 IMAGE_MB, FULL_DISK_MB = 48, 8
@@ -111,11 +112,25 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(found, key=index)
 
 
-def damage_newest(run_dir: Path, draw: random.Random) -> str | None:
-    """Damage the newest checkpoint in one of three ways, if there is one before it; returns what was done."""
+@dataclass(frozen=True)
+class Damage:
+    """What was done to a checkpoint. inode: of its folder, which may be renamed."""
+
+    what: str
+    folder: Path
+    inode: int
+
+    def is_there(self) -> bool:
+        """Whether the damaged folder still has its name."""
+        return self.folder.exists() and self.folder.stat().st_ino == self.inode
+
+
+def damage_newest(run_dir: Path, draw: random.Random) -> Damage | None:
+    """Damage the newest checkpoint in one of three ways, if there is one before it."""
     found = checkpoints(run_dir)
     if len(found) < 2:
         return None
+    inode = found[-1].stat().st_ino
     file = draw.choice(sorted(path for path in found[-1].iterdir() if path.stat().st_size > 0))
     what = draw.choice(["a flipped bit", "a cut-off end", "a missing file"])
     if what == "a missing file":
@@ -126,4 +141,4 @@ def damage_newest(run_dir: Path, draw: random.Random) -> str | None:
         content = bytearray(file.read_bytes())
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
         file.write_bytes(content)
-    return what
+    return Damage(what, found[-1], inode)

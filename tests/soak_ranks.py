@@ -78,6 +78,7 @@ PLACES: dict[str, Place] = {
     # The rest of a run.
     "start": Place("pretrain", "build", repeats=0),
     "start: clean": Place(_FILES, "clean_stale", ranks="first", repeats=0),
+    "start: choose": Place("megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", repeats=0),
     "start: load": Place("megatron_fp4.checkpoint.checkpointer", "read_shards", repeats=0),
     "start: loaded": Place("megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", after=True, repeats=0),
     "step": Place("pretrain", "train_step", repeats=6),
@@ -85,13 +86,13 @@ PLACES: dict[str, Place] = {
     "validation": Place("pretrain", "validation_losses", repeats=2),
     "end: summary": Place("pretrain", "summarize", repeats=0, ranks="first"),
     "end: picture": Place("megatron_fp4.report.summary", "plot_loss", repeats=0, ranks="first"),
-    "end": Place("pretrain", "leave_distributed", repeats=0),
+    "end": Place("megatron_fp4.faults.ending", "leave_distributed", repeats=0),
 }
 
 
 @dataclass(frozen=True)
 class Kill:
-    """At `place`, when it comes there the `nth` time (from 1), rank `victim` kills itself, or everyone (`all_of_them`)."""
+    """At `place`, coming there the `nth` time (from 1), rank `victim` kills itself, or every rank (`all_of_them`)."""
 
     place: str
     nth: int
@@ -113,11 +114,12 @@ def rank_main(rank: int, world_size: int, port: int, overrides: list[str], folde
     # A save that a full disk refuses is tried once more, soon enough for a test.
     importlib.import_module(_SAVES)._PAUSE = 0.05
     import pretrain
-    from megatron_fp4.parallel.mesh import end_process
+    from megatron_fp4.faults.ending import run_program
+    from megatron_fp4.faults.signals import StopRequest
 
     if kill is not None and kill.victim == rank:
         arm(kill, [Path(folder, f"pid_{other}") for other in range(world_size)])
-    end_process(pretrain.main(overrides))
+    run_program(lambda: pretrain.launch(overrides, StopRequest().listen()))
 
 
 def arm(kill: Kill, pids: list[Path]) -> None:
