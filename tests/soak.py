@@ -42,6 +42,7 @@ if str(ROOT) not in sys.path:
 import numpy as np  # noqa: E402
 
 from data.indexed_dataset import IndexedDatasetWriter  # noqa: E402
+from tests.soak_compare import differences, records, steps_done  # noqa: E402
 from tests.soak_disks import FullDisk, NotPermittedError, PowerDisk, checkpoints, damage_newest  # noqa: E402
 from tests.soak_ranks import PLACES, PRELOAD, Kill, rank_main  # noqa: E402
 
@@ -74,8 +75,6 @@ RUN = [
     "run.device=cpu",
     "parallel.timeout_seconds=120",
 ]
-# What differs between two runs of the same bits.
-TIMES = ("tokens_per_second", "model_tflops", "step_time")
 # A start that is left alone takes seconds; one that takes this long hangs.
 HANGS = 240.0
 
@@ -127,25 +126,28 @@ class Soak:
         while sum(result.kills.values()) < settings.kills:
             index = sum(result.rounds.values())
             self.round(index)
+            done = sum(result.kills.values())
+            print(f"round {index}: {done} kills, {len(result.wrong)} differences", file=sys.stderr, flush=True)
             if len(result.wrong) >= 10:
                 result.notes.append("ended early: enough has gone wrong")
                 break
         return result
 
     def alone(self) -> Path:
-        """The run that is left alone, twice, because the first one waits for the fork server's imports; its folder."""
+        """The run that is left alone; its folder."""
         numbers = np.random.default_rng(self.settings.seed)
         for name in ("a", "b"):
             with IndexedDatasetWriter(self.settings.folder / name, np.uint16) as writer:
                 for _ in range(20):
                     writer.add_document(numbers.integers(512, size=100))
-        for name in ("first", "alone"):
-            scratch = self.settings.folder / name
-            began = time.monotonic()
-            code = self.start(scratch, scratch / "run", asynchronous=False, kill=None)[1]
-            self._seconds = time.monotonic() - began
-            if code != 0:
-                raise SystemExit(f"the run that is left alone failed:\n{(scratch / 'output').read_text()[-3000:]}")
+        first = self._context.Process(target=int)  # the fork server's imports are nobody's time
+        first.start()
+        first.join()
+        scratch, began = self.settings.folder / "alone", time.monotonic()
+        _, code = self.start(scratch, scratch / "run", asynchronous=False, kill=None)
+        self._seconds = time.monotonic() - began
+        if code != 0:
+            raise SystemExit(f"the run that is left alone failed:\n{(scratch / 'output').read_text()[-3000:]}")
         return scratch / "run"
 
     def round(self, index: int) -> None:
@@ -374,82 +376,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Of metrics.jsonl; what a kill left unfinished at its end is left out."""
-    path = run_dir / "metrics.jsonl"
-    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def steps_done(run_dir: Path) -> int:
-    """The last step of which there is a record."""
-    return max((record["step"] for record in records(run_dir) if record["kind"] == "step"), default=0)
-
-
-def differences(expected: Path, run_dir: Path, damaged: int) -> list[str]:
-    """What is not as in the run that was left alone. damaged: how many checkpoints were, on the way."""
-    found = []
-    for kind in ("step", "validation"):
-        left, right = (
-            [{k: v for k, v in one.items() if k not in TIMES} for one in records(folder) if one["kind"] == kind]
-            for folder in (expected, run_dir)
-        )
-        steps = [record["step"] for record in right]
-        if steps != [record["step"] for record in left]:
-            found.append(f"records of kind {kind} are of steps {steps}")
-        else:
-            bad = [one["step"] for one, other in zip(left, right, strict=True) if one != other]
-            found += [f"other numbers in records of kind {kind} of steps {bad}"] if bad else []
-    names = [sorted(path.name for path in checkpoints(folder)) for folder in (expected, run_dir)]
-    # One more is there if the last save was killed before it removed the oldest: the next save would.
-    older = [name for name in names[1] if name < names[0][0]]
-    if names[1][len(older) :] != names[0] or len(older) > 1:
-        found.append(f"checkpoints are {names[1]}, not {names[0]}")
-    for name in set(names[0]) & set(names[1]):
-        found += compare_checkpoints(expected / "checkpoints" / name, run_dir / "checkpoints" / name)
-    pointer = (run_dir / "checkpoints" / "latest").read_text()
-    if pointer != (expected / "checkpoints" / "latest").read_text():
-        found.append(f"`latest` names {pointer.strip()}")
-    allowed = r"(metrics\.jsonl|tensorboard)\.\d+"  # of starts before there was a checkpoint
-    if damaged:
-        allowed += r"|checkpoints/.*damaged.*"
-    here, there = ({str(p.relative_to(root)) for p in entries(root)} for root in (run_dir, expected))
-    here -= {f"checkpoints/{name}" for name in older}
-    strays = sorted(name for name in here - there if not re.fullmatch(allowed, name))
-    found += [f"left over: {', '.join(strays)}"] if strays else []
-    missing = sorted(name for name in there - here)
-    found += [f"missing: {', '.join(missing)}"] if missing else []
-    return found
-
-
-def entries(run_dir: Path) -> list[Path]:
-    """Files and folders directly in a run's folder and its checkpoints/."""
-    return [*run_dir.iterdir(), *(run_dir / "checkpoints").iterdir()]
-
-
-def compare_checkpoints(expected: Path, other: Path) -> list[str]:
-    """Weights, moments and generators, as the hashes of the files that hold them; and that the files are what their
-    manifest says."""
-    import hashlib
-
-    found = []
-    manifests = [json.loads((folder / "manifest.json").read_text())["files"] for folder in (expected, other)]
-    if manifests[0].keys() != manifests[1].keys():
-        return [f"{other.name} has the files {sorted(manifests[1])}"]
-    for name, record in manifests[1].items():
-        if hashlib.sha256((other / name).read_bytes()).hexdigest() != record["sha256"]:
-            found.append(f"{other.name}/{name} is not what its manifest says")
-        if name.endswith((".distcp", ".pt")) and record != manifests[0][name]:
-            found.append(f"{other.name}/{name} has other bits")
-    states = [json.loads((folder / "trainer.json").read_text()) for folder in (expected, other)]
-    for state in states:
-        state["config"] = {key: state["config"][key] for key in state["config"] if key not in ("run", "checkpoint")}
-    if states[0] != states[1]:
-        keys = sorted(key for key in states[0].keys() | states[1].keys() if states[0].get(key) != states[1].get(key))
-        found.append(f"{other.name}: the trainer's state differs in {keys}")
-    return found
 
 
 def table(result: Result) -> str:
