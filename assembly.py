@@ -193,6 +193,7 @@ class Run:
         What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
         changes nothing, if the checkpoint is no longer whole.
         """
+        self.progress.at(step, "go back to a checkpoint")
         parts = self.model, self.optimizer.optimizer, self.controller.clock
         if folder is None:
             resumed = self.checkpointer.reload(*parts)
@@ -202,6 +203,16 @@ class Run:
         self.spikes.rolled_back(resumed.trainer.get("spikes"))
         self.guard.rolled_back(step, resumed.step)
         return resumed.step
+
+    def step_settings(self, step: int) -> dict[str, Any]:
+        """What the configuration gives `train_step` for `step` (from 0)."""
+        return {
+            "lr": self.lr(step),
+            "clip_norm": self.config.optimizer.clip_norm,
+            "reshard": self.config.parallel.reshard,
+            "accept": self.spikes.accept,
+            "progress": self.progress,
+        }
 
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""

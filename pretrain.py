@@ -198,9 +198,11 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
     batches = run.progress.loading(run.loader.steps(start, steps := config.train.steps), start + 1)
     for step, batch in enumerate(batches, start=start):
         began, done = time.perf_counter(), step + 1
+        run.progress.at(done, "before the step")
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        run.progress.at(done, "replay")
         measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
             result = train_step(
@@ -210,12 +212,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 mesh,
                 controller.clock,
                 step=step,
-                lr=run.lr(step),
-                clip_norm=config.optimizer.clip_norm,
-                reshard=config.parallel.reshard,
                 requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
-                accept=run.spikes.accept,
-                progress=run.progress,
+                **run.step_settings(step),
             )
         measurements.write(step)
         run.guard.observe(result, done, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
@@ -261,6 +259,7 @@ def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
     elif run.checkpointer.last_step() is None:
         answer = "skipped, because there is no checkpoint yet to go back to"
     else:
+        run.progress.at(spike.step, "go back to a checkpoint")
         try:
             restored = run.roll_back(spike.step)
             answer = f"went back to the checkpoint of step {restored}, and on with the next batch"
@@ -392,7 +391,7 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
             f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
         )
         run.log.found("damaged", [line], **asdict(damage))
-    if changes := drift.configuration_changes(saved, run.config):
+    if saved and (changes := drift.configuration_changes(saved, run.config)):
         lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
 

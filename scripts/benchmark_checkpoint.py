@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, help="a folder on the disk to write to (default: a temporary one)")
     parser.add_argument("--steps", type=int, default=4, help="steps before the first save (default: %(default)s)")
     parser.add_argument("--saves", type=int, default=2, help="saves in the background (default: %(default)s)")
-    parser.add_argument("--background-only", action="store_true", help="without the save that training waits for")
+    parser.add_argument("--background-only", action="store_true", help="no save that training waits for, no reading")
     parser.add_argument("--synthetic-ranks", type=int, help="only plan, for so many ranks")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -125,13 +125,13 @@ def measure(config: Config, folder: Path | None, steps: int, saves: int, waiting
             f"first {beside[0]:.3f}, median {statistics.median(beside):.3f} of {len(beside)}"
         )
     dist.barrier()
-    checkpointer = Checkpointer(root, mesh, keep=1, identity={})
     if waiting:
+        checkpointer = Checkpointer(root, mesh, keep=1, identity={})
         train()
         rows["training waits for it (s)"] = f"{save(checkpointer):.2f}"
         dist.barrier()
-    read = timed(lambda: checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False))
-    rows["read back in (s)"] = f"{read:.2f}"
+        read = timed(lambda: checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False))
+        rows["read back in (s)"] = f"{read:.2f}"
     dist.barrier()
     if mesh.rank == 0:
         rows["its files (GiB)"] = f"{sum(f.stat().st_size for f in root.rglob('*') if f.is_file()) / 2**30:.2f}"

@@ -118,7 +118,8 @@ def fingerprint(name: str, tree: Path, run_dir: Path) -> str:
     steps = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records if r["kind"] == "step"]
     losses = [{k: v for k, v in r.items() if k != "time"} for r in records if r["kind"] == "validation"]
     measured = [r for r in records if r["kind"] in ("diagnostics", "gradient_noise")]
-    events = [(r["step"], r["event"]) for r in records if r["kind"] == "event"]
+    # When a save in the background has ended is a matter of timing, and with it the order of these lines.
+    events = sorted((r["step"], r["event"]) for r in records if r["kind"] == "event")
     newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
     hashes = {"steps": digest([steps, losses, events]), "state": state_digest(newest), "measured": digest(measured)}
     return f"{name:32} {steps[-1][1]!r:20} " + "  ".join(f"{what} {value}" for what, value in hashes.items())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,14 @@ def mesh() -> Iterator[ParallelMesh]:
     """The mesh of this process alone, on the CPU; one a module, because other modules run whole programs in here."""
     yield build_mesh(ParallelConfig(), init_distributed("cpu", 60))
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def no_groups_left() -> Iterator[None]:
+    """Nothing of a module's process groups is garbage afterwards: a forked loader worker that collects one waits for
+    threads that it does not have."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,14 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.compare_repeats import steps_done, tensor_digests  # noqa: E402
 
+LOST = "LOST"
 SECONDS = 300.0
 """What a start, and what an answer to a fault may take."""
 
@@ -190,9 +193,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=60, help="of each run (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=2, help="how often each kind of kill (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only faults whose names contain one of these")
     options = parser.parse_intermixed_args(arguments)
-    folder, chance = Path(tempfile.mkdtemp(prefix="fault_round_")), random.Random(options.seed)
+    folder = Path(tempfile.mkdtemp(prefix="fault_round_"))
     overrides = [
         f"train.steps={options.steps}",
         "checkpoint.interval=3",
@@ -206,32 +210,34 @@ def main(arguments: list[str]) -> int:
     straight.finish()
     expected = straight.digest()
     rows = [("none", f"{time.monotonic() - began:.0f} s, {options.steps} steps", "")]
-    lost = 0
-    for name, fault in FAULTS.items():
-        if options.only and not any(word in name for word in options.only):
-            continue
-        for number in range(options.kills if "killed" in name else 1):
-            job = Job(folder / f"{name}_{number}".replace(" ", "_"), options.device, overrides)
-            try:
-                job.start()
-                assert job.await_step(chance.randint(4, max(options.steps * 2 // 3, 5))), "it ended before the fault"
-                answer = fault(job, chance)
-                starts = job.finish()
-                losses, tensors = job.digest()
-                assert losses == expected[0], "other losses"
-                assert tensors == expected[1], "other tensors"
-                verdict = f"finished at start {starts + 1}, equal"
-            except (AssertionError, subprocess.TimeoutExpired, OSError, KeyError, ValueError) as error:
-                lost += 1
-                answer, verdict = f"{type(error).__name__}: {error}", "LOST"
-                print(f"--- {name}\n{job.said()[-6000:]}", file=sys.stderr)
-                if job.process is not None and job.running():
-                    os.killpg(job.process.pid, signal.SIGKILL)
-            rows.append((name, answer, verdict))
+    chosen = [name for name in FAULTS if not options.only or any(word in name for word in options.only)]
+    cases = [(name, number) for name in chosen for number in range(options.kills if "killed" in name else 1)]
+
+    def undergo(case: tuple[str, int]) -> tuple[str, str, str]:
+        name, number = case
+        chance = random.Random(f"{options.seed} {case}")
+        job = Job(folder / re.sub(r"\W+", "_", f"{name} {number}"), options.device, overrides)
+        try:
+            job.start()
+            assert job.await_step(chance.randint(4, max(options.steps * 2 // 3, 5))), "it ended before the fault"
+            answer = FAULTS[name](job, chance)
+            starts = job.finish()
+            losses, tensors = job.digest()
+            assert losses == expected[0], "other losses"
+            assert tensors == expected[1], "other tensors"
+        except (AssertionError, subprocess.TimeoutExpired, OSError, KeyError, ValueError) as error:
+            print(f"--- {name}\n{job.said()[-6000:]}", file=sys.stderr)
+            if job.process is not None and job.running():
+                os.killpg(job.process.pid, signal.SIGKILL)
+            return name, f"{type(error).__name__}: {error}", LOST
+        return name, answer, f"finished at start {starts + 1}, equal"
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows += pool.map(undergo, cases)
     print("| fault | answer | then |\n|---|---|---|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
-    return 1 if lost else 0
+    return 1 if any(row[2] == LOST for row in rows) else 0
 
 
 if __name__ == "__main__":

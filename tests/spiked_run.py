@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
-from megatron_fp4.checkpoint import files
-from megatron_fp4.training.nonfinite_guard import DivergedError
+from megatron_fp4.faults.exit_codes import DivergedError
+from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.test_pretrain import SMALL
@@ -64,7 +63,7 @@ def spiking(
 def spiked_run(
     rank: int, overrides: list[str], spikes: list[int], factor: float, kill_before: int | None = None
 ) -> dict[str, Any]:
-    """pretrain.py in this group, with a slow disk; the loss of the last rank is `factor` times itself in the steps
+    """pretrain.py in this group; the loss of the last rank is `factor` times itself in the steps
     `spikes` (counted from 1).
 
     kill_before: SIGKILL before this step. Returns what the steps began with: hashes of weights and moments and a draw
@@ -73,11 +72,6 @@ def spiked_run(
     os.environ["WORLD_SIZE"] = str(dist.get_world_size())
     config = pretrain.configure([*SMALL, *FAST, *SPIKED, *overrides])
     began: dict[str, Any] = {}
-    publish = files.publish
-
-    def slowly(*folders: Path) -> None:
-        time.sleep(1.0)  # a step takes less: a rollback that does not wait for the save finds no checkpoint
-        publish(*folders)
 
     def before_step(model: Any, optimizer: Any, step: int) -> None:
         if step + 1 == kill_before:
@@ -89,10 +83,9 @@ def spiked_run(
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "train_step", spiking(rank, spikes, factor, before_step)),
-        mock.patch.object(files, "publish", slowly),
     ):
         try:
-            assert pretrain.pretrain(config) == 0
+            assert pretrain.pretrain(config, StopRequest()) == 0
         except DivergedError as error:
             return {"error": str(error)}
     return began

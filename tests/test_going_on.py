@@ -15,7 +15,7 @@ import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
 # As in configs/data/builtin.yaml.
 PHASES = ", ".join(
@@ -232,6 +232,15 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     assert "lacks summary.json" in start(copy)
     assert (copy / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
     assert records(copy, "validation") == records(finished, "validation")
+
+
+def test_a_finished_run_that_lost_its_records(finished: Path, copy: Path, start: Start) -> None:
+    for name in ("summary.json", "loss.png"):
+        (copy / name).unlink()
+    (copy / "metrics.jsonl").write_text("")
+    start(copy)  # a picture of no steps cannot be drawn, which ends nothing
+    assert (copy / "summary.json").read_bytes() == (finished / "summary.json").read_bytes()
+    assert "is finished" in (output := start(copy)) and "lacks" not in output
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 
 import pretrain
 from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConfig
+from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.training import autotuning
 from megatron_fp4.training.autotuning import KernelChoices
@@ -50,7 +51,12 @@ def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: b
     train = TrainConfig(micro_batch_size=3, sequence_length=40)
     config = Config(run=RunConfig(dir=str(folder), deterministic=deterministic), train=train)
     return SimpleNamespace(
-        config=config, mesh=mesh, model=model, kernels=KernelChoices(), log=SimpleNamespace(console=Lines())
+        config=config,
+        mesh=mesh,
+        model=model,
+        kernels=KernelChoices(),
+        log=SimpleNamespace(console=Lines()),
+        progress=Progress(),
     )
 
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.evidence import Evidence, earlier_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
-from megatron_fp4.checkpoint.together import DamageError, Together
+from megatron_fp4.checkpoint.together import CheckpointError, DamageError, Together
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,10 @@ the checkpoint not to be what its manifest says; what else it raises, on all ran
 
 Check = Callable[[Path, Manifest], None]
 """Only looks whether a checkpoint is whole. A collective, which raises as Load does."""
+
+
+class ResumeRefusedError(CheckpointError, ValueError):
+    """What to go on from is for the user to decide; the message has the remedies. Raised on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,8 @@ class Chosen:
 def choose(root: Path, resume: str, together: Together, load: Load, check: Check) -> Chosen | None:
     """Load what `resume` (see the table above) means for the run whose checkpoints lie under `root`.
 
-    Returns None if the run begins at step 0. Raises ValueError, the same on all ranks, for what the user has to decide:
-    nothing intact, nothing left of an earlier run, checkpoints of another origin, a given one that is not there.
+    Returns None if the run begins at step 0. Raises ResumeRefusedError on all ranks if nothing is intact or left of an
+    earlier run, if there are checkpoints of another origin, or if a given one is not there or damaged.
     """
     if resume == "never":
         return None
@@ -93,7 +97,7 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
         return replace(chosen, damaged=_move_aside(root, chosen.damaged, together, latest=chosen.folder))
     evidence = together.first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
     if evidence.found:
-        raise ValueError(_nothing_left(root, evidence, given))
+        raise ResumeRefusedError(_nothing_left(root, evidence, given))
     if given is None:
         if evidence.steps:
             _log(logging.WARNING, f"{root.parent}: an earlier start made {evidence.steps} steps and no checkpoint; "
@@ -103,7 +107,7 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
 
 
 def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
-    """The newest checkpoint that can be loaded; None if there is none at all. Raises ValueError if none is intact."""
+    """Load the newest checkpoint that is whole; None if there is none at all. Raises ResumeRefusedError."""
     candidates: list[tuple[Path, Manifest]] = []  # the first rank's
 
     def scan() -> tuple[list[Damage], str | None]:
@@ -125,7 +129,7 @@ def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
 
     damaged, refusal = together.first("scan", scan)
     if refusal is not None:
-        raise ValueError(refusal)
+        raise ResumeRefusedError(refusal)
     for broken in damaged:
         _report(broken)
     while (candidate := together.first("scan", lambda: candidates.pop() if candidates else None)) is not None:
@@ -140,7 +144,7 @@ def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
     if not damaged:
         return None
     listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
-    raise ValueError(
+    raise ResumeRefusedError(
         f"there are checkpoints under {root}, but none is whole ({listing}). Not starting again at step 0 unasked: "
         "restore one, or begin anew in another run.dir"
     )
@@ -202,7 +206,7 @@ def _manifest_of(folder: Path) -> Manifest | Damage:
 
 
 def _given(folder: Path, together: Together, load: Load) -> Chosen:
-    """Load the checkpoint in `folder`, of this run or another. Raises ValueError if it is not there or damaged."""
+    """Load the checkpoint in `folder`, of this run or another. Raises ResumeRefusedError."""
 
     def look() -> tuple[Manifest | None, str, str]:
         if not folder.is_dir():
@@ -217,11 +221,11 @@ def _given(folder: Path, together: Together, load: Load) -> Chosen:
 
     manifest, refusal, digest = together.first("read a manifest", look)
     if manifest is None:
-        raise ValueError(f"checkpoint.resume={folder} {refusal}")
+        raise ResumeRefusedError(f"checkpoint.resume={folder} {refusal}")
     try:
         trainer = load(folder, manifest)
     except DamageError as error:
-        raise ValueError(f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one") from error
+        raise ResumeRefusedError(f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one") from error
     return Chosen(folder, manifest, trainer, origin=Origin(str(folder), manifest.step, digest))
 
 
@@ -241,7 +245,7 @@ def _check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -
     if origin is not None and now == origin.manifest_sha256:  # moved, and the same
         return
     began = "at step 0" if origin is None else f"from {origin.path}"
-    raise ValueError(
+    raise ResumeRefusedError(
         f"checkpoint.resume={given}, but {root} has checkpoints of a run that began {began} "
         f"(the newest is {chosen.folder.name}); choose another run.dir to begin from {given.name} there, or go on with "
         "them by checkpoint.resume=auto"

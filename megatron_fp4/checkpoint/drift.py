@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config, ScheduleConfig
 from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.training.schedule import WSDSchedule
@@ -41,7 +42,8 @@ def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Chan
     Keys that the checkpoint's version did not have are left out, and what the precision switch resolves to unless only
     its contents changed: another target says it all.
     """
-    changes = [change for change in _differences("", saved, config) if change.key not in _EXPECTED]
+    now = json.loads(json.dumps(as_saved(config)))
+    changes = [change for change in _differences("", config, saved, now) if change.key not in _EXPECTED]
     if any(change.key == "precision.switch.target" for change in changes) or not saved.get("after_switch"):
         changes = [change for change in changes if not change.key.startswith("after_switch")]
     return changes
@@ -79,19 +81,16 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
     return lines
 
 
-def _differences(prefix: str, before: Any, now: Any) -> Iterator[Change]:
-    """Walks fields of dataclasses, and lists of them; any other value is compared whole."""
-    if dataclasses.is_dataclass(now) and isinstance(before, Mapping):
-        for field in dataclasses.fields(now):
-            if field.name in before:
-                yield from _differences(f"{prefix}.{field.name}", before[field.name], getattr(now, field.name))
-        return
-    if _is_list_of_dataclasses(now) and isinstance(before, list) and len(before) == len(now):
-        for index, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(f"{prefix}[{index}]", one, other)
-        return
-    now = json.loads(json.dumps(now, default=dataclasses.asdict))
-    if before != now:
+def _differences(prefix: str, fields: Any, before: Any, now: Any) -> Iterator[Change]:
+    """Walks `before` and `now` along dataclasses, and lists of them, in `fields`; other values are compared whole."""
+    if dataclasses.is_dataclass(fields) and isinstance(before, Mapping):
+        for name in (field.name for field in dataclasses.fields(fields)):
+            if name in before and name in now:
+                yield from _differences(f"{prefix}.{name}", getattr(fields, name), before[name], now[name])
+    elif _is_list_of_dataclasses(fields) and isinstance(before, list) and len(before) == len(fields):
+        for index, (inner, one, other) in enumerate(zip(fields, before, now, strict=True)):
+            yield from _differences(f"{prefix}[{index}]", inner, one, other)
+    elif before != now:
         yield Change(prefix.removeprefix("."), before, now)
 
 

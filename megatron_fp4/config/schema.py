@@ -194,7 +194,8 @@ class CheckpointConfig:
     asynchronous: training goes on while a checkpoint is written, of a copy in host memory (each rank's share of weights
         and moments); `false`: it waits. max_failed_saves: a save that fails is tried again, then left out; so many in
         a row end the run.
-    resume: `auto` (the newest whole checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint.
+    resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint: of another
+        run, from which this one begins (its own go first on later starts), or of this one, to go back to.
     allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
     """
 

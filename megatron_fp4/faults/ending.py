@@ -48,7 +48,14 @@ def run_program(body: Callable[[], int]) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-    end_process(code)
+    end_process(code_for_launcher(code))
+
+
+def code_for_launcher(code: int) -> int:
+    """What a run that ends with `code` tells torchrun: one that has restarts left (`--max-restarts`) would start a run
+    that was asked to stop again, so there that is no failure."""
+    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return ExitCode.FINISHED if code == ExitCode.STOPPED and done < most else code
 
 
 class SaidAtOnce:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import pretrain
+from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointGoneError
 from megatron_fp4.config.schema import SpikesConfig
 from megatron_fp4.precision.clock import RunClock
@@ -29,7 +31,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("damage", ["none", "a bit", "the folder"])
-def test_reload(damage: str, asynchronous: bool, tmp_path: Path) -> None:
+def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = files.publish
+
+    def slowly(*folders: Path) -> None:
+        time.sleep(0.5)  # the steps below take less: who does not wait for the save finds no checkpoint
+        publish(*folders)
+
+    monkeypatch.setattr(files, "publish", slowly)
     with alone() as mesh:
         model, optimizer = toy(mesh)
         clock = RunClock(0)

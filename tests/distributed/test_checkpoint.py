@@ -287,7 +287,7 @@ def test_damaged_shard_falls_back_on_all_ranks(root: Path, straight: list[dict[s
     shard = root / "step_00000004" / "__1_0.distcp"
     os.truncate(shard, shard.stat().st_size - 1)
     assert_continues(launch(run, 2, str(root), 6), straight, start=2)
-    assert names(root) == {"latest", "step_00000004", "step_00000006"}
+    assert names(root) == {"latest", "step_00000004", "step_00000004.damaged", "step_00000006"}
     assert_continues(launch(run, 2, str(root), 6), straight, start=6)
 
 

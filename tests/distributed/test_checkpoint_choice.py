@@ -22,7 +22,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from tests.training.harness import alone, launch, toy, toy_mesh
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
 
 class Job:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.faults.ending import code_for_launcher
 from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError, exit_code_of
 from megatron_fp4.faults.progress import Progress
 from megatron_fp4.faults.run_lock import sole_run
@@ -48,6 +49,16 @@ def test_exit_codes_are_as_documented() -> None:
 )
 def test_errors_have_their_codes(error: BaseException, code: int) -> None:
     assert exit_code_of(error) == code
+
+
+def test_torchrun_does_not_restart_what_was_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert code_for_launcher(ExitCode.STOPPED) == 75
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert code_for_launcher(ExitCode.STOPPED) == 0
+    assert code_for_launcher(ExitCode.REFUSED) == 2 and code_for_launcher(ExitCode.FINISHED) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert code_for_launcher(ExitCode.STOPPED) == 75
 
 
 def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(faulty_products, tmp_path, capsys) -> None:
-    assert _pretrain(tmp_path, "precision.recheck_interval=1") == 1
+    assert _pretrain(tmp_path, "precision.recheck_interval=1") == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
     (event,) = [record for record in _records(tmp_path) if record.get("event") == "recheck"]
     step = event["step"]

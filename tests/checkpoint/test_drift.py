@@ -1,0 +1,111 @@
+"""What of a configuration has changed since a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_fp4.checkpoint.drift import Change, change_lines, configuration_changes, consequences
+from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
+from megatron_fp4.config.schema import Config, DataConfig, PhaseConfig
+from megatron_fp4.precision.switch import PrecisionSwitch
+
+PHASES = [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"web": 2.0, "code": 1.0})]
+
+
+def config(**changes: Any) -> Config:
+    """changes: `optimizer__lr=1.0` for optimizer.lr."""
+    made = Config(data=DataConfig(phases=PHASES, sources={"web": "/w"}), after_switch=PrecisionConfig(name="bf16"))
+    for key, value in changes.items():
+        group, _, name = key.partition("__")
+        made = replace(made, **{group: replace(getattr(made, group), **{name: value}) if name else value})
+    return made
+
+
+def saved(**changes: Any) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(json.dumps(as_saved(config(**changes))))
+    return content
+
+
+def test_the_same_configuration() -> None:
+    assert configuration_changes(saved(), config()) == []
+    assert change_lines([]) == []
+
+
+def test_every_kind_of_value() -> None:
+    phases = [PHASES[0], replace(PHASES[1], blend={"web": 1.0})]
+    now = config(
+        optimizer__lr=0.5, parallel__sequence=True, data__phases=phases, data__sources={"web": "/w", "new": "/n"}
+    )
+    assert configuration_changes(saved(), now) == [
+        Change("data.sources", {"web": "/w"}, {"web": "/w", "new": "/n"}),
+        Change("data.phases[1].blend", {"web": 2.0, "code": 1.0}, {"web": 1.0}),
+        Change("optimizer.lr", 0.002, 0.5),
+        Change("parallel.sequence", None, True),
+    ]
+    assert change_lines([Change("optimizer.lr", 0.002, 0.5), Change("precision.name", "nvfp4", "bf16")]) == [
+        "changed since the checkpoint: optimizer.lr 0.002 -> 0.5",
+        "changed since the checkpoint: precision.name nvfp4 -> bf16",
+    ]
+    fewer = configuration_changes(saved(), config(data__phases=PHASES[:1]))
+    assert [change.key for change in fewer] == ["data.phases"]
+
+
+def test_what_belongs_to_a_start_is_no_change() -> None:
+    now = config(run__dir="elsewhere", run__dry=True, checkpoint__resume="never", checkpoint__allow_mismatch=True)
+    assert configuration_changes(saved(), now) == []
+
+
+def test_a_key_that_one_of_the_versions_does_not_have() -> None:
+    before = saved()
+    del before["optimizer"]["eps"], before["logging"]
+    before["optimizer"]["forgotten"] = 3
+    assert configuration_changes(before, config(optimizer__eps=1.0)) == []
+    assert configuration_changes({}, config(optimizer__eps=1.0)) == []
+
+
+def test_what_the_switch_resolves_to() -> None:
+    other = config(after_switch=PrecisionConfig(name="bf16", compute_dtype="float32"))
+    assert configuration_changes(saved(), other) == [Change("after_switch.compute_dtype", "bfloat16", "float32")]
+    switch = replace(PrecisionConfig().switch, target="mxfp8")
+    other = replace(other, precision=replace(other.precision, switch=switch))
+    assert [change.key for change in configuration_changes(saved(), other)] == ["precision.switch.target"]
+
+
+def test_values_of_the_environment_are_compared_as_they_are_written() -> None:
+    text = {"data.cache_dir": "${oc.env:SCRATCH}/c"}
+    before = saved(data__cache_dir="/old/c", from_environment=text)
+    assert configuration_changes(before, config(data__cache_dir="/new/c", from_environment=text)) == []
+    assert configuration_changes(before, config(data__cache_dir="/new/c")) == [
+        Change("data.cache_dir", "${oc.env:SCRATCH}/c", "/new/c")
+    ]
+
+
+def test_many_changes_are_not_all_shown() -> None:
+    changes = [Change(f"k{i}", i, i + 1) for i in range(20)]
+    lines = change_lines(changes)
+    assert len(lines) == 13 and lines[-1] == "and 8 more, all in metrics.jsonl"
+    assert len(change_lines(changes[:13])) == 13 and "more" not in change_lines(changes[:13])[-1]
+
+
+def test_a_longer_run_decays_again_and_stays_switched() -> None:
+    switch = PrecisionSwitch(SwitchConfig(when="before_decay"), at_step=170, switched_at=85)
+    now = config(train__steps=200)
+    lines = consequences(saved(train__steps=100), now, switch, start=100)
+    assert "switched before step 86 and stays switched" in lines[0] and "now means step 171" in lines[0]
+    # By hand: the last step of 100 has 1% of 2e-3; at step 101 of 200 nothing has decayed yet.
+    assert "from 2.00e-05 in step 100 to 2.00e-03 in step 101; it decays from step 171 now" in lines[1]
+    assert consequences(saved(train__steps=200), now, replace(switch, switched_at=None), start=100) == []
+    not_yet = consequences(saved(train__steps=100), now, replace(switch, switched_at=None), start=80)
+    assert not_yet == []  # the decay had not begun
+
+
+@pytest.mark.parametrize(
+    "before", [{}, {"schedule": {"shape": "cosine"}, "optimizer": {"lr": 1}, "train": {"steps": 5}}]
+)
+def test_consequences_of_a_configuration_of_another_version(before: dict[str, Any]) -> None:
+    assert consequences(before, config(), PrecisionSwitch(), start=3) == []
