@@ -81,7 +81,7 @@ HANGS = 240.0
 
 @dataclass
 class Settings:
-    """Of one soak. folder: for everything, removed where all is equal. torchrun: about how many kills are of its starts."""
+    """Of one soak. folder: for everything, removed where all is equal. torchrun: about how many starts are its."""
 
     kills: int
     seed: int
@@ -216,11 +216,16 @@ class Soak:
             return self.torchrun(scratch, run_dir, asynchronous)
         if draw.random() < 0.25:
             return self.start(scratch, run_dir, asynchronous, None, moment=draw.random() * 0.6)
-        names = [name for name, place in PLACES.items() if asynchronous or not place.background]
-        counts = {name: sum(self.result.kills[name, mode] for mode in ("sync", "async")) for name in names}
+        resumes = bool(checkpoints(run_dir))
+        places = {
+            name: place
+            for name, place in PLACES.items()
+            if asynchronous >= place.background and resumes >= place.resumes
+        }
+        counts = {name: sum(self.result.kills[name, mode] for mode in ("sync", "async")) for name in places}
         # The places that had the fewest kills first, with some chance for all.
-        name = min(names, key=lambda name: counts[name] + draw.random() * 3)
-        place = PLACES[name]
+        name = min(places, key=lambda name: counts[name] + draw.random() * 3)
+        place = places[name]
         victim = 0 if place.ranks == "first" else draw.randrange(settings.processes)
         kill = Kill(name, 1 + draw.randrange(place.repeats + 1), victim, draw.random() < 0.4)
         return self.start(scratch, run_dir, asynchronous, kill)
@@ -310,7 +315,7 @@ class Soak:
     def power_cut(self, scratch: Path, disk: PowerDisk, run_dir: Path, asynchronous: bool, name: str) -> None:
         """A start, at some moment of which the disk is what a power cut leaves."""
         processes = self.launch(scratch, run_dir, asynchronous, None)
-        wait([process.sentinel for process in processes], timeout=self.draw.random() * self._seconds)
+        wait([process.sentinel for process in processes], timeout=self.draw.random() * 0.6 * self._seconds)
         alive = [process for process in processes if process.is_alive()]
         for process in alive:
             os.kill(process.pid, signal.SIGSTOP)

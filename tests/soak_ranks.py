@@ -38,6 +38,7 @@ class Place:
     ranks: str = "any"
     repeats: int = 3
     background: bool = False
+    resumes: bool = False
 
 
 _SAVES, _FILES = "megatron_fp4.checkpoint.saves", "megatron_fp4.checkpoint.files"
@@ -73,14 +74,18 @@ PLACES: dict[str, Place] = {
     # Records.
     "record: before": Place(f"{_RECORDS}:RecordFile", "write", ranks="first", repeats=12),
     "record: after": Place(f"{_RECORDS}:RecordFile", "write", after=True, ranks="first", repeats=12),
-    "records: cut": Place("megatron_fp4.report.metrics", "cut_after", ranks="first", repeats=0),
-    "records: were cut": Place("megatron_fp4.report.metrics", "cut_after", after=True, ranks="first", repeats=0),
+    "records: cut": Place("megatron_fp4.report.metrics", "cut_after", ranks="first", repeats=0, resumes=True),
+    "records: were cut": Place(
+        "megatron_fp4.report.metrics", "cut_after", after=True, ranks="first", repeats=0, resumes=True
+    ),
     # The rest of a run.
     "start": Place("pretrain", "build", repeats=0),
     "start: clean": Place(_FILES, "clean_stale", ranks="first", repeats=0),
     "start: choose": Place("megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", repeats=0),
-    "start: load": Place("megatron_fp4.checkpoint.checkpointer", "read_shards", repeats=0),
-    "start: loaded": Place("megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", after=True, repeats=0),
+    "start: load": Place("megatron_fp4.checkpoint.checkpointer", "read_shards", repeats=0, resumes=True),
+    "start: loaded": Place(
+        "megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", after=True, repeats=0, resumes=True
+    ),
     "step": Place("pretrain", "train_step", repeats=6),
     "step done": Place("pretrain", "train_step", after=True, repeats=6),
     "validation": Place("pretrain", "validation_losses", repeats=2),
