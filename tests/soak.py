@@ -167,7 +167,8 @@ class Soak:
         result.rounds[kind] += 1
         run_dir = (scratch if disk is None else disk.mount) / "run"
         before = len(result.wrong)
-        left = min(settings.per_round, settings.kills - sum(result.kills.values()))
+        # Of a short soak, each way of saving gets its half.
+        left = min(settings.per_round, -(-settings.kills // 2), settings.kills - sum(result.kills.values()))
         damaged, hurt = 0, None
         while left > 0 and len(result.wrong) == before:
             left -= 1
