@@ -195,7 +195,8 @@ class Soak:
             break
         if len(result.wrong) == before:
             assert self._expected is not None
-            result.wrong += [f"round {index}: {line}" for line in differences(self._expected, run_dir, damaged)]
+            found = differences(self._expected, run_dir, damaged, power=isinstance(disk, PowerDisk))
+            result.wrong += [f"round {index}: {line}" for line in found]
         if len(result.wrong) == before:
             if disk is not None:
                 disk.remove()
