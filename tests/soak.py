@@ -297,8 +297,9 @@ class Soak:
         for old in scratch.glob("pid_*"):
             old.unlink()
         overrides = self.overrides(run_dir, asynchronous)
+        slow = self.draw.choice([0.0, 0.1, 0.3]) if asynchronous else 0.0
         processes = [
-            self._context.Process(target=rank_main, args=(rank, world_size, port, overrides, str(scratch), kill))
+            self._context.Process(target=rank_main, args=(rank, world_size, port, overrides, str(scratch), kill, slow))
             for rank in range(world_size)
         ]
         for process in processes:

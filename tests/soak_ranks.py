@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,8 +106,13 @@ class Kill:
     all_of_them: bool
 
 
-def rank_main(rank: int, world_size: int, port: int, overrides: list[str], folder: str, kill: Kill | None) -> None:
-    """pretrain.py as one of `world_size` ranks; output goes to `folder`/output, and the process ends as a run does."""
+def rank_main(
+    rank: int, world_size: int, port: int, overrides: list[str], folder: str, kill: Kill | None, slow: float
+) -> None:
+    """pretrain.py as one of `world_size` ranks; output goes to `folder`/output, and the process ends as a run does.
+
+    slow: seconds that a disk takes before it takes a rank's part of a checkpoint.
+    """
     Path(folder, f"pid_{rank}").write_text(str(os.getpid()))
     output = os.open(Path(folder, "output"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 1)
@@ -117,7 +123,11 @@ def rank_main(rank: int, world_size: int, port: int, overrides: list[str], folde
         os.environ.update({name: str(value) for name, value in names.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     # A save that a full disk refuses is tried once more, soon enough for a test.
-    importlib.import_module(_SAVES)._PAUSE = 0.05
+    saves: Any = importlib.import_module(_SAVES)
+    saves._PAUSE = 0.05
+    if slow:  # a model this small is written before the next step has begun
+        write_own = saves.Saves._write_own
+        saves.Saves._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]
     import pretrain
     from megatron_fp4.faults.ending import run_program
     from megatron_fp4.faults.signals import StopRequest
