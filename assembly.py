@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -332,6 +333,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             identity=identity,
             asynchronous=config.checkpoint.asynchronous,
             max_failed_saves=config.checkpoint.max_failed_saves,
+            timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),

@@ -9,6 +9,7 @@ be on a file system that all nodes share.
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron_fp4.checkpoint import files
@@ -33,6 +35,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 
 logger = logging.getLogger(__name__)
+_PATIENCE = datetime.timedelta(hours=6)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Checkpointer:
 
     root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see identity.run_identity.
     asynchronous: saves go on in the background, after `prepare`. max_failed_saves: so many in a row that come to
-    nothing end the run.
+    nothing end the run. timeout: after which ranks that wait for one give up, where training waits as well.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Checkpointer:
         identity: Mapping[str, Any],
         asynchronous: bool = False,
         max_failed_saves: int = 1,
+        timeout: datetime.timedelta = dist.default_pg_timeout,
     ) -> None:
         if keep < 0:
             raise ValueError(f"checkpoint.keep is {keep}; give the number to keep, or 0 for all")
@@ -85,8 +89,10 @@ class Checkpointer:
         self._resumed: tuple[Path, int] | None = None
         self.origin: Origin | None = None
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
-        self._together = Together(root)
-        self.saves = Saves(root, self._together, keep, max_failed_saves)
+        self._together = Together(root, timeout)
+        # A shared disk may hang for hours while training goes on; its recovery must find the group alive.
+        in_background = Together(root, max(timeout, _PATIENCE)) if asynchronous else self._together
+        self.saves = Saves(root, in_background, mesh.device, keep, max_failed_saves)
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take the host memory that saves in the background need: this rank's share of weights and moments."""

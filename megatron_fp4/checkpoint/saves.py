@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
@@ -81,13 +82,14 @@ class _OfRank(NamedTuple):
 class Saves:
     """The saves of one run under `root`; every method is a collective.
 
-    keep: how many checkpoints to keep (0: all). staging: given, saves go on in the background. max_failed: so many in a
-    row that come to nothing end the run. before_publish: called on rank 0, in whatever thread, before a checkpoint gets
-    its name.
+    device: for the collectives of training's own group. keep: how many checkpoints to keep (0: all). staging: given,
+    saves go on in the background. max_failed: so many in a row that come to nothing end the run. before_publish: called
+    on rank 0, in whatever thread, before a checkpoint gets its name.
     """
 
     root: Path
     together: Together
+    device: torch.device
     keep: int
     max_failed: int = 1
     staging: Staging | None = None
@@ -138,14 +140,33 @@ class Saves:
 
         Raises CheckpointError on all ranks if it came to nothing, as did those before it, `max_failed` in a row.
         """
+        if self.staging is not None:
+            began = time.perf_counter()
+            self._await_all()
+            self.staging.stall += time.perf_counter() - began
+        self._take_note()
+
+    def _await_all(self) -> None:
+        """Wait until no rank writes in the background.
+
+        By collectives of training's own group, so that a rank that is stopped or gone is found as soon as it is in a
+        step: the background's own has more patience.
+        """
+        pause = 0.001
+        while True:
+            writing = torch.tensor(float(self.on_its_way), device=self.device)
+            dist.all_reduce(writing, op=dist.ReduceOp.MAX)
+            if not writing.item():
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    def _take_note(self) -> None:
         if self._current is None:
             return
         if self._thread is not None:
-            began = time.perf_counter()
             self._thread.join()
             self._thread = None
-            if self.staging is not None:
-                self.staging.stall += time.perf_counter() - began
         seconds = self._ended - self._began
         stall = seconds if self.staging is None else self.staging.total_stall()
         error = None if self._outcome is None else str(self._outcome)
@@ -162,7 +183,7 @@ class Saves:
     def collect(self) -> list[SaveReport]:
         """Those that have ended since the last call. Not a collective: ranks may notice at different times."""
         if self._thread is not None and not self._thread.is_alive() and self._outcome is None:
-            self.end()
+            self._take_note()
         reports, self._reports = self._reports, []
         return reports
 

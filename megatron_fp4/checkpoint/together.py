@@ -17,8 +17,6 @@ import torch.distributed as dist
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 
 T = TypeVar("T")
-# A shared disk may hang for long while training goes on; its recovery must find the group alive.
-_TIMEOUT = datetime.timedelta(hours=6)
 
 
 class CheckpointError(RuntimeError):
@@ -42,11 +40,14 @@ class _Failure(NamedTuple):
 
 
 class Together:
-    """A process group for checkpoints under `root`; making one is a collective, and so is every method."""
+    """A process group for checkpoints under `root`; making one is a collective, and so is every method.
 
-    def __init__(self, root: Path) -> None:
+    timeout: after which a rank that waits for another gives up.
+    """
+
+    def __init__(self, root: Path, timeout: datetime.timedelta) -> None:
         self.root = root
-        self.group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def each(self, what: str, action: Callable[[], T]) -> T:
