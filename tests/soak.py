@@ -423,14 +423,18 @@ def main() -> int:
     began = time.monotonic()
     torchrun = min(options.torchrun, options.kills // 10) if options.processes > 1 else 0
     soak = Soak(Settings(options.kills, options.seed, options.mode, options.processes, folder, torchrun))
+    result = soak.result
     try:
-        result = soak.go()
+        soak.go()
+    except KeyboardInterrupt:
+        result.notes.append("interrupted; what was done until then is above")
     finally:
-        kept = soak.result.wrong
-        if not kept:
+        for disk in filter(os.path.ismount, folder.glob("round_*/disk")):
+            subprocess.run(["umount", "--lazy", disk], capture_output=True)
+        if not result.wrong:
             shutil.rmtree(folder, ignore_errors=True)
     print(table(result))
-    print(f"{time.monotonic() - began:.0f} s" + (f"; what is wrong is in {folder}" if kept else ""))
+    print(f"{time.monotonic() - began:.0f} s" + (f"; what is wrong is in {folder}" if result.wrong else ""))
     return 1 if result.wrong else 0
 
 
