@@ -333,6 +333,8 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             identity=identity,
             asynchronous=config.checkpoint.asynchronous,
             max_failed_saves=config.checkpoint.max_failed_saves,
+            local_dir=None if config.checkpoint.local_dir is None else Path(config.checkpoint.local_dir),
+            num_steps=config.train.steps,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
         guard=NonFiniteGuard(config.train.max_skipped_steps),

@@ -227,6 +227,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
             save(run, done)
             orders.obeyed()
+        elif is_due(config.checkpoint.local_interval, done):
+            save(run, done, local=True)
         if result.requests.stop and done < steps:
             log.stop(done, orders.why_stop)
             return done, losses
@@ -340,8 +342,8 @@ def validation_losses(run: Run) -> dict[str, float]:
     return evaluate(run.model, batches, mesh, run.controller.clock, run.progress)
 
 
-def save(run: Run, step: int) -> None:
-    """Write the checkpoint of `step` steps done, or begin to."""
+def save(run: Run, step: int, local: bool = False) -> None:
+    """Write the checkpoint of `step` steps done, or begin to. local: to the nodes' own disks."""
     run.progress.at(step, "save")
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
@@ -352,6 +354,7 @@ def save(run: Run, step: int) -> None:
         run.state_dict(),
         consumed_samples=step * run.config.train.global_batch_size,
         consumed_tokens=step * run.tokens_per_step,
+        local=local,
     )
 
 
@@ -384,13 +387,17 @@ def resume(run: Run) -> int:
 
 
 def say_what_differs(run: Run, resumed: Resumed) -> None:
-    """Print and record what was damaged, and what of the configuration has changed since the checkpoint."""
+    """Print and record what was damaged, that the checkpoint is a local one, and what has changed of the configuration
+    since it was made."""
     saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
     for damage in resumed.damaged:
         line = (
             f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
         )
         run.log.found("damaged", [line], **asdict(damage))
+    if resumed.local:
+        lines = [f"step {start} is read from the nodes' own disks, in {run.config.checkpoint.local_dir}"]
+        run.log.found("resumed_locally", lines, path=str(resumed.path))
     if saved and (changes := drift.configuration_changes(saved, run.config)):
         lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])

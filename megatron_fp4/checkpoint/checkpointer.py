@@ -25,6 +25,9 @@ from torch import nn
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.choice import Damage, Origin, choose
 from megatron_fp4.checkpoint.identity import identity_differences
+from megatron_fp4.checkpoint.local import LocalCheckpoints
+from megatron_fp4.checkpoint.local_files import forget_starts
+from megatron_fp4.checkpoint.local_start import choose_with_local
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.random_state import capture_random_state, restore_random_state, unpack
 from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, SaveReport, Saves, Snapshot, manifest_of
@@ -44,7 +47,7 @@ class Resumed:
 
     step: optimizer steps done, so also the next step's number. trainer: as it was given to `save`.
     same_world: the job had as many ranks, and generators were restored; otherwise they are as the start left them.
-    damaged: newer checkpoints that were not whole, moved aside.
+    damaged: newer checkpoints that were not whole, moved aside. local: it was one on the nodes' own disks.
     """
 
     path: Path
@@ -54,6 +57,7 @@ class Resumed:
     trainer: dict[str, Any]
     same_world: bool
     damaged: tuple[Damage, ...] = ()
+    local: bool = False
 
 
 class CheckpointGoneError(CheckpointError):
@@ -66,6 +70,8 @@ class Checkpointer:
     root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see identity.run_identity.
     asynchronous: saves go on in the background, after `prepare`. max_failed_saves: so many in a row that come to
     nothing end the run. timeout: after which ranks that wait for one give up, where training waits as well.
+    local_dir: a folder on each node's own disk for checkpoints in between (local.py), None without these; num_steps: of
+    the run, which is to be given then.
     """
 
     def __init__(
@@ -78,6 +84,8 @@ class Checkpointer:
         asynchronous: bool = False,
         max_failed_saves: int = 1,
         timeout: datetime.timedelta = dist.default_pg_timeout,
+        local_dir: Path | None = None,
+        num_steps: int = 0,
     ) -> None:
         if keep < 0:
             raise ValueError(f"checkpoint.keep is {keep}; give the number to keep, or 0 for all")
@@ -93,11 +101,20 @@ class Checkpointer:
         # A shared disk may hang for hours while training goes on; its recovery must find the group alive.
         in_background = Together(root, max(timeout, _PATIENCE)) if asynchronous else self._together
         self.saves = Saves(root, in_background, mesh.device, keep, max_failed_saves)
+        self.saves.after_publish = lambda: forget_starts(root)
+        self.local: LocalCheckpoints | None = None
+        if local_dir is not None:
+            self.local = LocalCheckpoints(local_dir, root, self._together, in_background, before=num_steps)
+            self.local.before_publish = lambda: self.saves.before_publish()
+            self.saves.after_publish, self.saves.save_local = self.local.note, self.local.save
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take the host memory that saves in the background need: this rank's share of weights and moments."""
+        if self.local is not None:
+            self.local.clear_unfinished()
         if self._asynchronous:
-            staging = Staging(own_pieces(state_of(model, optimizer), self._mesh.rank), self._mesh.device)
+            pieces = own_pieces(state_of(model, optimizer), self._mesh.rank, everything=self.local is not None)
+            staging = Staging(pieces, self._mesh.device)
             optimizer.register_step_pre_hook(lambda *_: staging.before_update())
             self.saves.staging = staging
 
@@ -110,12 +127,13 @@ class Checkpointer:
         *,
         consumed_samples: int,
         consumed_tokens: int,
+        local: bool = False,
     ) -> Path:
         """Write a checkpoint after `step` optimizer steps and return its folder, where it will be.
 
         trainer: the loop's own state, JSON types, the same on all ranks (rank 0's is written). Saving a step that
         was just saved or resumed from does nothing. In the background, this waits for the save before and for nothing
-        else; `saves.collect` tells how one went.
+        else; `saves.collect` tells how one went. local: write it to the nodes' own disks, which never ends a run.
 
         Raises CheckpointError on all ranks if so many saves in a row came to nothing that the run must end.
         """
@@ -126,9 +144,11 @@ class Checkpointer:
         trainer_json = json.dumps(dict(trainer), indent=1)
         state = state_of(model, optimizer)
         manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
-        pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
-        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json), began)
-        self._saved_step = step
+        pieces = own_pieces(state, self._mesh.rank, everything=local)
+        generators = capture_random_state(self._mesh.device)
+        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, local), began)
+        if not local:
+            self._saved_step = step
         return final
 
     @property
@@ -187,14 +207,21 @@ class Checkpointer:
             mine = sorted(manifest.files)[together.rank :: together.world_size]
             together.each("check it", lambda: verify(folder, manifest.files, mine))
 
-        chosen = choose(self.root, resume, together, load, check)
+        if self.local is None:
+            chosen = choose(self.root, resume, together, load, check)
+        else:
+            state = state_of(model, optimizer)
+            chosen = choose_with_local(
+                self.local, state, self._mesh.device, resume, load, check,
+                lambda folder, manifest: self._check_identity(folder, manifest, allow_mismatch),
+            )  # fmt: skip
         if chosen is None:
             return None
         clock.weights_version += 1
         self.origin, manifest = chosen.origin, chosen.manifest
         if chosen.folder.absolute().parent == self.root.absolute():
             self._saved_step = manifest.step
-        self._resumed = chosen.folder, manifest.step
+        self._resumed = self._shared_before(manifest.step) if chosen.local else (chosen.folder, manifest.step)
         return Resumed(
             chosen.folder,
             manifest.step,
@@ -203,7 +230,19 @@ class Checkpointer:
             chosen.trainer,
             manifest.world_size == self._mesh.world_size,
             chosen.damaged,
+            chosen.local,
         )
+
+    def _shared_before(self, step: int) -> tuple[Path, int] | None:
+        """The newest shared checkpoint before a local one: what the run would have gone back to without a stop."""
+
+        def find() -> tuple[Path, int] | None:
+            earlier = [folder for folder in files.list_checkpoints(self.root) if files.step_of(folder) <= step]
+            if earlier:
+                return earlier[-1], files.step_of(earlier[-1])
+            return (Path(self.origin.path), self.origin.step) if self.origin is not None else None
+
+        return self._together.first("scan", find)
 
     def has(self, step: int) -> bool:
         """Whether this run's checkpoint of `step` steps was loaded or saved last; the same on all ranks."""

@@ -69,7 +69,8 @@ class Origin:
 class Chosen:
     """What a start goes on from: a loaded checkpoint, its trainer state, and what was damaged and is moved aside.
 
-    origin: where the run began, if that was another run's checkpoint.
+    origin: where the run began, if that was another run's checkpoint. local: it is one on the nodes' own disks
+    (local_start.py), and `folder` this rank's part of it.
     """
 
     folder: Path
@@ -77,6 +78,7 @@ class Chosen:
     trainer: dict[str, Any]
     damaged: tuple[Damage, ...] = ()
     origin: Origin | None = None
+    local: bool = False
 
 
 def choose(root: Path, resume: str, together: Together, load: Load, check: Check) -> Chosen | None:
@@ -88,12 +90,12 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
     if resume == "never":
         return None
     given = None if resume == "auto" else Path(os.path.realpath(resume))
-    if given is not None and given.parent == Path(os.path.realpath(root)):
+    if given is not None and is_own(root, given):
         return _go_back(root, given, together, load, check)
     chosen = _newest_intact(root, together, load)
     if chosen is not None:
         if given is not None:
-            _check_origin(chosen, given, root, together)
+            check_origin(chosen, given, root, together)
         return replace(chosen, damaged=_move_aside(root, chosen.damaged, together, latest=chosen.folder))
     evidence = together.first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
     if evidence.found:
@@ -104,6 +106,11 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
                  "beginning at step 0 again, its records are moved aside")  # fmt: skip
         return None
     return _given(given, together, load)
+
+
+def is_own(root: Path, given: Path) -> bool:
+    """Whether `given` is one of this run's checkpoints, there or not."""
+    return Path(os.path.realpath(given)).parent == Path(os.path.realpath(root))
 
 
 def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
@@ -140,7 +147,7 @@ def _newest_intact(root: Path, together: Together, load: Load) -> Chosen | None:
             damaged.append(Damage(folder.name, error.reasons))
             _report(damaged[-1])
         else:
-            return Chosen(folder, manifest, trainer, tuple(damaged), _origin_in(trainer))
+            return Chosen(folder, manifest, trainer, tuple(damaged), origin_in(trainer))
     if not damaged:
         return None
     listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
@@ -157,7 +164,7 @@ def _go_back(root: Path, folder: Path, together: Together, load: Load, check: Ch
     """
     chosen = _given(folder, together, load)
     later, damaged = together.first("scan", lambda: _later(root, chosen.manifest.step))
-    chosen = replace(chosen, origin=_origin_in(chosen.trainer))
+    chosen = replace(chosen, origin=origin_in(chosen.trainer))
     for other, manifest in later:
         if manifest is None:  # of another version
             return chosen
@@ -229,7 +236,7 @@ def _given(folder: Path, together: Together, load: Load) -> Chosen:
     return Chosen(folder, manifest, trainer, origin=Origin(str(folder), manifest.step, digest))
 
 
-def _check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -> None:
+def check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -> None:
     """Refuse to go on with checkpoints of a run that did not begin from `given`."""
     origin = chosen.origin
 
@@ -252,7 +259,7 @@ def _check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -
     )
 
 
-def _origin_in(trainer: Mapping[str, Any]) -> Origin | None:
+def origin_in(trainer: Mapping[str, Any]) -> Origin | None:
     """The origin that a checkpoint's run had when it was saved."""
     return Origin(**trainer["origin"]) if trainer.get("origin") else None
 

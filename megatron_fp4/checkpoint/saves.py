@@ -46,20 +46,24 @@ _PAUSE = 2.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold. manifest: without files and index. generators: this rank's."""
+    """What a checkpoint will hold. manifest: without files and index. generators: this rank's.
+
+    local: it is for the nodes' own disks (local.py), with all pieces that this rank holds.
+    """
 
     manifest: files.Manifest
     tensors: Sequence[Whole]
     pieces: Sequence[OwnPiece]
     generators: bytes
     trainer: str
+    local: bool = False
 
 
 @dataclass(frozen=True)
 class SaveReport:
     """A save that has ended. seconds: from its begin. stall: seconds in which training waited for it.
 
-    error: why there is no checkpoint, None if there is one.
+    error: why there is no checkpoint, None if there is one. local: it was one for the nodes' own disks.
     """
 
     step: int
@@ -67,6 +71,7 @@ class SaveReport:
     seconds: float
     stall: float
     error: str | None = None
+    local: bool = False
 
 
 class _OfRank(NamedTuple):
@@ -84,7 +89,8 @@ class Saves:
 
     device: for the collectives of training's own group. keep: how many checkpoints to keep (0: all). staging: given,
     saves go on in the background. max_failed: so many in a row that come to nothing end the run. before_publish: called
-    on rank 0, in whatever thread, before a checkpoint gets its name.
+    on rank 0, in whatever thread, before a checkpoint gets its name; after_publish: once it has it. save_local: writes
+    a local one, and asks between pieces whether to give up.
     """
 
     root: Path
@@ -94,6 +100,8 @@ class Saves:
     max_failed: int = 1
     staging: Staging | None = None
     before_publish: Callable[[], None] = lambda: None
+    after_publish: Callable[[], None] = lambda: None
+    save_local: Callable[[Snapshot, Callable[[], bool]], None] | None = None
     failed_in_a_row: int = 0
     last: tuple[Path, int] | None = None
     _thread: threading.Thread | None = None
@@ -124,7 +132,8 @@ class Saves:
         """
         self.end()
         self._began, self._outcome = began, None
-        self._current = SaveReport(snapshot.manifest.step, self.root / files.folder_name(snapshot.manifest.step), 0, 0)
+        step = snapshot.manifest.step
+        self._current = SaveReport(step, self.root / files.folder_name(step), 0, 0, local=snapshot.local)
         if self.staging is None:
             self._save(snapshot)
             self.end()
@@ -173,6 +182,8 @@ class Saves:
         report = replace(self._current, seconds=seconds, stall=stall, error=error)
         self._reports.append(report)
         self._current = None
+        if report.local:  # it is of use only until the next shared one
+            return
         if self._outcome is None:
             self.failed_in_a_row, self.last = 0, (report.folder, report.step)
             return
@@ -195,7 +206,10 @@ class Saves:
         try:
             if self.staging is not None:
                 self.staging.wait()
-            for attempt in range(1, _ATTEMPTS + 1):
+            if snapshot.local:
+                assert self.save_local is not None
+                self.save_local(snapshot, self._abandoned.is_set)
+            for attempt in range(1, 1 if snapshot.local else _ATTEMPTS + 1):
                 try:
                     self._attempt(snapshot)
                     break
@@ -255,9 +269,10 @@ class Saves:
             raise InterruptedError("the run ended while it was being written")
         files.publish(staging, final)
         try:
+            self.after_publish()
             removed = files.prune(self.root, self.keep, just_made=final)
         except OSError as error:  # the new checkpoint is safe, and that is what matters
-            logger.warning("could not remove old checkpoints: %s", error)
+            logger.warning("could not clear up after a save: %s", error)
         else:
             if removed:
                 logger.info("removed old checkpoints: %s", ", ".join(folder.name for folder in removed))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,8 +59,11 @@ def wholes_of(state: dict[str, Any]) -> list[Whole]:
     ]
 
 
-def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
-    """What this rank writes of `state_of`; together the ranks write every tensor once."""
+def own_pieces(state: dict[str, Any], rank: int, everything: bool = False) -> list[OwnPiece]:
+    """What this rank writes of `state_of`; together the ranks write every tensor once.
+
+    everything: all that this rank holds instead, whoever else holds it too.
+    """
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, None, is_coordinator=rank == 0)
     numbers = {whole.name: number for number, whole in enumerate(wholes_of(state))}
@@ -68,7 +72,7 @@ def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
         number, data = numbers[item.index.fqn], item.tensor_data
         assert data is not None
         whole = planner.state_dict[item.index.fqn]
-        if not _is_writer(whole, number, rank) or data.chunk.sizes.numel() == 0:
+        if not (everything or _is_writer(whole, number, rank)) or data.chunk.sizes.numel() == 0:
             continue
         values = planner.resolve_data(item)
         assert isinstance(values, Tensor)
@@ -90,6 +94,13 @@ def _is_writer(tensor: Tensor, number: int, rank: int) -> bool:
         for axis, (place, placement) in enumerate(zip(coordinate, tensor.placements, strict=True))
         if placement.is_replicate()
     )
+
+
+def layout_digest(tensors: Sequence[Whole], pieces: Sequence[OwnPiece]) -> str:
+    """The same for ranks that hold the same parts of tensors of the same names, types and shapes."""
+    wholes = [(tensor.name, str(tensor.dtype), tensor.shape) for tensor in tensors]
+    parts = [(piece.tensor, piece.offsets, piece.sizes) for piece in pieces]
+    return hashlib.sha256(json.dumps([wholes, parts]).encode()).hexdigest()
 
 
 class Written(NamedTuple):

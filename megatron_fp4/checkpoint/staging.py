@@ -23,7 +23,7 @@ _ALIGNMENT = 4096
 class Staging:
     """Host memory for the pieces of one rank, and the copies into it.
 
-    pieces: of the run; later ones have the same sizes and types. device: where they are.
+    pieces: of the run; later ones are some or all of them, with the same sizes and types. device: where they are.
     stall: seconds that the last copies kept training waiting so far, on the host and on the device.
     """
 
@@ -36,12 +36,12 @@ class Staging:
         # Shared, not private: the loader's processes are forked from this one, and what a device writes into must not
         # be copied on that occasion.
         self._memory = mmap.mmap(-1, max(total, 1))
-        self._staged = [
-            torch.frombuffer(self._memory, dtype=piece.values.dtype, count=piece.values.numel(), offset=start).view(
-                piece.values.shape
-            )
+        self._staged = {
+            (piece.tensor, piece.offsets): torch.frombuffer(
+                self._memory, dtype=piece.values.dtype, count=piece.values.numel(), offset=start
+            ).view(piece.values.shape)
             for piece, start in zip(pieces, starts, strict=True)
-        ]
+        }
         self.num_bytes = total
         self.stall = 0.0
         self._stream: torch.cuda.Stream | None = None
@@ -54,19 +54,20 @@ class Staging:
     def copy(self, pieces: Sequence[OwnPiece]) -> list[OwnPiece]:
         """Begin to copy; returns the pieces with the host's tensors, which hold the values after `wait`."""
         began = time.perf_counter()
+        staged = [piece._replace(values=self._staged[piece.tensor, piece.offsets]) for piece in pieces]
         if self._stream is None:
-            for target, piece in zip(self._staged, pieces, strict=True):
-                target.copy_(piece.values)
+            for target, piece in zip(staged, pieces, strict=True):
+                target.values.copy_(piece.values)
         else:
             self._waits.clear()
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                for target, piece in zip(self._staged, pieces, strict=True):
-                    target.copy_(piece.values, non_blocking=True)
+                for target, piece in zip(staged, pieces, strict=True):
+                    target.values.copy_(piece.values, non_blocking=True)
                 self._copied = torch.cuda.Event()
                 self._copied.record()
         self.stall = time.perf_counter() - began
-        return [piece._replace(values=target) for piece, target in zip(pieces, self._staged, strict=True)]
+        return staged
 
     def before_update(self) -> None:
         """Let the device wait for the copies before it changes what they copy."""

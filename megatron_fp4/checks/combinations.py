@@ -38,6 +38,7 @@ def validate(
     _schedule(config)
     _data(config.data, check_kind)
     _paths_and_device(config, device_type)
+    _local_checkpoints(config)
     _looking_inside(config, device_type)
     validate_spikes(config)
     validate_replay(config)
@@ -162,6 +163,36 @@ def _paths_and_device(config: Config, device_type: str) -> None:
     ):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{key}={path}: there is no such file; correct the path, or set null")
+
+
+def _local_checkpoints(config: Config) -> None:
+    settings, steps = config.checkpoint, config.train.steps
+    interval, local_dir = settings.local_interval, settings.local_dir
+    if local_dir is None:
+        if interval > 0:
+            raise ConfigError(
+                f"checkpoint.local_interval={interval} needs checkpoint.local_dir, a folder on each node's own disk, "
+                "such as /scratch/checkpoints; or set it to 0"
+            )
+        return
+    if not local_dir.strip():
+        raise ConfigError("checkpoint.local_dir is empty; name a folder on each node's own disk, or null for none")
+    if interval == 0:
+        raise ConfigError(
+            f"checkpoint.local_dir={local_dir} does nothing without checkpoint.local_interval; give the steps between "
+            "local checkpoints, or set checkpoint.local_dir=null"
+        )
+    shared = min(settings.interval or steps, steps)
+    if interval >= shared:
+        raise ConfigError(
+            f"checkpoint.local_interval={interval} does nothing: a shared checkpoint is made every {shared} steps; "
+            f"give less than {shared}, or make shared ones more rarely"
+        )
+    if Path(config.run.dir).resolve() in (folder := Path(local_dir).resolve(), *folder.parents):
+        raise ConfigError(
+            f"checkpoint.local_dir={local_dir} is in run.dir={config.run.dir}, which all nodes share; name a folder on "
+            "each node's own disk"
+        )
 
 
 def _looking_inside(config: Config, device_type: str) -> None:

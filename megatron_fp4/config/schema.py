@@ -194,6 +194,8 @@ class CheckpointConfig:
     asynchronous: training goes on while a checkpoint is written, of a copy in host memory (each rank's share of weights
         and moments); `false`: it waits. max_failed_saves: a save that fails is tried again, then left out; so many in
         a row end the run.
+    local_dir: a folder on each node's own disk, for checkpoints between the shared ones, every local_interval steps; a
+        copy of each rank's part goes to the next node (null and 0: none).
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint: of another
         run, from which this one begins (its own go first on later starts), or of this one, to go back to.
     allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
@@ -203,6 +205,8 @@ class CheckpointConfig:
     keep: AtLeastZero = 3
     asynchronous: bool = True
     max_failed_saves: AtLeastOne = 3
+    local_dir: str | None = None
+    local_interval: AtLeastZero = 0
     resume: str = "auto"
     allow_mismatch: bool = False
 

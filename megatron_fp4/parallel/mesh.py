@@ -22,6 +22,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from megatron_fp4.config.schema import ParallelConfig
 
@@ -107,7 +108,15 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    if "RANK" in os.environ:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if restarts > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun's own store still has the addresses of the processes before (torch 2.11 to 2.13), for which all would
+        # wait. On several nodes the counts may differ; docs/operations.md has the remedy there.
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store = dist.PrefixStore(f"restart_{restarts}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
