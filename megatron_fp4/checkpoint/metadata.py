@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,9 +105,6 @@ def metadata_of(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]])
                 chunks_of[offsets, sizes] = chunk
             storage[MetadataIndex(names[number], chunk.offsets)] = filesystem._StorageInfo(file, start, length)
             chunks[number].append(chunk)
-    for tensor, of_tensor in zip(tensors, chunks, strict=True):
-        covered = sum(chunk.sizes.numel() for chunk in of_tensor)
-        assert covered == torch.Size(tensor.shape).numel(), f"{covered} elements of {tensor.name} are written"
     content = Metadata(
         state_dict_metadata={
             tensor.name: TensorStorageMetadata(TensorProperties(tensor.dtype), torch.Size(tensor.shape), of_tensor)
@@ -117,6 +115,17 @@ def metadata_of(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]])
         version=_VERSION,
     )
     return pickle.dumps(content)
+
+
+def check_complete(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]]) -> None:
+    """Raise ValueError unless the pieces of all files make up every tensor."""
+    written = [0] * len(tensors)
+    for of_file in pieces.values():
+        for piece in of_file:
+            written[piece.tensor] += math.prod(piece.sizes)
+    for tensor, count in zip(tensors, written, strict=True):
+        if count != math.prod(tensor.shape):
+            raise ValueError(f"{count} of {math.prod(tensor.shape)} elements of {tensor.name} were written")
 
 
 @_without_gc()

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
+from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, check_complete, metadata_of
 from megatron_fp4.checkpoint.random_state import pack
 from megatron_fp4.checkpoint.shards import OwnPiece, write_shards
 from megatron_fp4.checkpoint.staging import Staging
@@ -259,6 +259,7 @@ class Saves:
         if any(of_rank.layouts for of_rank in of_ranks):
             for of_rank in of_ranks:
                 self._layouts |= of_rank.layouts
+            check_complete(snapshot.tensors, self._layouts)
             self._metadata = metadata_of(snapshot.tensors, self._layouts)
         for name, content in (
             (METADATA, self._metadata),

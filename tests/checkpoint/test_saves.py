@@ -236,6 +236,16 @@ def test_a_retry_sends_the_description_again(trial: Callable[..., Trial], monkey
     assert len(tries) == 2 and one.resume().step == 1
 
 
+def test_a_part_that_nobody_writes_is_no_checkpoint(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    monkeypatch.setattr(shards, "_is_writer", lambda tensor, number, rank: number != 3)
+    with pytest.raises(CheckpointError, match=r"0 of \d+ elements of .* were written"):
+        one.save(1)
+    assert not list(one.root.glob("step*"))
+
+
 # What was read in one go, and cut into several files
 
 
