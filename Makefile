@@ -40,10 +40,10 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
-	$(BIN)/pytest
-
 # Files whole, because their tests share what is slow to make.
+test: lint
+	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
 test-fast: setup
 	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
 

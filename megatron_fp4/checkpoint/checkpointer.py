@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.random_state import capture_random_state, restore_random_state, unpack
 from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, SaveReport, Saves, Snapshot, manifest_of
 from megatron_fp4.checkpoint.shards import check_names, own_pieces, read_shards, state_of, verify, wholes_of
-from megatron_fp4.checkpoint.staging import Staging
+from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.together import CheckpointError, Together
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 
@@ -109,11 +111,18 @@ class Checkpointer:
             self.saves.after_publish, self.saves.save_local = self.local.note, self.local.save
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take the host memory that saves in the background need: this rank's share of weights and moments."""
+        """Take the host memory that saves in the background need: this rank's share of weights and moments.
+
+        Raises ConfigError on all ranks if a machine does not have it.
+        """
         if self.local is not None:
             self.local.clear_unfinished()
         if self._asynchronous:
             pieces = own_pieces(state_of(model, optimizer), self._mesh.rank, everything=self.local is not None)
+            needed = sum(piece.values.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            problems = self._together.collect("look for memory", lambda: host_memory_error(needed))
+            if problem := self._together.first("look for memory", lambda: next(filter(None, problems), None)):
+                raise ConfigError(problem)
             staging = Staging(pieces, self._mesh.device)
             optimizer.register_step_pre_hook(lambda *_: staging.before_update())
             self.saves.staging = staging
@@ -140,6 +149,7 @@ class Checkpointer:
         final = self.root / files.folder_name(step)
         if step == self._saved_step and not self.saves.failed_in_a_row:
             return final
+        self.saves.end()
         began = time.perf_counter()
         trainer_json = json.dumps(dict(trainer), indent=1)
         state = state_of(model, optimizer)
@@ -317,7 +327,16 @@ class Checkpointer:
         state = state_of(model, optimizer)
         together.each("load it", lambda: check_names(metadata, state))
         read = together.each("load it", lambda: read_shards(folder, metadata, records, state))
-        trainer, generators = together.first("read it", lambda: _small_files(folder, records))
+        generators: list[bytes] = []  # rank 0's
+
+        def read_small() -> dict[str, Any]:
+            trainer, of_ranks = _small_files(folder, records)
+            if len(of_ranks) != manifest.world_size:
+                raise files.DamagedCheckpointError(f"{len(of_ranks)} ranks' generators of {manifest.world_size}")
+            generators.extend(of_ranks)
+            return trainer
+
+        trainer = together.first("read it", read_small)
         of_ranks = together.collect("check it", lambda: read)
         left = together.first("check it", lambda: _left(records, of_ranks))
         together.each("check it", lambda: verify(folder, records, left[together.rank :: together.world_size]))

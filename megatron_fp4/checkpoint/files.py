@@ -17,14 +17,20 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
+import io
 import json
+import logging
 import os
 import re
 import shutil
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 POINTER = "latest"
@@ -102,24 +108,40 @@ def move_aside(folder: Path) -> Path:
     return target
 
 
+def open_plain(path: Path) -> io.FileIO:
+    """Open a file of a checkpoint to read it. Raises DamagedCheckpointError if it is missing or no plain file: a link
+    may lead anywhere, and a pipe never ends."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path.name} is missing") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedCheckpointError(f"{path.name} is a link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpointError(f"{path.name} is not a plain file")
+    return io.FileIO(descriptor, "rb")
+
+
 def record_of(path: Path) -> FileRecord:
-    """Read a file and say what it is."""
-    with open(path, "rb") as file:
+    """Read a file and say what it is. Raises DamagedCheckpointError as `open_plain` does."""
+    with open_plain(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(os.fstat(file.fileno()).st_size, digest)
 
 
 def check_file(folder: Path, name: str, record: FileRecord) -> str | None:
     """What is wrong with a file of a checkpoint; None if it is what the manifest says."""
-    path = folder / name
-    if not path.is_file():
-        return f"{name} is missing"
-    size = path.stat().st_size
-    if size != record.size:
-        return f"{name} has {size} bytes instead of {record.size}"
-    if record_of(path) != record:
-        return changed(name)
-    return None
+    try:
+        with open_plain(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != record.size:
+            return f"{name} has {size} bytes instead of {record.size}"
+        return None if record_of(folder / name) == record else changed(name)
+    except DamagedCheckpointError as error:
+        return str(error)
 
 
 def changed(name: str) -> str:
@@ -129,12 +151,11 @@ def changed(name: str) -> str:
 
 def read_checked(folder: Path, name: str, record: FileRecord) -> bytes:
     """A small file of a checkpoint. Raises DamagedCheckpointError if it is not what the manifest says."""
-    try:
-        content = (folder / name).read_bytes()
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{name} is missing") from None
-    if len(content) != record.size:
-        raise DamagedCheckpointError(f"{name} has {len(content)} bytes instead of {record.size}")
+    with open_plain(folder / name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != record.size:
+            raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
+        content = file.readall()
     if hashlib.sha256(content).hexdigest() != record.sha256:
         raise DamagedCheckpointError(changed(name))
     return content
@@ -206,8 +227,11 @@ def publish(staging: Path, final: Path) -> None:
         if replaced.exists():
             os.rename(replaced, final)
         raise
-    sync_folder(final.parent)
-    write_pointer(final)
+    try:
+        sync_folder(final.parent)
+        write_pointer(final)
+    except OSError as error:  # the checkpoint has its name, and the newest is found without a pointer
+        logger.warning("%s is there, but not in `%s`: %s", final, POINTER, error)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

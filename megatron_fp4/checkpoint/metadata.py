@@ -1,7 +1,8 @@
 """The `.metadata` file of torch.distributed.checkpoint: written once, and read without running what is in it.
 
 It is a pickle, and torch reads it with `pickle.load`: whoever can write a checkpoint could run commands as the one who
-reads it. Here only the dataclasses that it is made of are constructed; anything else is damage.
+reads it. Here nothing that it names is called and no class that it names is touched: it makes stand-ins, and what of
+them describes tensors is taken over. Anything else is damage.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import pathlib
+import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -28,23 +30,19 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # torch's, of the format
-_CLASSES = {
-    f"{cls.__module__}.{cls.__qualname__}": cls
-    for cls in (
-        Metadata,
-        MetadataIndex,
-        TensorStorageMetadata,
-        TensorProperties,
-        ChunkStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.StorageMeta,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        torch.Size,
-    )
-}
-_FUNCTIONS = {"torch.serialization._get_layout": torch.serialization._get_layout}
-_PATHS = ("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PurePosixPath")
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+_NAMES = (
+    *map(_name, (Metadata, MetadataIndex, TensorStorageMetadata, TensorProperties, ChunkStorageMetadata)),
+    *map(_name, (metadata.BytesStorageMetadata, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING)),
+    *map(_name, (filesystem._StorageInfo, torch.Size)),
+    "torch.serialization._get_layout",
+    *("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PurePosixPath"),
+)
 
 
 class Piece(NamedTuple):
@@ -119,32 +117,107 @@ def metadata_of(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]])
     return pickle.dumps(content)
 
 
+def check_complete(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece]]) -> None:
+    """Raise ValueError unless the pieces of all files make up every tensor."""
+    written = [0] * len(tensors)
+    for of_file in pieces.values():
+        for piece in of_file:
+            written[piece.tensor] += math.prod(piece.sizes)
+    for tensor, count in zip(tensors, written, strict=True):
+        if count != math.prod(tensor.shape):
+            raise ValueError(f"{count} of {math.prod(tensor.shape)} elements of {tensor.name} were written")
+
+
 @_without_gc()
 def read_metadata(content: bytes) -> Metadata:
     """The inverse of `metadata_of`, also of what torch itself wrote.
 
     Raises DamagedCheckpointError if it is anything but the description of tensors.
     """
+    unpickler = _Restricted(io.BytesIO(content))
     try:
-        read = _Restricted(io.BytesIO(content)).load()
+        return unpickler.described(unpickler.load())
     except DamagedCheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
         raise DamagedCheckpointError(f"{METADATA} is not readable: {type(error).__name__}: {error}") from error
-    if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
-        raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
-    return read
+
+
+class _Thing:
+    """What a pickle made: of a class that only this one reading has, because a pickle can set attributes of classes."""
+
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> _Thing:
+        made = object.__new__(cls)
+        made.arguments = arguments
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class _Restricted(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self._classes: dict[str, type[_Thing]] = {name: type(name, (_Thing,), {}) for name in _NAMES}
+
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in _CLASSES:
-            return _CLASSES[full]
-        if full in _FUNCTIONS:
-            return _FUNCTIONS[full]
-        if full in _PATHS:
-            return pathlib.PurePosixPath
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if full in self._classes:
+            return self._classes[full]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
         raise DamagedCheckpointError(f"{METADATA} names {full}, which no checkpoint holds; it was not written by this")
+
+    def described(self, read: Any) -> Metadata:
+        """The real thing, of values of the expected types. Raises whatever other values come to."""
+        state = self._state(read, Metadata)
+        tensors: dict[str, STORAGE_TYPES] = {
+            str(name): self._tensor(saved) for name, saved in state["state_dict_metadata"].items()
+        }
+        places = {}
+        for key, value in state["storage_data"].items():
+            index, place = self._state(key, MetadataIndex), self._state(value, filesystem._StorageInfo)
+            path, offset, length = place["relative_path"], place["offset"], place["length"]
+            if place.get("transform_descriptors") or not isinstance(path, str):
+                raise DamagedCheckpointError(f"{METADATA}: {index['fqn']} is not a plain tensor")
+            real = MetadataIndex(str(index["fqn"]), self._size(index["offset"]))
+            places[real] = filesystem._StorageInfo(path, _count(offset), _count(length))
+        paths = {str(name): tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
+        return Metadata(tensors, paths, places, version=str(state.get("version")))
+
+    def _tensor(self, saved: _Thing) -> TensorStorageMetadata:
+        state = self._state(saved, TensorStorageMetadata)
+        properties = state["properties"]
+        if not isinstance(properties, self._class(TensorProperties)) or not isinstance(
+            properties.state[0], torch.dtype
+        ):
+            raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
+        chunks = []
+        for chunk in state["chunks"]:
+            place = self._state(chunk, ChunkStorageMetadata)
+            chunks.append(ChunkStorageMetadata(self._size(place["offsets"]), self._size(place["sizes"])))
+        return TensorStorageMetadata(TensorProperties(properties.state[0]), self._size(state["size"]), chunks)
+
+    def _size(self, size: Any) -> torch.Size:
+        if not isinstance(size, self._class(torch.Size)):
+            raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
+        return torch.Size(map(_count, size.arguments[0]))
+
+    def _state(self, thing: Any, cls: type) -> dict[str, Any]:
+        if not isinstance(thing, self._class(cls)) or not isinstance(thing.state, dict):
+            raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
+        return thing.state
+
+    def _class(self, cls: type) -> type[_Thing]:
+        return self._classes[_name(cls)]
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
+    return value

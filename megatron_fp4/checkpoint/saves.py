@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
+from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, check_complete, metadata_of
 from megatron_fp4.checkpoint.random_state import pack
 from megatron_fp4.checkpoint.shards import OwnPiece, write_shards
 from megatron_fp4.checkpoint.staging import Staging
@@ -106,6 +106,7 @@ class Saves:
     last: tuple[Path, int] | None = None
     _thread: threading.Thread | None = None
     _outcome: CheckpointError | None = None
+    _broken: bool = False
     _abandoned: threading.Event = field(default_factory=threading.Event)
     _own_layouts: dict[str, list[Piece]] = field(default_factory=dict)
     _layouts: dict[str, list[Piece]] = field(default_factory=dict)
@@ -126,11 +127,10 @@ class Saves:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, snapshot: Snapshot, began: float) -> None:
-        """Save; in the background if there is staging, once the save before has ended. Raises as `end` does.
+        """Save; in the background if there is staging. The save before has ended (`end`).
 
-        began: when training began to wait for it, as `time.perf_counter` counts.
+        began: when training began to wait for it, as `time.perf_counter` counts. Raises as `end` does.
         """
-        self.end()
         self._began, self._outcome = began, None
         step = snapshot.manifest.step
         self._current = SaveReport(step, self.root / files.folder_name(step), 0, 0, local=snapshot.local)
@@ -163,9 +163,12 @@ class Saves:
         """
         pause = 0.001
         while True:
-            writing = torch.tensor(float(self.on_its_way), device=self.device)
-            dist.all_reduce(writing, op=dist.ReduceOp.MAX)
-            if not writing.item():
+            flags = torch.tensor([float(self.on_its_way), float(self._broken)], device=self.device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            writing, broken = flags.tolist()
+            if broken:
+                raise CheckpointError(f"saving in the background broke off: {self._outcome or 'on another rank'}")
+            if not writing:
                 return
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
@@ -205,7 +208,7 @@ class Saves:
     def _save(self, snapshot: Snapshot) -> None:
         try:
             if self.staging is not None:
-                self.staging.wait()
+                self.together.each("copy model and optimizer", self.staging.wait)
             if snapshot.local:
                 assert self.save_local is not None
                 self.save_local(snapshot, self._abandoned.is_set)
@@ -221,7 +224,8 @@ class Saves:
                     time.sleep(_PAUSE)
         except CheckpointError as error:
             self._outcome = error
-        except Exception as error:  # the group is broken: another rank is gone
+        except Exception as error:  # not agreed upon: another rank is gone, or waits for this one
+            self._broken = True
             self._outcome = CheckpointError(f"checkpoint under {self.root}: {type(error).__name__}: {error}")
         self._ended = time.perf_counter()
 
@@ -255,6 +259,7 @@ class Saves:
         if any(of_rank.layouts for of_rank in of_ranks):
             for of_rank in of_ranks:
                 self._layouts |= of_rank.layouts
+            check_complete(snapshot.tensors, self._layouts)
             self._metadata = metadata_of(snapshot.tensors, self._layouts)
         for name, content in (
             (METADATA, self._metadata),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -38,12 +39,16 @@ _MAX_FILES = 4
 
 
 class OwnPiece(NamedTuple):
-    """A part of a tensor that this rank writes; `tensor` is its place among the names. values: the live ones."""
+    """A part of a tensor that this rank writes; `tensor` is its place among the names. values: the live ones.
+
+    common: ranks that need nothing else of this one's need it.
+    """
 
     tensor: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     values: Tensor
+    common: bool = False
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -76,7 +81,8 @@ def own_pieces(state: dict[str, Any], rank: int, everything: bool = False) -> li
             continue
         values = planner.resolve_data(item)
         assert isinstance(values, Tensor)
-        pieces.append(OwnPiece(number, tuple(data.chunk.offsets), tuple(data.chunk.sizes), values.detach()))
+        place = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+        pieces.append(OwnPiece(number, *place, values.detach(), _is_common(whole)))
     return pieces
 
 
@@ -94,6 +100,13 @@ def _is_writer(tensor: Tensor, number: int, rank: int) -> bool:
         for axis, (place, placement) in enumerate(zip(coordinate, tensor.placements, strict=True))
         if placement.is_replicate()
     )
+
+
+def _is_common(tensor: Tensor) -> bool:
+    """Whether ranks with other shards hold the same: those of a tensor-parallel group, or all."""
+    if not isinstance(tensor, DTensor):
+        return dist.get_world_size() > 1
+    return tensor.placements[-1].is_replicate() and tensor.device_mesh.size(-1) > 1
 
 
 def layout_digest(tensors: Sequence[Whole], pieces: Sequence[OwnPiece]) -> str:
@@ -127,12 +140,16 @@ def write_shards(
 
 
 def split(pieces: Sequence[OwnPiece]) -> list[list[OwnPiece]]:
-    """Into parts of about the same size, so many that hashing them one beside the other does not take long."""
-    total = sum(piece.values.nbytes for piece in pieces)
-    count = min(_MAX_FILES, -(-total // _FILE_BYTES), len(pieces))
-    parts: list[list[OwnPiece]] = [[] for _ in range(count)]
+    """Into parts of about the same size, so many that hashing them one beside the other does not take long.
+
+    What others need besides their own has a part to itself: they must not read a large file for it.
+    """
+    own, common = ([piece for piece in pieces if piece.common == kind] for kind in (False, True))
+    total = sum(piece.values.nbytes for piece in own)
+    count = min(_MAX_FILES, -(-total // _FILE_BYTES), len(own))
+    parts: list[list[OwnPiece]] = [[] for _ in range(count)] + ([common] if common else [])
     sizes = [0] * count
-    for piece in sorted(pieces, key=lambda piece: -piece.values.nbytes):
+    for piece in sorted(own, key=lambda piece: -piece.values.nbytes):
         smallest = sizes.index(min(sizes))
         parts[smallest].append(piece)
         sizes[smallest] += piece.values.nbytes
@@ -271,12 +288,8 @@ class CheckedReader(FileSystemReader):
         record = None if self._records is None else self._records.get(name)
         if Path(name).name != name or (self._records is not None and record is None):
             raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
-        try:
-            file = open(self._folder / name, "rb", buffering=0)  # noqa: SIM115
-        except FileNotFoundError:
-            raise DamagedCheckpointError(f"{name} is missing") from None
         digest, position = hashlib.sha256(), 0
-        with file:
+        with files.open_plain(self._folder / name) as file:
             size = os.fstat(file.fileno()).st_size
             if record is not None and size != record.size:
                 raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")

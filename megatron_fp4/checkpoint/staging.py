@@ -7,10 +7,13 @@ and only the optimizer waits for them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
+import socket
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -49,7 +52,8 @@ class Staging:
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
-            _lock_pages(self._memory, total)
+            if total > 0:
+                _lock_pages(self._memory, total, device)
 
     def copy(self, pieces: Sequence[OwnPiece]) -> list[OwnPiece]:
         """Begin to copy; returns the pieces with the host's tensors, which hold the values after `wait`."""
@@ -94,10 +98,29 @@ class Staging:
         return self.stall + waited
 
 
-def _lock_pages(memory: mmap.mmap, size: int) -> None:
+def host_memory_error(num_bytes: int) -> str | None:
+    """Why this machine cannot hold `num_bytes` more; None if it can, or does not say what it has."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (available,) = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, ValueError):
+        return None
+    if num_bytes <= available:
+        return None
+    return (
+        f"checkpoint.asynchronous=true keeps a copy of weights and moments in host memory: {num_bytes / 1e9:.1f} GB on "
+        f"{socket.gethostname()}, which has {available / 1e9:.1f} GB left; set checkpoint.asynchronous=false, or use "
+        "more nodes"
+    )
+
+
+def _lock_pages(memory: mmap.mmap, size: int, device: torch.device) -> None:
     """Page-lock host memory, so that copies run beside the host and at full speed."""
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     whole.zero_()  # the pages come into being here, instead of one by one in the driver
     result = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 0)
     if int(result) != 0:
         logger.warning("host memory for checkpoints could not be page-locked (%s); copies will be slow", result)
+        # CUDA keeps the error for the next one who asks, which would be some kernel's launch.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device).add_(1)

@@ -14,6 +14,7 @@ import datetime
 import faulthandler
 import math
 import os
+import resource
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,12 +98,19 @@ class ParallelMesh:
         return dist.get_rank()
 
 
+_OPEN_FILES = 65_536
+
+
 def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU) and return the local device.
 
     Without torchrun's environment the process forms a group of its own.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    # A gloo group has a connection to each rank, and there are several: 1,000 ranks need more than the usual 1,024.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft if soft == resource.RLIM_INFINITY else max(soft, enough), hard))
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

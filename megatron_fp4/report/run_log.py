@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,7 +55,10 @@ class RunLog:
         settings, run_dir = self.config.logging, Path(self.config.run.dir)
         self.console.start_step = start
         if self.active and start < self.config.train.steps:
-            set_aside_ending(run_dir, anew=start == 0)
+            attempt(
+                f"{run_dir}: another name for the summary of its end",
+                partial(set_aside_ending, run_dir, anew=start == 0),
+            )
         self.metrics = MetricsWriter(
             run_dir,
             resume_step=start,

@@ -123,6 +123,7 @@ class WandbView:
     def _fall_back(self, wandb: Any, directory: Path, settings: WandbSettings, error: Exception) -> None:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         try:
+            wandb.teardown()  # its service still holds the id of the run that did not start
             self._run = self._start(wandb, directory, settings, "offline")
         except Exception as second:
             self.outage.failed(second)

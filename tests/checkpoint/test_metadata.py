@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,22 @@ def test_a_crafted_file_runs_nothing(place: str, tmp_path: Path) -> None:
     assert not trace.exists()
     pickle.loads(crafted)  # which shows that the file was dangerous
     assert trace.exists()
+
+
+@pytest.mark.parametrize("name", ["pathlib.PurePosixPath", "torch.distributed.checkpoint.metadata.MetadataIndex"])
+def test_a_crafted_file_changes_no_class(name: str) -> None:
+    """A pickle can set attributes of a class that it may name, which would last."""
+    module, _, attribute = name.rpartition(".")
+    # The class; a state for what has slots, {"parent": "elsewhere"}; BUILD; forget it. Then a good description.
+    state = b"(N}(X\x06\x00\x00\x00parentX\x09\x00\x00\x00elsewhereutb0"
+    prefix = b"\x80\x04c" + f"{module}\n{attribute}\n".encode() + state
+    with pytest.raises(DamagedCheckpointError):
+        read_metadata(prefix + metadata_of(TENSORS, PIECES)[2:])
+    assert Path("/a/b").parent == Path("/a") and not hasattr(MetadataIndex, "parent")
+    # Which it would, read by pickle itself: in a process of its own, because that lasts.
+    program = f"import pickle, sys, {module} as m; pickle.loads(sys.stdin.buffer.read()); print(m.{attribute}.parent)"
+    seen = subprocess.run([sys.executable, "-c", program], input=prefix + b"N.", capture_output=True, check=True).stdout
+    assert seen.strip() == b"elsewhere"
 
 
 @pytest.mark.parametrize(

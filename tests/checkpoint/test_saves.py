@@ -236,6 +236,16 @@ def test_a_retry_sends_the_description_again(trial: Callable[..., Trial], monkey
     assert len(tries) == 2 and one.resume().step == 1
 
 
+def test_a_part_that_nobody_writes_is_no_checkpoint(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trial()
+    monkeypatch.setattr(shards, "_is_writer", lambda tensor, number, rank: number != 3)
+    with pytest.raises(CheckpointError, match=r"0 of \d+ elements of .* were written"):
+        one.save(1)
+    assert not list(one.root.glob("step*"))
+
+
 # What was read in one go, and cut into several files
 
 
@@ -272,13 +282,15 @@ def test_every_file_is_read_once(trial: Callable[..., Trial], monkeypatch: pytes
     one.save(1)
     opened: list[str] = []
 
-    def watched(path: Path, *arguments: Any, **named: Any) -> Any:
-        opened.append(path.name)
-        return open(path, *arguments, **named)
+    open_plain = files.open_plain
 
-    monkeypatch.setattr(shards, "open", watched, raising=False)
+    def watched(path: Path) -> Any:
+        opened.append(path.name)
+        return open_plain(path)
+
+    monkeypatch.setattr(files, "open_plain", watched)
     one.resume()
-    assert opened == ["__0_0.distcp"]
+    assert sorted(opened) == sorted([METADATA, "__0_0.distcp", saves.RANDOM_STATE, saves.TRAINER])
 
 
 def test_a_full_disk_is_named_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

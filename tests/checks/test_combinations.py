@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 
 import pytest
@@ -163,3 +164,20 @@ def test_data():
     }.items():
         assert phase in refusal({**indexed, "data.phases": [expected]})
     assert "data.tokenizer=/nowhere" in refusal({**indexed, "data.phases": [one], "data.tokenizer": "/nowhere"})
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "message"),
+    [
+        ("wandb", {"logging.wandb": "offline"}, "logging.wandb=offline needs the package wandb; pip install wandb"),
+        ("tensorboard", {}, "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set"),
+    ],
+)  # fmt: skip
+def test_a_log_whose_package_is_missing(module, changes, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert refusal(changes).startswith(message)
+    validate(changed(composed(), {"logging.tensorboard": False}), 1, "cpu")
+
+
+def test_a_file_mode_that_is_none():
+    assert refusal({"run.file_mode": "0440"}).startswith("run.file_mode=0440 would keep the run from its own files")

@@ -211,3 +211,40 @@ def test_short_number(value, text):
 )
 def test_short_time(seconds, text):
     assert short_time(seconds) == text
+
+
+class FailingStream(io.StringIO):
+    """stdout on a full disk, until there is room."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: OSError | None = None
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
+
+
+def test_a_disk_that_takes_no_output_is_waited_for():
+    stream = FailingStream()
+    console = RunConsole(10, interval=1, stream=stream)
+    console.text("before")
+    stream.error = OSError(28, "No space left on device")
+    for step in range(1, 4):
+        console.step(metrics(step))
+    stream.error = None
+    console.text("after")
+    assert stream.getvalue().split("\n") == ["before", "after", ""]
+
+
+def test_a_reader_that_has_gone_ends_nothing():
+    """rich would end the process, with exit code 1."""
+    stream = FailingStream()
+    console = RunConsole(10, interval=1, stream=stream)
+    stream.error = BrokenPipeError(32, "Broken pipe")
+    console.text("nobody reads this")
+    console.table(facts_table("Facts", {"a": 1}))
+    stream.error = None
+    console.text("nor this")
+    assert stream.getvalue() == ""

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_fp4.report import metrics as metrics_module
-from megatron_fp4.report import views
+from megatron_fp4.report import record_file, views
 from megatron_fp4.report.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
 from megatron_fp4.report.views import TensorBoardView, WandbView
 
@@ -132,6 +132,24 @@ def test_lines_that_are_no_records_are_set_aside_and_the_resume_goes_on(tmp_path
     assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == list(range(1, 10))
     assert (tmp_path / "metrics.jsonl.damaged.1").read_bytes().startswith(b"not JSON\n")
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+
+
+def test_a_run_starts_although_its_records_cannot_be_cut(tmp_path, monkeypatch, caplog):
+    write(tmp_path, 0, 6)
+    path = tmp_path / METRICS_FILE
+    real, refused = metrics_module.cut_after, []
+
+    def cut_after(*arguments):
+        if len(refused) < 2:
+            refused.append(1)
+            raise OSError(30, "Read-only file system")
+        return real(*arguments)
+
+    monkeypatch.setattr(metrics_module, "cut_after", cut_after)
+    monkeypatch.setattr(metrics_module, "RecordFile", partial(record_file.RecordFile, retry_seconds=0.0))
+    write(tmp_path, 4, 7)
+    assert [record["step"] for record in read_metrics(path) if record["kind"] == "step"] == list(range(1, 8))
+    assert "LOGGING FAILED, training goes on" in caplog.text and "nothing is lost" in caplog.text
 
 
 def test_readers_leave_damaged_lines_out_with_a_warning(tmp_path, caplog):
@@ -271,6 +289,9 @@ class FakeWandb(types.ModuleType):
             raise ConnectionError("the service has gone")
         self.logged.append(step)
 
+    def teardown(self):
+        self.torn_down = True
+
     def finish(self):
         self.hang.wait(60)
 
@@ -289,6 +310,19 @@ def test_wandb_that_does_not_answer_is_offline_with_the_way_to_send_it(tmp_path,
     assert event["reason"].endswith(f"send it later: wandb sync {tmp_path}/wandb/offline-run-1-abc")
     (said,) = [record.getMessage() for record in caplog.records]
     assert event["reason"] in said and "\n" not in said
+
+
+@pytest.mark.slow
+def test_the_real_wandb_without_its_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setattr(views, "INIT_SECONDS", 1)
+    writer = write(tmp_path, 0, 2, wandb_mode="online", wandb_run_id="abc")
+    assert writer.wandb_run_id == "abc"
+    event, *_ = read_metrics(tmp_path / METRICS_FILE)
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*-abc")
+    assert event["event"] == "wandb_offline" and event["reason"].endswith(f"wandb sync {folder}")
+    assert list(folder.glob("*.wandb"))
 
 
 def test_wandb_that_fails_in_between_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
