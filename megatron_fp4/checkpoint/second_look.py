@@ -7,7 +7,6 @@ first rank reads the files that it named, itself and anew.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.saves import TRAINER
 from megatron_fp4.checkpoint.together import CheckpointError, Together
@@ -33,43 +32,80 @@ def agree_on_damage(found: Sequence[tuple[Path, str]], together: Together, anywh
     checkpoints may well be read.
     """
     hosts = together.collect("ask for hosts", socket.gethostname)
+    for folder, problem in found:
+        if (reason := _disagreement(folder, problem, hosts, together, anywhere)) is not None:
+            raise CheckpointError(f"{reason}. Nothing was moved; start again, on other machines if this comes back")
+
+
+def _disagreement(folder: Path, problem: str, hosts: list[str], together: Together, anywhere: bool) -> str | None:
+    """Why a checkpoint cannot be called damaged; None if it is, the same on all ranks."""
 
     def look() -> str | None:
-        for folder, problem in found:
-            said = _with_hosts(problem, hosts)
-            if anywhere and _is_io(problem):
-                return f"{folder} cannot be read: {said}. That may be the machine's or the file system's fault"
-            now = _look(folder, problem)
-            if now is None:
-                return f"{folder} is damaged, says {said}; but rank 0 on {hosts[0]} reads it anew and finds it whole"
-            if anywhere and _is_io(now):
-                return f"{folder} cannot be read: rank 0 on {hosts[0]}: {now}. That may be the machine's fault"
+        said = _with_hosts(problem, hosts)
+        if anywhere and _is_io(problem):
+            return f"{folder} cannot be read: {said}. That may be the machine's or the file system's fault"
+        now = _look(folder, suspects)
+        if now is None:
+            return f"{folder} is damaged, says {said}; but rank 0 on {hosts[0]} reads it anew and finds it whole"
+        if anywhere and _is_io(now):
+            return f"{folder} cannot be read: rank 0 on {hosts[0]}: {now}. That may be the machine's fault"
         return None
 
-    if (reason := together.first("look again at damaged checkpoints", look)) is not None:
-        raise CheckpointError(f"{reason}. Nothing was moved; start again, on other machines if this comes back")
+    named = together.first("look again at it", lambda: _suspects(folder, problem))
+    if named is not None:
+        suspects = named
+    else:  # an I/O error names none, and one process alone would take long over all of a huge checkpoint
+        of_ranks = together.collect("look again at it", lambda: _of_share(folder, together))
+        suspects = [name for of_rank in of_ranks for name in of_rank]
+    return together.first("look again at it", look)
 
 
-def _look(folder: Path, problem: str) -> str | None:
-    """What this process finds wrong with the files of a checkpoint that a problem names; None if nothing is."""
+def _suspects(folder: Path, problem: str) -> list[str] | None:
+    """The files that a problem names, none if there is no manifest to look for them in; None if it names none."""
+    try:
+        return [name for name in files.read_manifest(folder).files if name in problem] or None
+    except (DamagedCheckpointError, OSError):
+        return []
+
+
+def _of_share(folder: Path, together: Together) -> list[str]:
+    """The files that this rank finds damaged, of those that fall to it."""
+    try:
+        records = files.read_manifest(folder).files
+    except (DamagedCheckpointError, OSError):
+        return []
+    mine = sorted(records)[together.rank :: together.world_size]
+    return [name for name in mine if _wrong_file(folder, name, records[name]) is not None]
+
+
+def _look(folder: Path, suspects: Sequence[str]) -> str | None:
+    """What this process finds wrong with a checkpoint; None if nothing is. Raises OSError for what is no damage."""
     try:
         manifest = files.read_manifest(folder)
-        return _wrong_file(folder, manifest, problem) or _wrong_content(folder, manifest)
+        wrong = (_wrong_file(folder, name, manifest.files[name]) for name in suspects)
+        return next(filter(None, wrong), None) or _wrong_content(folder, manifest)
     except (DamagedCheckpointError, ValueError) as error:
         return str(error)
     except OSError as error:
-        if error.errno not in (errno.EIO, errno.EISDIR):
-            raise
+        return _damage(error)
+
+
+def _wrong_file(folder: Path, name: str, record: FileRecord) -> str | None:
+    try:
+        # From the disk: what this host's memory holds of the file may be what is wrong.
+        with files.open_plain(folder / name) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return files.check_file(folder, name, record)
+    except DamagedCheckpointError as error:
         return str(error)
+    except OSError as error:
+        return f"{name}: {_damage(error)}"
 
 
-def _wrong_file(folder: Path, manifest: Manifest, problem: str) -> str | None:
-    named = [name for name in manifest.files if name in problem]
-    for name in named or manifest.files:  # of a huge checkpoint all would take one process long
-        _forget(folder / name)
-        if wrong := files.check_file(folder, name, manifest.files[name]):
-            return wrong
-    return None
+def _damage(error: OSError) -> str:
+    if error.errno not in (errno.EIO, errno.EISDIR):
+        raise error
+    return str(error)
 
 
 def _wrong_content(folder: Path, manifest: Manifest) -> str | None:
@@ -82,12 +118,6 @@ def _wrong_content(folder: Path, manifest: Manifest) -> str | None:
         if place.relative_path not in manifest.files:
             return f"{METADATA} names the file {place.relative_path!r}, which the checkpoint does not have"
     return None
-
-
-def _forget(path: Path) -> None:
-    """Have the file read from the disk: what this host's memory holds of it may be what is wrong."""
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _is_io(problem: str) -> bool:

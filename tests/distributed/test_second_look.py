@@ -37,8 +37,12 @@ def root(tmp_path: Path, mesh: ParallelMesh) -> Path:
     return job.root
 
 
+def _path(file: Any) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{file.fileno()}"))
+
+
 def _dying_disk(file: Any, *unused: Any) -> Any:
-    raise OSError(errno.EIO, os.strerror(errno.EIO), str(file.name))
+    raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as reading an open file has it
 
 
 def _wrong_hash(file: Any, length: int, digest: Any) -> None:
@@ -53,9 +57,7 @@ def _resume_with_trouble(rank: int, root: str, sick: int, seen: dict[str, str]) 
     read, digest_to = shards._read_exactly, shards._digest_to
 
     def troubled(trouble: str, sound: Any, sick_one: Any) -> Any:
-        return lambda file, *rest: (sick_one if seen.get(Path(str(file.name)).parent.name) == trouble else sound)(
-            file, *rest
-        )
+        return lambda file, *rest: (sick_one if seen.get(_path(file).parent.name) == trouble else sound)(file, *rest)
 
     if rank == sick:
         shards._read_exactly = troubled("io", read, _dying_disk)
@@ -107,7 +109,7 @@ def test_a_file_that_no_rank_can_read(
     monkeypatch.setattr(
         shards,
         "_read_exactly",
-        lambda file, n: (_dying_disk if Path(file.name).parent.name in sick else sound)(file, n),
+        lambda file, n: (_dying_disk if _path(file).parent.name in sick else sound)(file, n),
     )
     record_of = files.record_of
 
