@@ -225,7 +225,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
             log.validation(done, done * run.tokens_per_step, losses)
         log.saves(run.checkpointer.reports(result.requests.save_failed))
         if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
-            save(run, done)
+            save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
         elif is_due(config.checkpoint.local_interval, done):
             save(run, done, local=True)
@@ -342,8 +342,8 @@ def validation_losses(run: Run) -> dict[str, float]:
     return evaluate(run.model, batches, mesh, run.controller.clock, run.progress)
 
 
-def save(run: Run, step: int, local: bool = False) -> None:
-    """Write the checkpoint of `step` steps done, or begin to. local: to the nodes' own disks."""
+def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
+    """Write the checkpoint of `step` steps done, or begin to. local: to the nodes' own disks. last: of this start."""
     run.progress.at(step, "save")
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
@@ -355,6 +355,7 @@ def save(run: Run, step: int, local: bool = False) -> None:
         consumed_samples=step * run.config.train.global_batch_size,
         consumed_tokens=step * run.tokens_per_step,
         local=local,
+        last=last,
     )
 
 

@@ -124,7 +124,7 @@ def rank_main(
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     # A save that a full disk refuses is tried once more, soon enough for a test.
     saves: Any = importlib.import_module(_SAVES)
-    saves._PAUSE = 0.05
+    saves._PAUSES, saves._LAST_PAUSES = (0.05,), (0.05,)
     if slow:  # a model this small is written before the next step has begun
         write_own = saves.Saves._write_own
         saves.Saves._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]

@@ -137,6 +137,7 @@ class Checkpointer:
         consumed_samples: int,
         consumed_tokens: int,
         local: bool = False,
+        last: bool = False,
     ) -> Path:
         """Write a checkpoint after `step` optimizer steps and return its folder, where it will be.
 
@@ -156,7 +157,7 @@ class Checkpointer:
         manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
         pieces = own_pieces(state, self._mesh.rank, everything=local)
         generators = capture_random_state(self._mesh.device)
-        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, local), began)
+        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, local, last), began)
         if not local:
             self._saved_step = step
         return final

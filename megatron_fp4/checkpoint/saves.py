@@ -39,16 +39,16 @@ from megatron_fp4.checkpoint.together import CheckpointError, Together
 logger = logging.getLogger(__name__)
 TRAINER = "trainer.json"
 RANDOM_STATE = "rng.pt"
-_ATTEMPTS = 2
-_PAUSE = 2.0
-"""Seconds between two attempts."""
+_PAUSES = (2.0,)
+_LAST_PAUSES = (2.0, 10.0, 30.0)
+"""Seconds between two attempts; the last save of a run is worth more of them."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """What a checkpoint will hold. manifest: without files and index. generators: this rank's.
 
-    local: it is for the nodes' own disks (local.py), with all pieces that this rank holds.
+    local: it is for the nodes' own disks (local.py), with all pieces that this rank holds. last: no other will follow.
     """
 
     manifest: files.Manifest
@@ -57,6 +57,7 @@ class Snapshot:
     generators: bytes
     trainer: str
     local: bool = False
+    last: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,22 +213,26 @@ class Saves:
             if snapshot.local:
                 assert self.save_local is not None
                 self.save_local(snapshot, self._abandoned.is_set)
-            for attempt in range(1, 1 if snapshot.local else _ATTEMPTS + 1):
-                try:
-                    self._attempt(snapshot)
-                    break
-                except CheckpointError as error:
-                    if attempt == _ATTEMPTS or self._abandoned.is_set():
-                        raise
-                    if self.together.rank == 0:
-                        logger.warning("%s; trying once more", error)
-                    time.sleep(_PAUSE)
+            else:
+                self._shared(snapshot)
         except CheckpointError as error:
             self._outcome = error
         except Exception as error:  # not agreed upon: another rank is gone, or waits for this one
             self._broken = True
             self._outcome = CheckpointError(f"checkpoint under {self.root}: {type(error).__name__}: {error}")
         self._ended = time.perf_counter()
+
+    def _shared(self, snapshot: Snapshot) -> None:
+        for pause in _LAST_PAUSES if snapshot.last else _PAUSES:
+            try:
+                return self._attempt(snapshot)
+            except CheckpointError as error:
+                if self._abandoned.is_set():
+                    raise
+                if self.together.rank == 0:
+                    logger.warning("%s; trying again in %.0f s", error, pause)
+                time.sleep(pause)
+        return self._attempt(snapshot)
 
     def _attempt(self, snapshot: Snapshot) -> None:
         step, together = snapshot.manifest.step, self.together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import subprocess
@@ -111,12 +110,3 @@ def test_only_what_it_is_made_of_is_found(name: str) -> None:
 def test_damage_is_said_to_be_damage(content: bytes) -> None:
     with pytest.raises(DamagedCheckpointError):
         read_metadata(content)
-
-
-def test_torch_save_of_a_command_is_not_run_either(tmp_path: Path) -> None:
-    """What lies in the shards is read as tensors only."""
-    buffer = io.BytesIO()
-    torch.save(Command(f"touch {tmp_path / 'ran'}"), buffer)
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    assert not (tmp_path / "ran").exists()

@@ -57,7 +57,8 @@ class Trial:
 
 @pytest.fixture
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trial]]:
-    monkeypatch.setattr(saves, "_PAUSE", 0.0)
+    monkeypatch.setattr(saves, "_PAUSES", (0.0,))
+    monkeypatch.setattr(saves, "_LAST_PAUSES", (0.0, 0.0, 0.0))
     with alone() as mesh:
         yield lambda **settings: Trial(tmp_path / "checkpoints", mesh, **settings)
 
@@ -93,6 +94,14 @@ def test_a_failing_save_is_tried_again(
     assert len(tries) == 2 and report.error is None and report.folder == one.root / "step_00000001"
     one.fill(0.0)
     assert one.resume().step == 1 and one.filled() == 3.0
+
+
+def test_the_last_save_is_tried_more_often(trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trial(asynchronous=True)
+    tries = failing(monkeypatch, 3, FULL)
+    one.checkpointer.save(1, one.model, one.optimizer, {}, consumed_samples=1, consumed_tokens=1, last=True)
+    one.checkpointer.finish()
+    assert len(tries) == 4 and one.resume().step == 1
 
 
 @MODES

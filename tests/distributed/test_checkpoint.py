@@ -214,11 +214,21 @@ def _after(owner: Any, name: str, victim: int) -> Callable[[int], None]:
     return sabotage
 
 
+def _in_the_middle(victim: int) -> Callable[[int], None]:
+    """Of a file: some of it is on the disk."""
+
+    def sabotage(rank: int) -> None:
+        if rank == victim:
+            _HashingFile.finish = lambda file: _kill(file._file.flush())  # type: ignore[method-assign]
+
+    return sabotage
+
+
 SABOTAGE: dict[str, Callable[[int], None]] = {
     "staging": _before(Staging, "copy", victim=1),
     "folder": _after(saves, "_make_folder", victim=0),
     "shard": _before(saves, "write_shards", victim=1),
-    "half a shard": _before(_HashingFile, "finish", victim=1),
+    "half a shard": _in_the_middle(victim=1),
     "metadata": _before(saves, "metadata_of", victim=0),
     "generators": _before(saves, "pack", victim=0),
     "manifest": _before(checkpoint_files, "write_manifest", victim=0),
@@ -235,7 +245,8 @@ def test_killed_while_saving(root: Path, straight: list[dict[str, Any]], stage: 
     if stage == "staging" and not asynchronous:
         pytest.skip("nothing is staged")
     exit_codes: list[int] = []
-    launch(run, 2, str(root), 4, 2, stage, None, asynchronous, exit_codes=exit_codes)
+    # In the background, while the steps after it train.
+    launch(run, 2, str(root), 8 if asynchronous else 4, 2, stage, None, asynchronous, exit_codes=exit_codes)
     assert -signal.SIGKILL in exit_codes and 0 not in exit_codes
     renamed = stage in ("pointer", "half pointer", "prune")
     assert ("step_00000004" in names(root)) == renamed
@@ -291,8 +302,12 @@ def test_damaged_shard_falls_back_on_all_ranks(root: Path, straight: list[dict[s
     assert_continues(launch(run, 2, str(root), 6), straight, start=6)
 
 
-def test_sigterm_to_one_rank_saves_and_resumes(root: Path, straight: list[dict[str, Any]]) -> None:
-    stopped = launch(run, 2, str(root), 7, 100, None, 1)
+@pytest.mark.parametrize(("interval", "asynchronous"), [(100, False), (1, True)])
+def test_sigterm_to_one_rank_saves_and_resumes(
+    root: Path, straight: list[dict[str, Any]], interval: int, asynchronous: bool
+) -> None:
+    """Also while a save is on its way."""
+    stopped = launch(run, 2, str(root), 7, interval, None, 1, asynchronous)
     assert all(one["stopped"] and one["start"] == 2 and len(one["losses"]) == 4 for one in stopped)
     assert "step_00000006" in names(root)
     assert equal(stopped[0]["final"], straight[0]["final"])
