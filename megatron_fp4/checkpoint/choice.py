@@ -99,7 +99,9 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
     if chosen is not None:
         if given is not None:
             check_origin(chosen, given, root, together)
-        return replace(chosen, damaged=_move_aside(root, chosen.damaged, together, latest=chosen.folder))
+        moved = _move_aside(root, chosen.damaged, together, latest=chosen.folder)
+        together.first("point to it", lambda: _point_to(chosen.folder))
+        return replace(chosen, damaged=moved)
     evidence = together.first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
     if evidence.found:
         raise ResumeRefusedError(_nothing_left(root, evidence, given))
@@ -109,6 +111,15 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
                  "beginning at step 0 again, its records are moved aside")  # fmt: skip
         return None
     return _given(given, together, load)
+
+
+def _point_to(folder: Path) -> None:
+    """Let the pointer name what was loaded: a run that was killed before it could may be finished, and save no more."""
+    if files.read_pointer(folder.parent) != folder.name:
+        try:
+            files.write_pointer(folder)
+        except OSError as error:
+            logger.warning("`%s` does not name %s: %s", files.POINTER, folder.name, error)
 
 
 def is_own(root: Path, given: Path) -> bool:

@@ -271,6 +271,7 @@ def clean_stale(root: Path) -> list[str]:
     done: list[str] = []
     if not root.is_dir():
         return done
+    (root / f"{POINTER}.tmp").unlink(missing_ok=True)
     for path in sorted(root.iterdir()):
         if path.suffix not in (".tmp", ".old") or not _FOLDER.fullmatch(path.stem):
             continue

@@ -300,15 +300,15 @@ class CheckedReader(FileSystemReader):
                 if record is None:
                     file.seek(start)
                 else:
-                    _digest_to(file, start - position, digest)
-                content = _read_exactly(file, length)
+                    _digest_to(file, start - position, digest, name)
+                content = _read_exactly(file, length, name)
                 if record is not None:
                     digest.update(content)
                 for _, item in wanted[start]:
                     _put(content, item, planner, name)
                 position = start + length
             if record is not None:
-                _digest_to(file, size - position, digest)
+                _digest_to(file, size - position, digest, name)
                 if digest.hexdigest() != record.sha256:
                     raise DamagedCheckpointError(files.changed(name))
         return record is not None
@@ -337,18 +337,18 @@ def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> Non
     planner.commit_tensor(item, target)
 
 
-def _read_exactly(file: io.FileIO, length: int) -> bytes:
+def _read_exactly(file: io.FileIO, length: int, name: str) -> bytes:
     parts = []
     while length > 0:  # one call returns two GiB at most
         parts.append(file.read(length))
         if not parts[-1]:
-            raise DamagedCheckpointError(f"{Path(str(file.name)).name} ends too early")
+            raise DamagedCheckpointError(f"{name} ends too early")
         length -= len(parts[-1])
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _digest_to(file: io.FileIO, length: int, digest: Any) -> None:
+def _digest_to(file: io.FileIO, length: int, digest: Any, name: str) -> None:
     while length > 0:
-        content = _read_exactly(file, min(length, _CHUNK))
+        content = _read_exactly(file, min(length, _CHUNK), name)
         digest.update(content)
         length -= len(content)

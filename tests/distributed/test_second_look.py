@@ -45,7 +45,7 @@ def _dying_disk(file: Any, *unused: Any) -> Any:
     raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as reading an open file has it
 
 
-def _wrong_hash(file: Any, length: int, digest: Any) -> None:
+def _wrong_hash(file: Any, length: int, digest: Any, name: str) -> None:
     digest.update(b"x")
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_no_rank_can_read(
     monkeypatch.setattr(
         shards,
         "_read_exactly",
-        lambda file, n: (_dying_disk if _path(file).parent.name in sick else sound)(file, n),
+        lambda file, *rest: (_dying_disk if _path(file).parent.name in sick else sound)(file, *rest),
     )
     record_of = files.record_of
 
