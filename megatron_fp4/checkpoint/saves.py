@@ -294,9 +294,8 @@ def _make_folder(folder: Path, tensors: Sequence[Whole]) -> None:
     folder.mkdir(parents=True)
     needed, free = sum(tensor.num_bytes for tensor in tensors), shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(
-            errno.ENOSPC, f"a checkpoint needs {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free", str(folder)
-        )
+        text = f"a checkpoint needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free; make room, or lower"
+        raise OSError(errno.ENOSPC, f"{text} checkpoint.keep", str(folder))
 
 
 def manifest_of(step: int, samples: int, tokens: int, world_size: int, identity: dict[str, Any]) -> files.Manifest:

@@ -163,7 +163,7 @@ def test_space_is_looked_at_before(
     one = trial(asynchronous=asynchronous)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 990, 10))
     tries = failing(monkeypatch, 0, FULL)
-    with pytest.raises(CheckpointError, match=r"a checkpoint needs 0\.00 GB, and 0\.00 GB are free"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs 0\.0 MB, and 0\.0 MB are free; make room"):
         one.save(1)
         one.checkpointer.finish()
     assert tries == [] and not list(one.root.glob("step*"))
