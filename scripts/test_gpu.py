@@ -34,6 +34,22 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 10.0
 """Seconds from SIGTERM to SIGKILL, in which a step ends what it started."""
 REPEATS = ("scripts/compare_repeats.py", "--timeout", "240")
+VERY_SMALL = (
+    "model.pattern=M-*-",
+    "model.vocab_size=512",
+    "model.hidden_dim=64",
+    "model.ffn_dim=128",
+    "model.num_query_heads=4",
+    "model.head_dim=16",
+    "model.mamba_num_heads=4",
+    "model.mamba_head_dim=32",
+    "model.mamba_state_dim=16",
+    "model.nvfp4_bf16_blocks.last=1",
+    "train.micro_batch_size=2",
+    "train.sequence_length=64",
+    "train.kernels=torch",
+    "validation.num_samples=6",
+)
 HYBRID_SWITCH = ("model=hybrid_60m", "precision.switch.when=3")
 
 
@@ -97,6 +113,12 @@ STEPS = (
         (*REPEATS, *RESUMED, *HYBRID_SWITCH, "precision.switch.scope=backward"),
         EQUAL,
         needs=FUSED,
+    ),
+    Step(
+        "a round of faults, each run finished afterwards and equal",
+        ("tests/fault_round.py", "--device", "cuda", "--steps", "40", "--kills", "2", "--jobs", "8", *VERY_SMALL),
+        r"^\| torchrun killed.*equal.*",
+        gpus=2,
     ),
     Step(
         "linears of a model against Transformer Engine's own",

@@ -3,12 +3,7 @@
 Each fault is done to a run of its own, which is then started again by the same command until it is finished, and has to
 equal an undisturbed run bit for bit: losses, gradient norms, weights and moments; every step is in metrics.jsonl once.
 Prints a table; exit code 1 if anything is lost or a fault was not answered as docs/operations.md says. Overrides of
-pretrain.py may follow, to make the model small:
-
-    --device cuda --steps 40 --kills 2 --jobs 8 'model.pattern=M-*-' model.vocab_size=512 model.hidden_dim=64
-    model.ffn_dim=128 model.num_query_heads=4 model.head_dim=16 model.mamba_num_heads=4 model.mamba_head_dim=32
-    model.mamba_state_dim=16 model.nvfp4_bf16_blocks.last=1 train.micro_batch_size=2 train.sequence_length=64
-    validation.num_samples=6 train.kernels=torch
+pretrain.py may follow; `make test-gpu` has some that make the model very small.
 """
 
 from __future__ import annotations
