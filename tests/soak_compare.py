@@ -42,9 +42,14 @@ def differences(expected: Path, run_dir: Path, damaged: int, power: bool = False
             bad = [one["step"] for one, other in zip(left, right, strict=True) if one != other]
             found += [f"other numbers in records of kind {kind} of steps {bad}"] if bad else []
     names = [sorted(path.name for path in checkpoints(folder)) for folder in (expected, run_dir)]
-    # One more is there if the last save was killed before it removed the oldest: the next save would.
+    # One more is there if the last save was killed before it removed the oldest: the next save would. Workers whose
+    # torchrun was killed save where they are, and that one counts among those that are kept.
     older = [name for name in names[1] if name < names[0][0]]
-    if names[1][len(older) :] != names[0] or len(older) > 1:
+    stops = {f"step_{one['step']:08d}" for one in records(run_dir) if one.get("event") == "stop"}
+    stopped = [name for name in names[1] if name in stops - set(names[0])]
+    pruned = names[0][: len(stopped)]
+    kept = [name for name in names[1] if name not in (*older, *stopped)]
+    if kept not in (names[0], names[0][len(pruned) :]) or len(older) > 1:
         found.append(f"checkpoints are {names[1]}, not {names[0]}")
     for name in set(names[0]) & set(names[1]):
         found += compare_checkpoints(expected / "checkpoints" / name, run_dir / "checkpoints" / name)
@@ -59,7 +64,8 @@ def differences(expected: Path, run_dir: Path, damaged: int, power: bool = False
     if power:
         allowed += r"|metrics\.jsonl\.damaged.*"
     here, there = ({str(p.relative_to(root)) for p in entries(root)} for root in (run_dir, expected))
-    here -= {f"checkpoints/{name}" for name in older}
+    here -= {f"checkpoints/{name}" for name in (*older, *stopped)}
+    there -= {f"checkpoints/{name}" for name in pruned if name not in kept}
     strays = sorted(name for name in here - there if not re.fullmatch(allowed, name))
     found += [f"left over: {', '.join(strays)}"] if strays else []
     missing = sorted(name for name in there - here)
