@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,16 +214,12 @@ class Checkpointer:
             self._check_identity(folder, manifest, allow_mismatch)
             return self._load(folder, manifest, model, optimizer)
 
-        def check(folder: Path, manifest: files.Manifest) -> None:
-            mine = sorted(manifest.files)[together.rank :: together.world_size]
-            together.each("check it", lambda: verify(folder, manifest.files, mine))
-
         if self.local is None:
-            chosen = choose(self.root, resume, together, load, check)
+            chosen = choose(self.root, resume, together, load, self._check)
         else:
             state = state_of(model, optimizer)
             chosen = choose_with_local(
-                self.local, state, self._mesh.device, resume, load, check,
+                self.local, state, self._mesh.device, resume, load, self._check,
                 lambda folder, manifest: self._check_identity(folder, manifest, allow_mismatch),
             )  # fmt: skip
         if chosen is None:
@@ -243,6 +239,11 @@ class Checkpointer:
             chosen.damaged,
             chosen.local,
         )
+
+    def _check(self, folder: Path, manifest: files.Manifest, names: Collection[str] | None = None) -> None:
+        """Read files of a checkpoint (None: all), each rank its share. Raises DamageError on all if one is not whole."""
+        mine = sorted(manifest.files if names is None else names)[self._together.rank :: self._together.world_size]
+        self._together.each("check it", lambda: verify(folder, manifest.files, mine))
 
     def _shared_before(self, step: int) -> tuple[Path, int] | None:
         """The newest shared checkpoint before a local one: what the run would have gone back to without a stop."""
@@ -298,8 +299,7 @@ class Checkpointer:
         together = self._together
         try:
             manifest = together.first("read its manifest", lambda: files.read_manifest(folder))
-            names = sorted(manifest.files)[together.rank :: together.world_size]
-            together.each("check it", lambda: verify(folder, manifest.files, names))
+            self._check(folder, manifest)
         except CheckpointError as error:
             raise CheckpointGoneError(f"{folder}: {error}") from error
         self._check_identity(folder, manifest, allow_mismatch)
@@ -340,7 +340,7 @@ class Checkpointer:
         trainer = together.first("read it", read_small)
         of_ranks = together.collect("check it", lambda: read)
         left = together.first("check it", lambda: _left(records, of_ranks))
-        together.each("check it", lambda: verify(folder, records, left[together.rank :: together.world_size]))
+        self._check(folder, manifest, left)
         if manifest.world_size == together.world_size:
             mine = together.scatter(generators)
             together.each("restore generators", lambda: restore_random_state(mine, device))

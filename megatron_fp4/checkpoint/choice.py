@@ -99,9 +99,7 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
     if chosen is not None:
         if given is not None:
             check_origin(chosen, given, root, together)
-        moved = _move_aside(root, chosen.damaged, together, latest=chosen.folder)
-        together.first("point to it", lambda: _point_to(chosen.folder))
-        return replace(chosen, damaged=moved)
+        return replace(chosen, damaged=_settle(root, chosen.damaged, together, latest=chosen.folder))
     evidence = together.first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
     if evidence.found:
         raise ResumeRefusedError(_nothing_left(root, evidence, given))
@@ -191,8 +189,7 @@ def _go_back(root: Path, folder: Path, together: Together, load: Load, check: Ch
             return chosen
     for each in damaged:
         _report(each)
-    moved = _move_aside(root, damaged, together, latest=folder)
-    return replace(chosen, damaged=moved)
+    return replace(chosen, damaged=_settle(root, damaged, together, latest=folder))
 
 
 def _later(root: Path, step: int) -> tuple[list[tuple[Path, Manifest | None]], list[Damage]]:
@@ -287,18 +284,17 @@ def origin_state(origin: Origin | None) -> dict[str, Any] | None:
     return None if origin is None else asdict(origin)
 
 
-def _move_aside(root: Path, damaged: Sequence[Damage], together: Together, latest: Path) -> tuple[Damage, ...]:
-    """Rename damaged checkpoints, and let the pointer name `latest`, which was loaded instead of them.
+def _settle(root: Path, damaged: Sequence[Damage], together: Together, latest: Path) -> tuple[Damage, ...]:
+    """Rename damaged checkpoints, and let the pointer name `latest`, which was loaded.
 
     Raises CheckpointError on all ranks, and moves none, if the first rank finds one of them whole.
     """
-    if not damaged:
-        return ()
-    agree_on_damage([(root / each.name, each.problem) for each in damaged], together)
+    if damaged:
+        agree_on_damage([(root / each.name, each.problem) for each in damaged], together)
 
     def move() -> tuple[Damage, ...]:
         moved = tuple(replace(each, moved_to=files.move_aside(root / each.name).name) for each in damaged)
-        files.write_pointer(latest)
+        _point_to(latest)
         return moved
 
     moved = together.first("move damaged checkpoints aside", move)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_fp4.report.metrics import METRICS_FILE, move_aside
+from megatron_fp4.report.metrics import METRICS_FILE
+from megatron_fp4.report.record_file import move_aside
 
 SUMMARY_FILE, PICTURE_FILE = "summary.json", "loss.png"
 

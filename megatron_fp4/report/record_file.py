@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_fp4.checkpoint.files import sync_folder
 from megatron_fp4.report.outage import RETRY_SECONDS, Outage
 
 # Some 3 MB of training steps, which no host misses.
@@ -270,15 +271,6 @@ def listed(numbers: list[int]) -> str:
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
     more = f" and {len(texts) - 8} more places" if len(texts) > 8 else ""
     return f"line{'s' if len(numbers) > 1 else ''} {', '.join(texts[:8])}{more}"
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's list of names down to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def move_aside(path: Path) -> Path | None:
