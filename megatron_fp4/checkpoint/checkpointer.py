@@ -241,7 +241,7 @@ class Checkpointer:
         )
 
     def _check(self, folder: Path, manifest: files.Manifest, names: Collection[str] | None = None) -> None:
-        """Read `names` (None: all files) of a checkpoint, each rank its share. Raises DamageError if one is not whole."""
+        """Read `names` (None: all files), each rank its share. Raises DamageError on all ranks if one is not whole."""
         mine = sorted(manifest.files if names is None else names)[self._together.rank :: self._together.world_size]
         self._together.each("check it", lambda: verify(folder, manifest.files, mine))
 
