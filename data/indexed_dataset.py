@@ -225,6 +225,16 @@ class IndexedDataset:
     def num_documents(self) -> int:
         return len(self._documents) - 1
 
+    @property
+    def num_sequences(self) -> int:
+        """A document is one or more of them, or none if it is empty."""
+        return len(self._lengths)
+
+    def sequence_offsets(self, first: int, last: int) -> np.ndarray:
+        """Where the sequences [first, last) begin in the stream, and where the last one ends: int64 [last - first + 1]."""
+        starts = np.append(self._pointers[first : last + 1], self.num_tokens * self.dtype.itemsize)
+        return starts[: last - first + 1] // self.dtype.itemsize
+
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the whole stream, as a read-only view [length] of the file's
         dtype.

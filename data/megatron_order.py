@@ -1,0 +1,379 @@
+"""`data.order=megatron`: the samples of a Megatron run at the positions where Megatron has them.
+
+Megatron lays out a whole run before its first step (megatron_indices.py). What it lays out depends on how many samples
+the run was to have, so a run that goes on with another length goes on with another order; here that is refused.
+
+A phase of the run is laid out in one of two ways, as `data.megatron.phases` says:
+
+    transitions   like a Megatron run with `--phase-transition-iterations`: every phase has indices of its own, for as
+                  many samples as it has, and begins at their beginning
+    relaunched    like a Megatron run that was stopped and started with another `--data-path`: every phase has indices
+                  for all samples of the run, and goes on at the position where the one before it stopped
+
+The indices are built once for each disk, into files that all ranks and loader workers map into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from data.bundle import TokenSource
+from data.cache import build_once, default_cache_dir
+from data.megatron_indices import DatasetIndices, blend_sizes, blending_indices, dataset_indices, split_range
+
+# Part of the name of every folder of indices: raise it with any change to what is in one.
+_FORMAT = 1
+
+
+class SequenceSource(TokenSource, Protocol):
+    """A stream that knows Megatron's unit of shuffling, the sequences of the `.idx`. A document is one or more."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def sequence_offsets(self, first: int, last: int) -> np.ndarray:
+        """Where the sequences [first, last) begin in the stream, and where the last one ends: int64 [last - first + 1]."""
+
+
+@dataclass(frozen=True)
+class MegatronRun:
+    """How Megatron was or would be started; `MegatronConfig` in the configuration's schema says what each key means."""
+
+    split: str | None = None
+    train_samples: int | None = None
+    consumed_samples: int = 0
+    phases: str = "transitions"
+    weighted: bool | None = None
+    surplus: float = 0.005
+
+
+class Piece(NamedTuple):
+    """`length` tokens of a sequence from `offset` on."""
+
+    sequence: int
+    offset: int
+    length: int
+
+
+class Layout(NamedTuple):
+    """The samples [start, end) of the run are the samples [first, first + end - start) of a Megatron dataset that was
+    built for num_samples, of sources by these weights (as given, not normalized)."""
+
+    start: int
+    end: int
+    first: int
+    num_samples: int
+    blend: dict[str, float]
+
+
+def lay_out(spans: Sequence[tuple[int, int, Mapping[str, float]]], run: MegatronRun) -> list[Layout]:
+    """The phases (start, end, blend), which follow each other from 0, as a Megatron run has them.
+
+    Raises ValueError for a run that is shorter than what it is to serve.
+    """
+    total = run.consumed_samples + spans[-1][1]
+    samples = total if run.train_samples is None else run.train_samples
+    if samples < total:
+        raise ValueError(
+            f"data.megatron.train_samples={samples} is less than the {total} samples up to this run's end "
+            f"(consumed_samples={run.consumed_samples} and {spans[-1][1]} of this run); give the samples of the Megatron "
+            "run, its --train-iters times --global-batch-size, or shorten train.steps"
+        )
+    layouts = []
+    for index, (start, end, blend) in enumerate(spans):
+        weights = {name: weight for name, weight in blend.items() if weight > 0}
+        if run.phases == "relaunched":
+            layouts.append(Layout(start, end, run.consumed_samples + start, samples, weights))
+            continue
+        # The first phase began before this run, and the last one may go on behind it.
+        before = run.consumed_samples if index == 0 else 0
+        behind = samples - total if index == len(spans) - 1 else 0
+        layouts.append(Layout(start, end, before, before + end - start + behind, weights))
+    return layouts
+
+
+class MegatronSource:
+    """The samples of one source by ordinal, which counts through the indices of all phases in turn.
+
+    Built by MegatronOrder. It has what a SampleSource has.
+    """
+
+    def __init__(self, name: str, stream: SequenceSource, seq_length: int, seed: int, vocab_size: int) -> None:
+        self.name = name
+        self.stream = stream
+        self.seq_length = seq_length
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self._stored: list[_StoredDataset] = []
+        self._bases: list[int] = []
+        self.num_ordinals = 0
+
+    def add(self, stored: _StoredDataset) -> int:
+        """Append the indices of a phase; returns the ordinal of their first sample."""
+        base = self.num_ordinals
+        self._stored.append(stored)
+        self._bases.append(base)
+        self.num_ordinals += stored.num_samples
+        return base
+
+    def pieces(self, ordinal: int) -> list[Piece]:
+        """What sample `ordinal` is made of, in order. Raises IndexError outside the indices."""
+        if not 0 <= ordinal < self.num_ordinals:
+            raise IndexError(f"sample {ordinal} of source {self.name!r} is outside its {self.num_ordinals}")
+        place = bisect_right(self._bases, ordinal) - 1
+        document_index, sample_index, shuffle_index = self._stored[place].indices
+        sample = int(shuffle_index[ordinal - self._bases[place]])
+        (begin, offset), (end, end_offset) = sample_index[sample : sample + 2].tolist()
+        pieces = []
+        for position in range(begin, end + 1):
+            sequence = int(document_index[position])
+            if position == end:
+                length = end_offset + 1 - offset
+            else:
+                borders = self.stream.sequence_offsets(sequence, sequence + 1)
+                length = int(borders[1] - borders[0]) - offset
+            if length:
+                pieces.append(Piece(sequence, offset, length))
+            offset = 0
+        return pieces
+
+    def sample(self, sample: int) -> np.ndarray:
+        """Sample `sample`: int64 [seq_length + 1]. Raises ValueError for a token id outside the model's vocabulary."""
+        return self._read(self.pieces(sample))
+
+    def sample_and_documents(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """The sample, and for each of its tokens but the last the number of its sequence in the row, from 0: int32
+        [seq_length]."""
+        pieces = self.pieces(sample)
+        numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.length for piece in pieces])
+        return self._read(pieces), numbers[:-1]
+
+    def _read(self, pieces: Sequence[Piece]) -> np.ndarray:
+        starts = [int(self.stream.sequence_offsets(p.sequence, p.sequence + 1)[0]) + p.offset for p in pieces]
+        parts = [self.stream.tokens(start, p.length) for start, p in zip(starts, pieces, strict=True)]
+        tokens = np.concatenate(parts).astype(np.int64)
+        assert len(tokens) == self.seq_length + 1, (self.name, len(tokens))
+        if tokens.max() >= self.vocab_size or tokens.min() < 0:
+            raise ValueError(
+                f"source {self.name!r} ({self.stream}) holds token ids {tokens.min()} to {tokens.max()}, outside the "
+                f"model's vocabulary of {self.vocab_size}: it was made with another tokenizer; raise model.vocab_size or "
+                "prepare the data again"
+            )
+        return tokens
+
+    def description(self) -> dict[str, object]:
+        """What a checkpoint keeps to recognise this source: independent of where its files lie."""
+        return {"num_tokens": self.stream.num_tokens, "identity": self.stream.identity()}
+
+
+class MegatronOrder:
+    """Which sample of which source is at a position of the run, and the sources that have them.
+
+    streams: at least the sources that the phases name. cache_dir: where the indices are kept; None: the user's cache
+    folder. Raises ValueError for what Megatron would refuse, run forever on, or leave unfinished.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        streams: Mapping[str, SequenceSource],
+        run: MegatronRun,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        cache_dir: str | Path | None = None,
+    ) -> None:
+        self.layouts = list(layouts)
+        self.run = run
+        self._folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / "megatron"
+        names = dict.fromkeys(name for layout in layouts for name in layout.blend)
+        self.sources = {name: MegatronSource(name, streams[name], seq_length, seed, vocab_size) for name in names}
+        self._starts = [layout.start for layout in layouts]
+        self._blends: list[_StoredBlend | None] = []
+        self._bases: list[dict[str, int]] = []
+        for layout in layouts:
+            self._add(layout)
+
+    def locate(self, global_sample: int) -> tuple[str, int]:
+        """(source, ordinal) of a sample of the run. O(log phases)."""
+        # Of phases that start together all but the last are empty, and bisect_right finds the last.
+        phase = bisect_right(self._starts, global_sample) - 1
+        layout, blend = self.layouts[phase], self._blends[phase]
+        if not layout.start <= global_sample < layout.end:
+            raise IndexError(f"sample {global_sample} is outside a run of {self.layouts[-1].end}")
+        position = layout.first + global_sample - layout.start
+        dataset, sample = (0, position) if blend is None else blend.at(position)
+        name = list(layout.blend)[dataset]
+        return name, self._bases[phase][name] + sample
+
+    def ranges(self, phase: int, start: int, end: int) -> dict[str, tuple[int, int]]:
+        """The ordinals [first, last) that the samples [start, end) of the run, all in this phase, take of each source.
+
+        Reads two bytes for each of them.
+        """
+        layout, blend = self.layouts[phase], self._blends[phase]
+        first, last = layout.first + start - layout.start, layout.first + end - layout.start
+        found = {}
+        for dataset, name in enumerate(layout.blend):
+            base = self._bases[phase][name]
+            if blend is None:
+                found[name] = base + first, base + last
+            elif len(places := np.flatnonzero(blend.arrays[0][first:last] == dataset)):
+                sample = base + int(blend.arrays[1][first + places[0]])
+                found[name] = sample, sample + len(places)
+        return found
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the order: JSON."""
+        phases = [[*layout[:4], list(map(list, layout.blend.items()))] for layout in self.layouts]
+        return {
+            "kind": "megatron",
+            "split": self.run.split,
+            "weighted": self.run.weighted,
+            "surplus": self.run.surplus,
+            "phases": phases,
+        }
+
+    def _add(self, layout: Layout) -> None:
+        """Build or find the indices of a phase."""
+        names, weights = list(layout.blend), list(layout.blend.values())
+        weighted = len(names) > 1 if self.run.weighted is None else self.run.weighted
+        if weighted:
+            size, built = blend_sizes(weights, layout.num_samples, self.run.surplus)
+            wanted: list[int | None] = [*built]
+        elif len(names) == 1:
+            size, wanted = layout.num_samples, [layout.num_samples]
+        else:
+            if len(set(weights)) > 1:
+                raise ValueError(
+                    f"with data.megatron.weighted=false the lengths of the sources are their weights, but the blend has "
+                    f"{layout.blend}; give all of them the weight 1"
+                )
+            wanted = [None] * len(names)
+        stored = [self._dataset(name, samples) for name, samples in zip(names, wanted, strict=True)]
+        if not weighted and len(names) > 1:
+            weights = [dataset.num_samples for dataset in stored]
+            size = min(layout.num_samples, sum(weights))
+            if size < (needed := layout.first + layout.end - layout.start):
+                raise ValueError(
+                    f"{', '.join(names)} have {size} samples in one epoch, and Megatron gives no more to --data-path "
+                    f"without weights; this run needs {needed}"
+                )
+        blend = None
+        if weighted or len(names) > 1:
+            blend = self._blend(weights, size)
+            for name, dataset, count in zip(names, stored, blend.counts, strict=True):
+                if count > dataset.num_samples:
+                    raise ValueError(
+                        f"the blend takes {count} samples of {name!r}, for which {dataset.num_samples} were built, where "
+                        "Megatron ends too; raise data.megatron.surplus (--mid-level-dataset-surplus), as for that run"
+                    )
+        self._blends.append(blend)
+        self._bases.append({name: self.sources[name].add(dataset) for name, dataset in zip(names, stored, strict=True)})
+
+    def _dataset(self, name: str, num_samples: int | None) -> _StoredDataset:
+        source = self.sources[name]
+        stream = source.stream
+        sequences = split_range(self.run.split, 0, stream.num_sequences)
+        key = ["dataset", stream.identity(), *sequences, num_samples, source.seq_length, source.seed]
+
+        def build(folder: Path) -> None:
+            lengths = np.diff(stream.sequence_offsets(0, stream.num_sequences)).astype(np.int32)
+            try:
+                indices = dataset_indices(lengths, sequences, num_samples, source.seq_length, source.seed)
+            except ValueError as error:
+                share = "" if self.run.split is None else f", the training share of data.megatron.split={self.run.split}"
+                raise ValueError(f"source {name!r} ({stream}{share}): {error}; shorten the sequence or add text") from error
+            for kind, index in indices._asdict().items():
+                np.save(folder / f"{kind}.npy", index)
+
+        return _StoredDataset(self._stored_at(key, build))
+
+    def _blend(self, weights: Sequence[float], size: int) -> _StoredBlend:
+        return _StoredBlend(self._stored_at(["blend", weights, size], partial(_build_blend, weights=weights, size=size)))
+
+    def _stored_at(self, key: Sequence[Any], build: Any) -> Path:
+        name = hashlib.sha256(json.dumps([_FORMAT, *key]).encode()).hexdigest()[:24]
+        return build_once(self._folder / f"{key[0]}-{name}", build)
+
+
+def _build_blend(folder: Path, weights: Sequence[float], size: int) -> None:
+    datasets, samples = blending_indices(weights, size)
+    np.save(folder / "dataset_index.npy", datasets)
+    np.save(folder / "dataset_sample_index.npy", samples)
+    np.save(folder / "counts.npy", np.bincount(datasets, minlength=len(weights)))
+
+
+class _Stored:
+    """A folder of arrays, mapped into memory when first needed; loader workers get its path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type[_Stored], tuple[Path]]:
+        return type(self), (self.folder,)
+
+    def load(self, name: str) -> np.ndarray:
+        return np.load(self.folder / f"{name}.npy", mmap_mode="r")
+
+
+class _StoredDataset(_Stored):
+    @cached_property
+    def indices(self) -> DatasetIndices:
+        return DatasetIndices(*(self.load(name) for name in DatasetIndices._fields))
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.indices.shuffle_index)
+
+
+class _StoredBlend(_Stored):
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """(datasets, their samples) at each sample of the blend."""
+        return self.load("dataset_index"), self.load("dataset_sample_index")
+
+    @property
+    def counts(self) -> list[int]:
+        return self.load("counts").tolist()
+
+    def at(self, position: int) -> tuple[int, int]:
+        return int(self.arrays[0][position]), int(self.arrays[1][position])
+
+
+def order_differences(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None, consumed: int) -> list[str]:
+    """What of the first `consumed` samples two orders' descriptions disagree on, one sentence each. None: another order
+    than Megatron's."""
+    if saved is None or current is None:
+        if saved is current:
+            return []
+        return [f"data.order {'became' if saved is None else 'is no longer'} megatron"]
+    found = [
+        f"data.megatron.{key} was {saved[key]} and is now {current[key]}"
+        for key in ("split", "weighted", "surplus")
+        if saved[key] != current[key]
+    ]
+    starts = {phase[0]: phase for phase in current["phases"]}
+    for start, end, first, samples, blend in saved["phases"]:
+        if not start < min(end, consumed):
+            continue
+        now = starts.get(start)
+        if now is None or now[2] != first or now[4] != blend:
+            found.append(
+                f"the phase from sample {start} began at sample {first} of Megatron's blend {blend} and does no longer"
+            )
+        elif now[3] != samples:
+            found.append(
+                f"Megatron's indices of the phase from sample {start} were built for {samples} samples and would be for "
+                f"{now[3]}, which is another order; data.megatron.train_samples keeps them as they were"
+            )
+    return found
