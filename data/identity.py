@@ -16,9 +16,8 @@ _BEFORE_BYTES = 1 << 20
 
 
 def blocks_identity(index: ByteFile, tokens: ByteFile) -> str:
-    """`blocks-1:` and a sha256 of, for the `.idx` and then the `.bin`: the size (u64), and 16 blocks of 4 KiB, the first
-    at the beginning, the last at the end, the others evenly spaced (block i begins at byte i * (size - 4096) // 15).
-    A file of 64 KiB or less enters whole."""
+    """`blocks-1:` and a sha256 of, for the `.idx` and then the `.bin`: the size (u64), and 16 blocks of 4 KiB, evenly
+    spaced from end to end (block i begins at byte i * (size - 4096) // 15). A file of 64 KiB or less enters whole."""
     digest = hashlib.sha256()
     for file in (index, tokens):
         digest.update(file.size.to_bytes(8, "little"))

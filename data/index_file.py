@@ -48,7 +48,7 @@ _READ_WHOLE = 1 << 16  # bytes of an index that is read in one piece, and checke
 class IndexFile:
     """An open `.idx`. Sequences and documents count from 0.
 
-    checked_blocks: how many blocks are checked now, both ends among them. An index of so many or fewer is checked whole.
+    checked_blocks: how many blocks are checked now, both ends among them; an index that has no more is checked whole.
 
     Raises ValueError, with the first fault that is found.
     """
@@ -66,8 +66,8 @@ class IndexFile:
         """Of the `.bin`."""
         if not 0 <= self.num_bytes < 1 << 60:
             raise ValueError(
-                f"{self.name}: the last sequence begins at byte {pointer[0]} of the .bin and has {length[0]} tokens; the "
-                "index is damaged: prepare the dataset again"
+                f"{self.name}: the last sequence begins at byte {pointer[0]} of the .bin and has {length[0]} tokens; "
+                "the index is damaged: prepare the dataset again"
             )
         self._check_ends()
         for first in _spaced(self.num_sequences, checked_blocks):
@@ -125,12 +125,15 @@ class IndexFile:
             raise ValueError(f"{self.name}: sequence {sequence} has a negative length; prepare the dataset again")
         pointers = self._borders(first, last)
         if first == 0 and pointers[0] != 0:
-            raise ValueError(f"{self.name}: sequence 0 begins at byte {pointers[0]} of the .bin; prepare the dataset again")
+            raise ValueError(
+                f"{self.name}: sequence 0 begins at byte {pointers[0]} of the .bin; prepare the dataset again"
+            )
         wrong = pointers[1:] - pointers[:-1] != lengths * np.int64(self.dtype.itemsize)
         if wrong.any():
             raise ValueError(
-                f"{self.name}: the pointer of sequence {first + int(wrong.argmax()) + 1} is not the end of the sequence "
-                "before it; the index is damaged or its sequences are not back to back: prepare the dataset again"
+                f"{self.name}: the pointer of sequence {first + int(wrong.argmax()) + 1} is not the end of the "
+                "sequence before it; the index is damaged or its sequences are not back to back: prepare the dataset "
+                "again"
             )
 
     def check_documents(self, first: int, last: int) -> None:
@@ -140,8 +143,8 @@ class IndexFile:
         if wrong.any():
             place = int(wrong.argmax())
             raise ValueError(
-                f"{self.name}: by the document index, document {first + place} is the sequences from {entries[place]} to "
-                f"{entries[place + 1]} of {self.num_sequences}; the index is damaged: prepare the dataset again"
+                f"{self.name}: by the document index, document {first + place} is the sequences from {entries[place]} "
+                f"to {entries[place + 1]} of {self.num_sequences}; the index is damaged: prepare the dataset again"
             )
 
     def _borders(self, first: int, last: int) -> np.ndarray:
@@ -164,8 +167,8 @@ class IndexFile:
         header = self._bytes(0, min(HEADER.size, self._file.size))
         if header.startswith(_OLDER_MAGIC):
             raise ValueError(
-                f"{self.name} is of Megatron's older format without memory mapping (TNTIDX); prepare the dataset again, "
-                "with a dataset_impl of mmap"
+                f"{self.name} is of Megatron's older format without memory mapping (TNTIDX); prepare the dataset "
+                "again, with a dataset_impl of mmap"
             )
         if len(header) < HEADER.size or not header.startswith(MAGIC):
             raise ValueError(
@@ -196,7 +199,10 @@ class IndexFile:
             )
 
     def _check_ends(self) -> None:
-        first, last = int(self.document_index(0, 1)[0]), int(self.document_index(self.num_documents, self._num_entries)[0])
+        first, last = (
+            int(self.document_index(0, 1)[0]),
+            int(self.document_index(self.num_documents, self._num_entries)[0]),
+        )
         if first != 0 or last != self.num_sequences:
             raise ValueError(
                 f"{self.name}: the document index runs from {first} to {last} over {self.num_sequences} sequences; the "
@@ -205,7 +211,7 @@ class IndexFile:
 
 
 def _spaced(total: int, blocks: int) -> list[int]:
-    """Where as many blocks of _CHECKED_ENTRIES begin, the first at 0 and the last at the end, evenly spaced in between."""
+    """Where as many blocks of _CHECKED_ENTRIES begin, evenly spaced from end to end; all if they are fewer."""
     if total <= blocks * _CHECKED_ENTRIES:
         return list(range(0, total, _CHECKED_ENTRIES))
     return [i * (total - _CHECKED_ENTRIES) // max(1, blocks - 1) for i in range(max(2, blocks))]

@@ -103,15 +103,16 @@ class IndexedDatasetWriter:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         with open(self._temporary_index, "wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
-            file.write(lengths.astype("<i4", copy=False))
             position = 0
+            for first in range(0, len(lengths), _INDEX_BLOCK):
+                file.write(lengths[first : first + _INDEX_BLOCK].astype("<i4").tobytes())
             for first in range(0, len(lengths), _INDEX_BLOCK):
                 sizes = lengths[first : first + _INDEX_BLOCK].astype("<i8") * self.dtype.itemsize
                 ends = position + np.cumsum(sizes)
-                file.write((ends - sizes).astype("<i8", copy=False))
+                file.write((ends - sizes).astype("<i8").tobytes())
                 position = int(ends[-1])
             for first in range(0, len(lengths) + 1, _INDEX_BLOCK):
-                file.write(np.arange(first, min(first + _INDEX_BLOCK, len(lengths) + 1), dtype="<i8"))
+                file.write(np.arange(first, min(first + _INDEX_BLOCK, len(lengths) + 1), dtype="<i8").tobytes())
             file.flush()
             os.fsync(file.fileno())
         # An old index must not describe the new tokens, not even between two renames.
@@ -161,8 +162,8 @@ class IndexedDataset:
         if self._tokens.size != self._index.num_bytes:
             raise ValueError(
                 f"{self._tokens.name} has {self._tokens.size} bytes where {index.name.rpartition('/')[2]} describes "
-                f"{self._index.num_bytes}: the two files are not of one dataset or a copy was cut short; copy or prepare "
-                "the dataset again"
+                f"{self._index.num_bytes}: the two files are not of one dataset or a copy was cut short; copy or "
+                "prepare the dataset again"
             )
 
     def _open(self, ending: str, remote_cache: Path | None) -> ByteFile:
@@ -189,8 +190,8 @@ class IndexedDataset:
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the whole stream, read-only [length] of the file's dtype.
 
-        Raises IndexError when the slice leaves the stream; ValueError or OSError when the file was cut short or replaced
-        since it was opened, or cannot be read.
+        Raises IndexError when the slice leaves the stream; ValueError when the file was cut short or replaced
+        since it was opened, OSError when it cannot be read.
         """
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise IndexError(
@@ -205,9 +206,7 @@ class IndexedDataset:
         Raises IndexError off the end, ValueError where the index is damaged.
         """
         if not 0 <= first <= last <= self.num_documents:
-            raise IndexError(
-                f"documents [{first}, {last}) are outside {self.prefix}, which has {self.num_documents}"
-            )
+            raise IndexError(f"documents [{first}, {last}) are outside {self.prefix}, which has {self.num_documents}")
         return self._index.document_offsets(first, last)
 
     def document(self, document: int) -> np.ndarray:

@@ -59,7 +59,9 @@ def check_url(url: str) -> None:
         remedy = "pip install 'megatron_fp4[remote]'" if protocol in ("s3", "s3a") else "pip install what it names"
         raise ValueError(f"{url}: a package for {protocol}:// is missing ({error}); {remedy}") from error
     except ValueError as error:
-        raise ValueError(f"{url}: {protocol}:// is no kind of store that fsspec knows; give s3://, gs:// or a path") from error
+        raise ValueError(
+            f"{url}: {protocol}:// is no kind of store that fsspec knows; give s3://, gs:// or a path"
+        ) from error
 
 
 def list_objects(pattern: str) -> list[str]:
@@ -108,7 +110,7 @@ class RemoteFile:
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def peek(self, offset: int, length: int) -> bytes:
-        """The range alone, and that is what is kept of it: checks and identities look at the same ones at each start."""
+        """The range alone, which is what is kept of it: checks and identities look at the same ones at each start."""
         block = self._block(offset // BLOCK_BYTES)
         if offset % BLOCK_BYTES + length <= BLOCK_BYTES and block.exists():
             return self.read(offset, length)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from data.index_file import HEADER, MAGIC, VERSION
-from data.indexed_dataset import IndexedDataset, index_path, tokens_path
+from data.indexed import open_source
+from data.indexed_dataset import index_path, tokens_path
+from data.source_lists import prefixes
 
 _BLOCK = 1 << 22  # documents, or tokens, made at once
 _DTYPE_CODE, _ITEM_SIZE = 8, 2  # uint16
@@ -36,11 +39,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--files", type=int, default=1, help="pairs of files, one source (default: %(default)s)")
     parser.add_argument("--gib", type=float, default=1.0, help="of tokens on the disk (default: %(default)s)")
     parser.add_argument("--length", type=int, default=8192, help="tokens in a sample (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=2000, help="read for a measurement (default: %(default)s)")
-    parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)  # the process that is measured
+    parser.add_argument("--samples", type=int, default=2000, help="to read for a measurement (default: %(default)s)")
+    parser.add_argument("--measure", metavar="PATTERN", help=argparse.SUPPRESS)  # the process that is measured
     options = parser.parse_args(arguments)
     if options.measure:
-        print(json.dumps(measure(options.measure, options.length, options.samples, options.gib)))
+        print(json.dumps(measure(options.measure, options.length, options.samples, options.gib / options.files)))
         return 0
     if options.documents < 1 or options.files < 1:
         print("benchmark_open.py: --documents and --files start at 1", file=sys.stderr)
@@ -55,10 +58,10 @@ def main(arguments: list[str]) -> int:
                     forget(index_path(prefix))
                     forget(tokens_path(prefix))
             command = [sys.executable, __file__, "--length", str(options.length), "--samples", str(options.samples)]
-            command += ["--gib", str(options.gib), "--measure", f"{folder}/part_*"]
+            command += ["--gib", str(options.gib), "--files", str(options.files), "--measure", f"{folder}/part_*"]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             for name, value in json.loads(done.stdout).items():
-                print(f"{state}  {name:44s} {value}")
+                print(f"{state}  {name:40s} {value}", flush=True)
     return 0
 
 
@@ -87,6 +90,57 @@ def make_dataset(prefix: Path, documents: int, seed: int, gib: float) -> None:
             file.write(block.tobytes())
             left -= len(block)
         file.truncate(position * _ITEM_SIZE)
+
+
+def measure(pattern: str, length: int, samples: int, gib: float) -> dict[str, str]:
+    """What there is to say, by name. gib: how many GiB of each file are on the disk."""
+    memory, came, began = _peak_memory(), _read_bytes(), time.perf_counter()
+    source = open_source(prefixes("--measure", pattern))
+    rows = {
+        "open": f"{1e3 * (time.perf_counter() - began):,.1f} ms for {source.num_documents:,} documents in "
+        f"{len(source.parts):,} files, read {(_read_bytes() - came) / 1e6:,.1f} MB",
+    }
+    began, came = time.perf_counter(), _read_bytes()
+    source.identity()
+    took = 1e3 * (time.perf_counter() - began)
+    rows["identity"] = f"{took:,.1f} ms, read {(_read_bytes() - came) / 1e6:,.1f} MB"
+    rows["memory of opening, at most"] = f"{_peak_memory() - memory:,.0f} MB above {memory:,.0f} MB before"
+    rng, starts, position = np.random.default_rng(0), [], 0
+    places = [0, *np.cumsum([part.num_tokens for part in source.parts]).tolist()]
+    on_disk = max(1, min(source.parts[0].num_tokens, int(gib * 2**30) // _ITEM_SIZE) - length)
+    for part in rng.integers(0, len(source.parts), samples).tolist():
+        position = min(places[part] + int(rng.integers(0, on_disk)), source.num_tokens - length)
+        starts.append(position)
+    for name in ("", ", again"):
+        began, came = time.perf_counter(), _read_bytes()
+        for start in starts:
+            source.tokens(start, length)
+        took = (time.perf_counter() - began) / samples
+        rows[f"sample of {length} tokens{name}"] = (
+            f"{1e6 * took:,.1f} us ({length / took / 1e6:,.0f}M tokens/s), "
+            f"{(_read_bytes() - came) / samples / 1024:,.1f} KiB read of {length * _ITEM_SIZE / 1024:,.1f}"
+        )
+    began = time.perf_counter()
+    for document in rng.integers(0, source.num_documents, samples).tolist():
+        source.document_offsets(document, document + 1)
+    rows["offsets of one document"] = f"{1e6 * (time.perf_counter() - began) / samples:,.1f} us"
+    block = min(1 << 20, source.num_documents)
+    began = time.perf_counter()
+    for first in range(0, min(8 * block, source.num_documents - block + 1), block):
+        source.document_offsets(first, first + block)
+    took = (time.perf_counter() - began) / min(8, source.num_documents // block)
+    rows[f"offsets of {block:,} documents"] = f"{1e3 * took:,.1f} ms ({1e9 * took / block:,.0f} ns a document)"
+    return rows
+
+
+def _peak_memory() -> float:
+    """The most memory that this process had, in MB (VmHWM)."""
+    return int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1e3
+
+
+def _read_bytes() -> int:
+    """Bytes that this process had read from disks."""
+    return int(re.findall(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)[0])
 
 
 def forget(path: Path) -> None:
