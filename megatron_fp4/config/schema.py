@@ -25,6 +25,7 @@ from megatron_fp4.config.strict import (
     Beta,
     Integer,
     NotNegative,
+    PathOrPaths,
     Positive,
     PositiveShare,
     Share,
@@ -99,7 +100,9 @@ class DataConfig:
     kind: a row of data/kinds.py: `builtin` (the interpreter's own standard library), `indexed` (Megatron `.bin`/`.idx`
         files).
     cache_dir: where the built-in corpus is kept; null means the user's cache directory.
-    sources, validation: name -> path prefix of the `.bin`/`.idx` pair (`indexed` only).
+    sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
+        ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
+    remote_cache: the folder that keeps what was read of URLs; null means `remote` in the user's cache directory.
     tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
     eod_token: that tokenizer's end-of-document token; null means `<|endoftext|>`.
     num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
@@ -108,8 +111,9 @@ class DataConfig:
 
     kind: str = "builtin"
     cache_dir: str | None = None
-    sources: dict[str, str] = field(default_factory=dict)
-    validation: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, PathOrPaths] = field(default_factory=dict)
+    validation: dict[str, PathOrPaths] = field(default_factory=dict)
+    remote_cache: str | None = None
     tokenizer: str | None = None
     eod_token: str | None = None
     phases: list[PhaseConfig] = field(default_factory=list)
