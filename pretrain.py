@@ -222,7 +222,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
             answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
-            log.validation(done, done * run.tokens_per_step, losses)
+            log.validation(done, run.tokens(done), losses)
         log.saves(run.checkpointer.reports(result.requests.save_failed))
         if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
             save(run, done, last=done == steps or result.requests.stop)
@@ -241,7 +241,7 @@ def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
     log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
     if missing.validation:
         losses = validation_losses(run)
-        log.validation(steps, steps * run.tokens_per_step, losses)
+        log.validation(steps, run.tokens(steps), losses)
     if missing.checkpoint:
         log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
     return steps, losses
@@ -252,7 +252,7 @@ def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
 
     Raises SpikeError on all ranks if there were too many in a row.
     """
-    size, restored = run.config.train.global_batch_size, None
+    restored = None
     action: str = run.config.spikes.action
     if spike.in_row >= run.config.spikes.max_in_row:
         answer, action = "the run ends", "end"
@@ -274,10 +274,10 @@ def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
         action=action if restored is not None or action == "end" else "skip",
         checkpoint=restored,
         steps=[first + 1, spike.step],
-        samples=[first * size, spike.step * size - 1],
+        samples=[run.samples(first), run.samples(spike.step) - 1],
         sources=[
             {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
-            for found in run.phases.source_ranges(first * size, spike.step * size)
+            for found in run.phases.source_ranges(run.samples(first), run.samples(spike.step))
         ],
     )
     run.spikes.give_up(spike, diagnose)
@@ -352,8 +352,8 @@ def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
         run.model,
         run.optimizer.optimizer,
         run.state_dict(),
-        consumed_samples=step * run.config.train.global_batch_size,
-        consumed_tokens=step * run.tokens_per_step,
+        consumed_samples=run.samples(step),
+        consumed_tokens=run.tokens(step),
         local=local,
         last=last,
     )

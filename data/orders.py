@@ -16,7 +16,6 @@ epoch's stream is the groups' one after the other, and its windows are shuffled 
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -37,10 +36,11 @@ _KEPT_DOCUMENTS = 1 << 20
 
 
 class Window(NamedTuple):
-    """tokens: integers [seq_length + 1]. documents: int32 [seq_length + 1], which document of the window, from 0."""
+    """tokens: integers [seq_length + 1]. documents: int32 [seq_length + 1], the number of each token's document within
+    the window, from 0; None if nobody asked for it."""
 
     tokens: np.ndarray
-    documents: np.ndarray
+    documents: np.ndarray | None
 
 
 class Order(Protocol):
@@ -48,8 +48,8 @@ class Order(Protocol):
 
     num_windows: int
 
-    def window(self, epoch: int, position: int) -> Window:
-        """The window at `position` of an epoch."""
+    def window(self, epoch: int, position: int, documents: bool = False) -> Window:
+        """The window at `position` of an epoch, with its documents if so asked."""
 
 
 def num_windows(num_tokens: int, seq_length: int) -> int:
@@ -74,10 +74,11 @@ class WindowOrder:
         """Which window of the stream comes at `position`."""
         return _permutation(self.num_windows, f"{self._key}/{epoch}")(position)
 
-    def window(self, epoch: int, position: int) -> Window:
+    def window(self, epoch: int, position: int, documents: bool = False) -> Window:
         start = self.place(epoch, position) * self._seq_length
         length = self._seq_length + 1
-        return Window(self._stream.tokens(start, length), documents_of(self._stream, start, length))
+        numbers = documents_of(self._stream, start, length) if documents else None
+        return Window(self._stream.tokens(start, length), numbers)
 
 
 def documents_of(stream: TokenSource, start: int, length: int) -> np.ndarray:
@@ -161,18 +162,21 @@ class DocumentOrder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _token=object())
 
-    def window(self, epoch: int, position: int) -> Window:
+    def window(self, epoch: int, position: int, documents: bool = False) -> Window:
         layout = self._layout(epoch)
         group = int(np.searchsorted(layout.first_windows, position, side="right")) - 1
         first, end = layout.first_windows[group : group + 2].tolist()
         window = first + _permutation(end - first, f"{self._key}/{epoch}/windows {group}")(position - first)
         offset = window * self._seq_length - int(layout.group_starts[group])
-        return self._cut(epoch, group, offset, self._seq_length + 1)
+        tokens, lengths = self._cut(epoch, group, offset, self._seq_length + 1)
+        numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths) if documents else None
+        return Window(tokens, numbers)
 
-    def _cut(self, epoch: int, group: int, offset: int, length: int) -> Window:
-        """`length` tokens from `offset` of a group on, into the groups behind it if need be."""
-        tokens, documents = np.empty(length, dtype=np.int64), np.empty(length, dtype=np.int32)
-        filled = number = 0
+    def _cut(self, epoch: int, group: int, offset: int, length: int) -> tuple[np.ndarray, list[int]]:
+        """`length` tokens from `offset` of a group on, into the groups behind it if need be; and how many tokens each
+        document gives of them."""
+        tokens, lengths = np.empty(length, dtype=np.int64), []
+        filled = 0
         while filled < length:
             starts, ends = self._group(epoch, group)
             first = int(np.searchsorted(ends, offset, side="right"))
@@ -182,11 +186,11 @@ class DocumentOrder:
                 take = min(end - offset, length - filled)
                 if take:  # else a document without tokens
                     tokens[filled : filled + take] = self._stream.tokens(start + offset - begin, take)
-                    documents[filled : filled + take] = number
-                    filled, number = filled + take, number + 1
+                    lengths.append(take)
+                    filled += take
                 begin = offset = end
             group, offset = group + 1, 0
-        return Window(tokens, documents)
+        return tokens, lengths
 
     def _layout(self, epoch: int) -> _Epoch:
         if self._epoch is None or self._epoch[0] != epoch:

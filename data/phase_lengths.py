@@ -59,8 +59,8 @@ def phase_boundaries(
     if not open_ones and all(phase.fraction is not None for phase in phases):
         if abs(left) > 1e-6 * num_steps:
             raise ValueError(
-                f"the fractions of the phases {', '.join(names)} sum to {1 - left / num_steps:.6g}; they must sum to 1: "
-                "they are shares of the whole run"
+                f"the fractions of the phases {', '.join(names)} sum to {1 - left / num_steps:.6g}; they must sum to "
+                "1: they are shares of the whole run"
             )
     elif not open_ones and abs(left) >= 0.5:
         raise ValueError(
@@ -84,7 +84,7 @@ def _length(phase: Phase, num_steps: int, tokens_per_step: int) -> float | None:
         spelled = " and ".join(f"{key}={value}" for key, value in given.items())
         raise ValueError(f"phase {phase.name!r} has {spelled}; give one length")
     for key, value in given.items():
-        if not 0 < value or (key == "fraction" and value > 1):
+        if value <= 0 or (key == "fraction" and value > 1):
             allowed = "fractions lie in (0, 1]" if key == "fraction" else "it must be positive"
             raise ValueError(f"phase {phase.name!r} has the {key} {value}; {allowed}")
     if phase.fraction is not None:

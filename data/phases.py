@@ -29,7 +29,8 @@ from data.phase_lengths import Phase, phase_boundaries
 class PhaseSpan:
     """A phase laid out: the steps [first_step, end_step) of batch_size samples each, from global sample `start` on.
 
-    blend_start: the global sample from which its blend is counted; that of an earlier phase if the blend goes on.
+    blend_start: the global sample from which its blend is counted; that of an earlier phase if the blend goes on. -1 in
+    a span that another version served by other counts (state_0_2.py).
     sequence_length: of its sequences; None for the run's.
     """
 
@@ -110,7 +111,7 @@ class PhaseSchedule:
             if span.first_step >= done:
                 # Of phases without a step only the name is left.
                 before = next((earlier for earlier in reversed(self.spans) if earlier.num_samples), None)
-                if before is not None and before.blend == span.blend:
+                if before is not None and before.blend == span.blend and before.blend_start >= 0:
                     span = replace(span, start=start, blend=before.blend, blend_start=before.blend_start)
                 else:
                     span = replace(span, start=start, blend_start=start)
@@ -120,6 +121,7 @@ class PhaseSchedule:
         self._first_steps = [span.first_step for span in self.spans]
         # Each source's samples before a blend began, by the sample where it did, as far as they are known.
         self._offsets: dict[int, Mapping[str, int]] = {0: {}}
+        self._anchor: tuple[int, Mapping[str, Mapping[str, int]]] | None = None  # of `stand_at`
 
     def behind(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """This schedule from sample `consumed` on, with the samples before it as `past` has them.
@@ -182,7 +184,7 @@ class PhaseSchedule:
 
     def counts(self, global_sample: int) -> dict[str, int]:
         """How many of the global samples [0, global_sample) come from each source that gives any."""
-        return self._counts(self._span_at(global_sample), global_sample)
+        return self.position(global_sample)["counts"]
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:
         """What the global samples [start, end) are, by phase and source; ordinals as in `locate`.
@@ -206,7 +208,9 @@ class PhaseSchedule:
 
         counts: of each source in [0, global_sample). blend_counts: the same before the last of their blends began.
         """
-        served = self._span_at(max(0, global_sample - 1))
+        if self._anchor is not None and self._anchor[0] == global_sample:
+            return {key: dict(counts) for key, counts in self._anchor[1].items()}
+        served = self.span_at(max(0, global_sample - 1))
         return {"counts": self._counts(served, global_sample), "blend_counts": dict(self._offset(served))}
 
     def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
@@ -214,7 +218,8 @@ class PhaseSchedule:
 
         If a blend begins there, the counts hold whatever served the samples before.
         """
-        span, counts = self._span_at(global_sample), position["counts"]
+        self._anchor = global_sample, position
+        span, counts = self.span_at(global_sample), position["counts"]
         if span.blend_start == global_sample:
             self._offsets[global_sample] = dict(counts)
             return
@@ -223,7 +228,7 @@ class PhaseSchedule:
         within = [counts.get(name, 0) - began.get(name, 0) for name in span.blend.names]
         span.blend.remember(global_sample - span.blend_start, within)
 
-    def _span_at(self, global_sample: int) -> PhaseSpan:
+    def span_at(self, global_sample: int) -> PhaseSpan:
         """The span that serves a global sample, the last one at the end of the run."""
         if not 0 <= global_sample <= self.num_samples:
             raise IndexError(f"global sample {global_sample} is outside a run of {self.num_samples}")
@@ -238,6 +243,8 @@ class PhaseSchedule:
 
     def _offset(self, span: PhaseSpan) -> Mapping[str, int]:
         """Each source's samples before the blend of a span began."""
+        if span.blend_start < 0:
+            raise IndexError(f"the samples of phase {span.name!r} before {span.end} were another version's")
         if span.blend_start not in self._offsets:
             before = next(earlier for earlier in self.spans if earlier.end == span.blend_start and earlier.num_samples)
             self._offsets[span.blend_start] = self._counts(before, span.blend_start)
@@ -266,7 +273,7 @@ class PhaseSchedule:
 
 def _goes_on(served: PhaseSpan, ours: PhaseSpan) -> bool:
     """Whether a phase that follows one that has served samples is that phase, going on."""
-    return (served.name, served.batch_size, served.sequence_length, served.blend) == (
+    return served.blend_start >= 0 and (served.name, served.batch_size, served.sequence_length, served.blend) == (
         ours.name,
         ours.batch_size,
         ours.sequence_length,

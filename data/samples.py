@@ -10,8 +10,8 @@ The checkpoint keeps when how many files there were (`Growth`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class _Epochs:
 
 
 class _Joined:
-    """What an epoch had left when files were added at sample `first`, mixed with these; then epochs over `all_files`."""
+    """What an epoch had left when files were added at sample `first`, mixed with these; then epochs over all files."""
 
     def __init__(self, before: _Stage, first: int, added: Order, all_files: Order) -> None:
         self._before, self._first, self._added = before, first, added
@@ -78,6 +78,8 @@ class _Joined:
 
     def place(self, sample: int) -> Place:
         position = sample - self._first
+        if position < 0:
+            return self._before.place(sample)
         if position >= self._mixed:
             return self._after.place(sample)
         old = position * self._old // self._mixed  # of those before
@@ -86,12 +88,16 @@ class _Joined:
         return Place(self._added, 0, position - old)
 
     def epochs(self, sample: int) -> float:
+        if sample < self._first:
+            return self._before.epochs(sample)
         if sample - self._first >= self._mixed:
             return self._after.epochs(sample)
         return self._began + (int(self._began) + 1 - self._began) * (sample - self._first) / self._mixed
 
     def left(self, sample: int) -> int:
         position = sample - self._first
+        if position < 0:
+            return self._before.left(sample)
         return self._after.left(sample) if position >= self._mixed else self._mixed - position
 
 
@@ -157,9 +163,7 @@ class SampleSource:
 
     def grown(self, growth: Sequence[Growth]) -> SampleSource:
         """The same with another history."""
-        return SampleSource(
-            self.name, self.stream, self.seq_length, self.seed, self.vocab_size, self.order, growth
-        )
+        return SampleSource(self.name, self.stream, self.seq_length, self.seed, self.vocab_size, self.order, growth)
 
     def place(self, sample: int) -> Place:
         """Where sample k is. Raises IndexError for a negative k."""
@@ -176,12 +180,15 @@ class SampleSource:
 
         Raises ValueError for a token id outside the model's vocabulary.
         """
-        return self.sample_and_documents(sample)[0]
+        return self._window(sample, documents=False).tokens
 
     def sample_and_documents(self, sample: int) -> Window:
         """`sample`, and int32 [seq_length + 1]: which document of the sample each token belongs to, from 0."""
+        return self._window(sample, documents=True)
+
+    def _window(self, sample: int, documents: bool) -> Window:
         order, epoch, position = self.place(sample)
-        tokens, documents = order.window(epoch, position)
+        tokens, numbers = order.window(epoch, position, documents)
         tokens = tokens.astype(np.int64, copy=False)
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             raise ValueError(
@@ -189,4 +196,35 @@ class SampleSource:
                 f"{tokens.max()}, outside the model's vocabulary of {self.vocab_size}: it was made with "
                 "another tokenizer; raise model.vocab_size or prepare the data again"
             )
-        return Window(tokens, documents)
+        return Window(tokens, numbers)
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint keeps to recognise this source: tokens and identity of each file, wherever it lies, and
+        from which sample on it had how many of them."""
+        parts = self.stream.parts
+        return {
+            "files": [[part.num_tokens, part.identity()] for part in parts],
+            "growth": [list(entry) for entry in self.growth],
+        }
+
+    def replaces(self, saved: Mapping[str, Any]) -> str | None:
+        """What of a checkpoint's `description` this source does not have any more, in words.
+
+        More files behind those that it had replace nothing.
+        """
+        parts, files = self.stream.parts, saved["files"]
+        for number, (num_tokens, identity) in enumerate(files):
+            if number >= len(parts):
+                return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
+            part = parts[number]
+            if part.num_tokens != num_tokens or not part.same_identity(identity):
+                which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
+                return (
+                    f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
+                    f"{part.num_tokens} (identity {_short(part.identity())})"
+                )
+        return None
+
+
+def _short(identity: str) -> str:
+    return identity.rpartition(":")[2][:12]
