@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ class Run:
         return {name: self.loader.sources[name].epochs(count) for name, count in taken.items()}
 
     def check_epochs(self) -> None:
-        """Raise ConfigError if the run would go through a source too often, in what is behind it and what is to come."""
+        """Raise ConfigError if the run would go through a source too often, what has been included."""
         with configuration_errors():
             check_epochs(self.phases, self.loader.sources, self.config.data.max_epochs)
 
@@ -248,6 +247,7 @@ class Run:
             skipped=result.skipped,
             phase=self.phase(step),
             plan=self.plan_name,
+            epochs=self.epochs(step + 1) if self.log.active and (step + 1) % self.config.logging.interval == 0 else {},
         )
 
     def state_dict(self) -> dict[str, Any]:

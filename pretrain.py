@@ -37,11 +37,13 @@ from assembly import (
     configuration_errors,
     configure,
     device_type_of,
+    phase_schedule,
     set_determinism,
     sharded_model,
     world_size,
 )
 from data.cache import default_cache_dir
+from data.plan import planned_use
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import drift
@@ -114,7 +116,8 @@ def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
     from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
 
-    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts))
+    num_tokens = phase_schedule(config, {}).num_samples * config.train.sequence_length
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), num_tokens)
     return 0
 
 
@@ -183,7 +186,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     if steps_done < steps:
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
-        summarize(log.console, config, run.controller.switch.switched_at, losses, entropy)
+        summarize(log.console, config, run.tokens(steps), run.controller.switch.switched_at, losses, entropy)
     return state.ended(ExitCode.FINISHED, steps_done)
 
 
@@ -299,13 +302,6 @@ def introduce_run(run: Run, start: int) -> None:
             count = sum(p.numel() for block in own for p in block.parameters())
             parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    size, length = config.train.global_batch_size, config.train.sequence_length
-    phases = [
-        show.PhaseRow(
-            span.name, span.start // size + 1, span.end // size, span.num_samples * length, span.blend.weights
-        )
-        for span in run.phases.spans
-    ]
     when, at_step = config.precision.switch.when, switch.at_step
     switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
     if switch.switched_at is not None:
@@ -325,13 +321,26 @@ def introduce_run(run: Run, start: int) -> None:
         run.controller.plans[0],
         parts=parts,
         flops_per_token=flops.total,
-        phases=phases,
+        phases=phase_rows(run),
+        num_tokens=run.tokens(config.train.steps),
         facts=facts,
         world_size=run.mesh.world_size,
     )
     console.text(run.bundle.summary())
     if start:
         console.text(f"resumed after step {start} of {config.train.steps}")
+
+
+def phase_rows(run: Run) -> list[show.PhaseRow]:
+    """The data phases, with what they take from each source."""
+    tokens, rows = run.config.train.sequence_length, []
+    for span, uses in planned_use(run.phases, run.loader.sources):
+        length = span.sequence_length or tokens
+        batch = f"{span.batch_size * tokens // length:,} x {length:,}"
+        sources = [show.SourceRow(use.source, use.share, use.epochs, use.epochs_done) for use in uses]
+        steps = span.first_step + 1, span.end_step
+        rows.append(show.PhaseRow(span.name, *steps, batch, span.num_samples * tokens, sources))
+    return rows
 
 
 def validation_losses(run: Run) -> dict[str, float]:
@@ -384,12 +393,13 @@ def resume(run: Run) -> int:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
         say_what_differs(run, resumed)
+    run.check_epochs()
     return start
 
 
 def say_what_differs(run: Run, resumed: Resumed) -> None:
     """Print and record what was damaged, that the checkpoint is a local one, and what has changed of the configuration
-    since it was made."""
+    and the data since it was made."""
     saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
     for damage in resumed.damaged:
         line = (
@@ -402,6 +412,8 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
     if saved and (changes := drift.configuration_changes(saved, run.config)):
         lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+    if run.loader.changes:
+        run.log.found("data", run.loader.changes, changes=run.loader.changes)
 
 
 def pin_autotuned(run: Run, start: int, record: bool = True) -> None:

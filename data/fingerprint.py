@@ -9,7 +9,7 @@ the past, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.phases import PhaseSchedule
@@ -62,7 +62,7 @@ def differences(
     return found
 
 
-def served(phases: list[Mapping[str, Any]], consumed_samples: int) -> list[tuple[Any, ...]]:
+def served(phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> list[tuple[Any, ...]]:
     """What of the phases shaped the samples before consumed_samples; their names do not."""
     spans = [
         (
@@ -78,7 +78,7 @@ def served(phases: list[Mapping[str, Any]], consumed_samples: int) -> list[tuple
     return [span for span in spans if span[0] < span[1]]
 
 
-def to_come(phases: list[Mapping[str, Any]], consumed_samples: int) -> list[dict[str, Any]]:
+def to_come(phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> list[dict[str, Any]]:
     """What is left of the phases behind consumed_samples."""
     return [
         {**phase, "start": max(phase["start"], consumed_samples), "blend_start": 0, "first_step": 0}
@@ -87,7 +87,7 @@ def to_come(phases: list[Mapping[str, Any]], consumed_samples: int) -> list[dict
     ]
 
 
-def spelled(phases: list[Mapping[str, Any]], end: int | None = None) -> str:
+def spelled(phases: Sequence[Mapping[str, Any]], end: int | None = None) -> str:
     """The phases for a reader, as far as sample `end`."""
     words = []
     for phase in phases:
@@ -101,7 +101,7 @@ def spelled(phases: list[Mapping[str, Any]], end: int | None = None) -> str:
 
 
 def _changed_phase(
-    saved: list[Mapping[str, Any]], current: list[Mapping[str, Any]], consumed_samples: int
+    saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]], consumed_samples: int
 ) -> str | None:
     """The first phase that has served samples and that the run does not have any more, or with another blend."""
     blends = {phase["name"]: phase["blend"] for phase in current}

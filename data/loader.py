@@ -103,7 +103,7 @@ class MicroBatchLoader:
                 f"the phases draw from {', '.join(missing)}, but the data has the sources "
                 f"{', '.join(sources)}; correct the blends of the phases or add the source"
             )
-        settings = {(source.seq_length, source.seed, source.order) for source in map(sources.get, schedule.source_names)}
+        settings = {(s.seq_length, s.seed, s.order) for s in (sources[name] for name in schedule.source_names)}
         if len(settings) > 1:
             raise ValueError(f"the sources differ in (seq_length, seed, order): {sorted(settings)}; make them agree")
         self.schedule = schedule

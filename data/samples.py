@@ -19,7 +19,7 @@ from data.bundle import TokenSource
 from data.concatenation import Concatenation
 from data.orders import DocumentOrder, Order, Window, WindowOrder, num_windows
 
-ORDERS = {"documents": DocumentOrder, "windows": WindowOrder}
+ORDERS: dict[str, type[DocumentOrder | WindowOrder]] = {"documents": DocumentOrder, "windows": WindowOrder}
 
 
 class Growth(NamedTuple):

@@ -134,9 +134,7 @@ def _data(data: DataConfig, check_kind: Callable[[DataConfig], None]) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not data.phases:
-        raise ConfigError(
-            "data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'"
-        )
+        raise ConfigError("data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'")
     names = [phase.name for phase in data.phases]
     for index, phase in enumerate(data.phases):
         key = f"data.phases[{index}]"
