@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ import torch
 from data.bundle import DataBundle
 from data.kinds import KINDS, check_kind
 from data.loader import MicroBatchLoader
-from data.phases import Phase, PhaseSchedule
+from data.phase_lengths import Phase
+from data.phases import PhaseSchedule
+from data.plan import check_epochs
 from data.samples import SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
@@ -80,6 +81,8 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     """
     check_model(config.model)
     validate(config, ranks, device_type, shared_by_tensor_ranks(config.model), check_kind)
+    with configuration_errors("data.phases: "):
+        phase_schedule(config, {})
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
@@ -161,15 +164,18 @@ class Run:
         """The data phases; behind a resume, with those that have been."""
         return self.loader.schedule
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Of the global batch."""
-        return self.config.train.global_batch_size * self.config.train.sequence_length
+    def samples(self, step: int) -> int:
+        """Of the steps [0, step)."""
+        return self.phases.samples_before(step)
 
-    @cached_property
-    def flops_per_token(self) -> int:
-        """Model FLOPs of forward and backward."""
-        return training_flops_per_token(self.config.model, self.config.train.sequence_length)
+    def tokens(self, step: int) -> int:
+        """Of the steps [0, step)."""
+        return self.samples(step) * self.config.train.sequence_length
+
+    def flops_per_token(self, step: int) -> int:
+        """Model FLOPs of forward and backward in `step` (from 0)."""
+        length = self.phases.span(step).sequence_length or self.config.train.sequence_length
+        return training_flops_per_token(self.config.model, length)
 
     def lr(self, step: int) -> float:
         """The learning rate of `step` (from 0)."""
@@ -178,7 +184,17 @@ class Run:
 
     def phase(self, step: int) -> str:
         """The data phase of `step` (from 0)."""
-        return self.phases.locate(step * self.config.train.global_batch_size).phase
+        return self.phases.span(step).name
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """How often the steps [0, step) have gone through each source that gave any of their samples."""
+        taken = self.phases.counts(self.samples(step))
+        return {name: self.loader.sources[name].epochs(count) for name, count in taken.items()}
+
+    def check_epochs(self) -> None:
+        """Raise ConfigError if the run would go through a source too often, what has been included."""
+        with configuration_errors():
+            check_epochs(self.phases, self.loader.sources, self.config.data.max_epochs)
 
     @property
     def plan_name(self) -> str:
@@ -218,19 +234,20 @@ class Run:
 
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""
-        rate = self.tokens_per_step / seconds
+        rate = (self.tokens(step + 1) - self.tokens(step)) / seconds
         return StepMetrics(
             step=step + 1,
-            tokens=(step + 1) * self.tokens_per_step,
+            tokens=self.tokens(step + 1),
             loss=result.loss,
             lr=self.lr(step),
             grad_norm=result.grad_norm,
             tokens_per_second=rate,
-            model_tflops=self.flops_per_token * rate / self.mesh.world_size / 1e12,
+            model_tflops=self.flops_per_token(step) * rate / self.mesh.world_size / 1e12,
             step_time=seconds,
             skipped=result.skipped,
             phase=self.phase(step),
             plan=self.plan_name,
+            epochs=self.epochs(step + 1) if self.log.active and (step + 1) % self.config.logging.interval == 0 else {},
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,6 +363,27 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
     )
 
 
+def phase_schedule(config: Config, num_tokens: Mapping[str, int]) -> PhaseSchedule:
+    """The phases laid out. num_tokens: of each source, for blends by tokens; without any these have one source.
+
+    Raises ValueError for phases that do not fill the run or cannot be.
+    """
+    train = config.train
+    phases = [
+        Phase(
+            phase.name,
+            phase.fraction,
+            phase.blend if isinstance(phase.blend, dict) else num_tokens or {"any": 1},
+            phase.steps,
+            phase.tokens,
+            phase.global_batch_size,
+            phase.sequence_length,
+        )
+        for phase in config.data.phases
+    ]
+    return PhaseSchedule(phases, train.steps, train.global_batch_size, train.sequence_length)
+
+
 def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
     """The data of a run: opened, laid out in phases, and cut into this rank's micro-batches and held-out windows.
 
@@ -353,13 +391,9 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
     """
     train, data, vocab_size = config.train, config.data, config.model.vocab_size
     bundle = KINDS[data.kind].open(data, vocab_size)
-    phases = PhaseSchedule(
-        [Phase(phase.name, phase.fraction, phase.blend) for phase in data.phases],
-        train.steps,
-        train.global_batch_size,
-    )
+    phases = phase_schedule(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
     sources = {
-        name: SampleSource(name, stream, train.sequence_length, config.run.seed, vocab_size)
+        name: SampleSource(name, stream, train.sequence_length, config.run.seed, vocab_size, data.order)
         for name, stream in bundle.train.items()
     }
     loader = MicroBatchLoader(

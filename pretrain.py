@@ -37,11 +37,13 @@ from assembly import (
     configuration_errors,
     configure,
     device_type_of,
+    phase_schedule,
     set_determinism,
     sharded_model,
     world_size,
 )
 from data.cache import default_cache_dir
+from data.plan import planned_use
 from data.validation import unigram_entropy
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import drift
@@ -114,7 +116,8 @@ def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
     from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
 
-    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts))
+    num_tokens = phase_schedule(config, {}).num_samples * config.train.sequence_length
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), num_tokens)
     return 0
 
 
@@ -183,7 +186,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     if steps_done < steps:
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
-        summarize(log.console, config, run.controller.switch.switched_at, losses, entropy)
+        summarize(log.console, config, run.tokens(steps), run.controller.switch.switched_at, losses, entropy)
     return state.ended(ExitCode.FINISHED, steps_done)
 
 
@@ -222,7 +225,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
             answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
-            log.validation(done, done * run.tokens_per_step, losses)
+            log.validation(done, run.tokens(done), losses)
         log.saves(run.checkpointer.reports(result.requests.save_failed))
         if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
             save(run, done, last=done == steps or result.requests.stop)
@@ -241,7 +244,7 @@ def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
     log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
     if missing.validation:
         losses = validation_losses(run)
-        log.validation(steps, steps * run.tokens_per_step, losses)
+        log.validation(steps, run.tokens(steps), losses)
     if missing.checkpoint:
         log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
     return steps, losses
@@ -252,7 +255,7 @@ def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
 
     Raises SpikeError on all ranks if there were too many in a row.
     """
-    size, restored = run.config.train.global_batch_size, None
+    restored = None
     action: str = run.config.spikes.action
     if spike.in_row >= run.config.spikes.max_in_row:
         answer, action = "the run ends", "end"
@@ -274,10 +277,10 @@ def answer_spike(run: Run, spike: Spike, diagnose: Callable[[], str]) -> None:
         action=action if restored is not None or action == "end" else "skip",
         checkpoint=restored,
         steps=[first + 1, spike.step],
-        samples=[first * size, spike.step * size - 1],
+        samples=[run.samples(first), run.samples(spike.step) - 1],
         sources=[
             {"phase": found.phase, "source": found.source, "first": found.start, "last": found.end - 1}
-            for found in run.phases.source_ranges(first * size, spike.step * size)
+            for found in run.phases.source_ranges(run.samples(first), run.samples(spike.step))
         ],
     )
     run.spikes.give_up(spike, diagnose)
@@ -299,13 +302,6 @@ def introduce_run(run: Run, start: int) -> None:
             count = sum(p.numel() for block in own for p in block.parameters())
             parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    size, length = config.train.global_batch_size, config.train.sequence_length
-    phases = [
-        show.PhaseRow(
-            span.name, span.start // size + 1, span.end // size, span.num_samples * length, span.blend.weights
-        )
-        for span in run.phases.spans
-    ]
     when, at_step = config.precision.switch.when, switch.at_step
     switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
     if switch.switched_at is not None:
@@ -325,13 +321,26 @@ def introduce_run(run: Run, start: int) -> None:
         run.controller.plans[0],
         parts=parts,
         flops_per_token=flops.total,
-        phases=phases,
+        phases=phase_rows(run),
+        num_tokens=run.tokens(config.train.steps),
         facts=facts,
         world_size=run.mesh.world_size,
     )
     console.text(run.bundle.summary())
     if start:
         console.text(f"resumed after step {start} of {config.train.steps}")
+
+
+def phase_rows(run: Run) -> list[show.PhaseRow]:
+    """The data phases, with what they take from each source."""
+    tokens, rows = run.config.train.sequence_length, []
+    for span, uses in planned_use(run.phases, run.loader.sources):
+        length = span.sequence_length or tokens
+        batch = f"{span.batch_size * tokens // length:,} x {length:,}"
+        sources = [show.SourceRow(use.source, use.share, use.epochs, use.epochs_done) for use in uses]
+        steps = span.first_step + 1, span.end_step
+        rows.append(show.PhaseRow(span.name, *steps, batch, span.num_samples * tokens, sources))
+    return rows
 
 
 def validation_losses(run: Run) -> dict[str, float]:
@@ -352,8 +361,8 @@ def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
         run.model,
         run.optimizer.optimizer,
         run.state_dict(),
-        consumed_samples=step * run.config.train.global_batch_size,
-        consumed_tokens=step * run.tokens_per_step,
+        consumed_samples=run.samples(step),
+        consumed_tokens=run.tokens(step),
         local=local,
         last=last,
     )
@@ -384,12 +393,13 @@ def resume(run: Run) -> int:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
         say_what_differs(run, resumed)
+    run.check_epochs()
     return start
 
 
 def say_what_differs(run: Run, resumed: Resumed) -> None:
     """Print and record what was damaged, that the checkpoint is a local one, and what has changed of the configuration
-    since it was made."""
+    and the data since it was made."""
     saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
     for damage in resumed.damaged:
         line = (
@@ -402,6 +412,8 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
     if saved and (changes := drift.configuration_changes(saved, run.config)):
         lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+    if run.loader.changes:
+        run.log.found("data", run.loader.changes, changes=run.loader.changes)
 
 
 def pin_autotuned(run: Run, start: int, record: bool = True) -> None:

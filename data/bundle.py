@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,13 +24,24 @@ class TokenSource(Protocol):
 
     @property
     def num_documents(self) -> int:
-        """How many documents it was made of; only shown to the user."""
+        """How many documents it was made of."""
+
+    @property
+    def parts(self) -> Sequence[TokenSource]:
+        """The sources that it consists of, in order; itself alone if it is one piece."""
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the stream, integers [length], the same at every call."""
 
+    def document_offsets(self, first: int, last: int) -> np.ndarray:
+        """Where the documents [first, last) begin in the stream, and where the last one ends, in tokens: int64
+        [last - first + 1]."""
+
     def identity(self) -> str:
         """A name that two sources share only if they hold the same tokens; checkpoints keep it."""
+
+    def same_identity(self, saved: str) -> bool:
+        """Whether an identity that a checkpoint kept is this source's, also one of an older way of naming it."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,7 @@ class DataBundle:
         splits = {"train": self.train, "validation": self.validation}
         return "\n".join(
             f"{split:<10} {name:<12} {source.num_documents:>10,} documents {source.num_tokens:>14,} tokens"
+            + (f" in {len(source.parts):,} files" if len(source.parts) > 1 else "")
             for split, sources in splits.items()
             for name, source in sources.items()
         )

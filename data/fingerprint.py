@@ -1,77 +1,111 @@
 """What a checkpoint remembers of the data, and whether a resumed run would still see the same past.
 
-A fingerprint is plain JSON: seed, seq_length, the identity of each source, the phases. On resume only what
-shaped the samples already consumed must agree. Where phases begin and end may change (train.steps, fractions): what
-was consumed stays as it was, and the new layout holds from there on. Another blend for a phase that has served
-samples, or a source with other content, would replace the past, and is refused.
+A fingerprint is plain JSON: seed, seq_length, the order of samples, the files of each source, the phases. On resume
+only what shaped the samples already consumed must agree. What is to come may change: where phases begin and end, their
+blends, batches and sequence lengths, and a source may have got more files behind those that it had. A phase that has
+served samples must keep its blend, and a source that has given some must keep their files: anything else would replace
+the past, and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.phases import PhaseSchedule
 from data.samples import SampleSource
+
+FORMAT = 2
 
 
 def data_fingerprint(schedule: PhaseSchedule, sources: Mapping[str, SampleSource]) -> dict[str, Any]:
     """The fingerprint of a run: JSON types only, and nothing of where files lie."""
     used = [sources[name] for name in schedule.source_names]
     return {
+        "format": FORMAT,
         "seed": used[0].seed,
         "seq_length": used[0].seq_length,
+        "order": used[0].order,
         "sources": {source.name: source.description() for source in used},
         "phases": schedule.description(),
     }
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed_samples: int) -> list[str]:
-    """What of the first consumed_samples samples the two fingerprints disagree on, one sentence each."""
-    found = [
-        f"{key} was {saved[key]} and is now {current[key]}"
-        for key in ("seed", "seq_length")
-        if saved[key] != current[key]
-    ]
-    past, now = served(saved, consumed_samples), served(current, consumed_samples)
-    if past != now and (changed := _changed_phase(saved, current, consumed_samples)):
-        found.append(
-            f"the phases up to sample {consumed_samples} were {_spell(past)} and are now {_spell(now)}; phase "
-            f"{changed!r} has served samples, so it must stay in data.phases with its blend "
-            "(give one that begins now another name)"
-        )
-    for name in dict.fromkeys(name for _, _, blend in past for name, _ in blend):
-        before, after = saved["sources"][name], current["sources"].get(name)
-        if after is None:
-            found.append(f"source {name!r} is gone")
-        elif before != after:
+def differences(
+    saved: Mapping[str, Any],
+    schedule: PhaseSchedule,
+    sources: Mapping[str, SampleSource],
+    consumed_samples: int,
+    counts: Mapping[str, int],
+) -> list[str]:
+    """What of the past a run would replace, one sentence each.
+
+    saved: the fingerprint of the run that has consumed the samples, `counts` of them from each source.
+    """
+    one = next(iter(sources.values()))
+    now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
+    found = [f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved[key] != value]
+    current = schedule.description()
+    if served(saved["phases"], consumed_samples) != served(current, consumed_samples):
+        changed = _changed_phase(saved["phases"], current, consumed_samples)
+        if changed:
             found.append(
-                f"source {name!r} had {before['num_tokens']} tokens (identity {before['identity'][:12]}) and "
-                f"now has {after['num_tokens']} (identity {after['identity'][:12]})"
+                f"the phases up to sample {consumed_samples} were {spelled(saved['phases'], end=consumed_samples)} and "
+                f"are now {spelled(current, end=consumed_samples)}; phase {changed!r} has served samples, so it must "
+                "stay in data.phases with its blend (give one that begins now another name)"
             )
+    for name in (name for name, count in counts.items() if count):
+        if name not in sources:
+            found.append(f"source {name!r} is gone")
+        elif problem := sources[name].replaces(saved["sources"][name]):
+            found.append(f"source {name!r} {problem}")
     return found
 
 
-def served(fingerprint: Mapping[str, Any], consumed_samples: int) -> list[tuple[int, int, list[list[Any]]]]:
-    """The phases as (start, end, weights), cut off at consumed_samples; their names do not shape samples."""
-    spans = [(p["start"], min(p["end"], consumed_samples), p["blend"]) for p in fingerprint["phases"]]
+def served(phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> list[tuple[Any, ...]]:
+    """What of the phases shaped the samples before consumed_samples; their names do not."""
+    spans = [
+        (
+            p["start"],
+            min(p["end"], consumed_samples),
+            p["batch_size"],
+            p["sequence_length"],
+            p["blend_start"],
+            p["blend"],
+        )
+        for p in phases
+    ]
     return [span for span in spans if span[0] < span[1]]
 
 
-def _changed_phase(saved: Mapping[str, Any], current: Mapping[str, Any], consumed_samples: int) -> str | None:
+def to_come(phases: Sequence[Mapping[str, Any]], consumed_samples: int) -> list[dict[str, Any]]:
+    """What is left of the phases behind consumed_samples."""
+    return [
+        {**phase, "start": max(phase["start"], consumed_samples), "blend_start": 0, "first_step": 0}
+        for phase in phases
+        if phase["end"] > max(phase["start"], consumed_samples)
+    ]
+
+
+def spelled(phases: Sequence[Mapping[str, Any]], end: int | None = None) -> str:
+    """The phases for a reader, as far as sample `end`."""
+    words = []
+    for phase in phases:
+        last = phase["end"] if end is None else min(phase["end"], end)
+        if phase["start"] < last:
+            total = sum(weight for _, weight in phase["blend"])
+            blend = ", ".join(f"{name} {weight / total:.4g}" for name, weight in phase["blend"][:8])
+            more = f" and {len(phase['blend']) - 8} more" if len(phase["blend"]) > 8 else ""
+            words.append(f"{phase['name']} [{phase['start']}, {last}) {blend}{more}")
+    return "; ".join(words) or "none"
+
+
+def _changed_phase(
+    saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]], consumed_samples: int
+) -> str | None:
     """The first phase that has served samples and that the run does not have any more, or with another blend."""
-    blends = {phase["name"]: phase["blend"] for phase in current["phases"]}
-    for phase in saved["phases"]:
+    blends = {phase["name"]: phase["blend"] for phase in current}
+    for phase in saved:
         if phase["start"] < min(phase["end"], consumed_samples) and blends.get(phase["name"]) != phase["blend"]:
             return str(phase["name"])
     return None
-
-
-def _spell(spans: list[tuple[int, int, list[list[Any]]]]) -> str:
-    return (
-        "; ".join(
-            f"[{start}, {end}) " + ", ".join(f"{name} {weight:.4g}" for name, weight in blend)
-            for start, end, blend in spans
-        )
-        or "none"
-    )

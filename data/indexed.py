@@ -6,13 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.bundle import DataBundle
+from data.bundle import DataBundle, TokenSource
+from data.byte_file import is_url
+from data.concatenation import Concatenation, side_by_side
 from data.indexed_dataset import IndexedDataset
+from data.source_lists import entries, is_pattern, prefixes
 from data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+
+# Blocks of each index that are checked at the start, shared by the files of a source.
+_CHECKED_BLOCKS = 256
+# An object's blocks come over a network.
+_CHECKED_BLOCKS_REMOTE = 2
 
 
 def check_indexed(data: Any) -> None:
-    """Raise ValueError for a configuration's `data` without sources, with a cache, or with unknown names in blends."""
+    """Raise ValueError for a configuration's `data` without sources, with sources that cannot be, with a cache that
+    nothing would use, or with unknown names in blends."""
     if data.cache_dir is not None:
         raise ValueError(
             f"data.cache_dir={data.cache_dir} has no effect with data.kind=indexed; leave it out (indexed files are "
@@ -22,8 +31,19 @@ def check_indexed(data: Any) -> None:
         raise ValueError(
             "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
         )
+    named = [
+        entry
+        for group, values in (("sources", data.sources), ("validation", data.validation))
+        for name, value in values.items()
+        for entry in entries(f"data.{group}.{name}", value)
+    ]
+    if data.remote_cache is not None and not any(map(is_url, named)):
+        raise ValueError(
+            f"data.remote_cache={data.remote_cache} has no effect without a URL in data.sources or data.validation; "
+            "leave it out (files on disks are read where they lie)"
+        )
     for index, phase in enumerate(data.phases):
-        for source in phase.blend:
+        for source in phase.blend if phase.blend != "tokens" else ():
             if source not in data.sources:
                 raise ValueError(
                     f"data.phases[{index}].blend names {source}, which is not in data.sources; its sources: "
@@ -33,18 +53,20 @@ def check_indexed(data: Any) -> None:
 
 def open_indexed(
     vocab_size: int,
-    sources: Mapping[str, str | Path],
-    validation: Mapping[str, str | Path] | None = None,
+    sources: Mapping[str, Any],
+    validation: Mapping[str, Any] | None = None,
     tokenizer: str | Path | None = None,
     eod_token: str | None = None,
+    remote_cache: str | Path | None = None,
 ) -> DataBundle:
     """Open one's own data for a model with vocab_size ids.
 
-    sources, validation: the prefix of an IndexedDataset by source name. tokenizer: the tokenizer.json that made them,
-    if it is known; a document ends with its `eod_token`, "<|endoftext|>" if None.
+    sources, validation: by source name which files it is made of (see source_lists.py). tokenizer: the tokenizer.json
+    that made them, if it is known; a document ends with its `eod_token`, "<|endoftext|>" if None. remote_cache: where
+    parts of the objects of a store are kept; None: the user's cache folder.
 
-    Raises FileNotFoundError for a missing file; ValueError for a damaged one, or a tokenizer with more ids than the
-    model.
+    Raises FileNotFoundError for a missing file; ValueError for a damaged one, a pattern that matches nothing or what
+    validates, or a tokenizer with more ids than the model.
     """
     opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token or END_OF_DOCUMENT)
     if opened is not None and opened.vocab_size > vocab_size:
@@ -52,8 +74,40 @@ def open_indexed(
             f"the tokenizer {tokenizer} has {opened.vocab_size} ids and the model only {vocab_size}: "
             f"set model.vocab_size to {opened.vocab_size} or more"
         )
+    held_out = {name: prefixes(f"data.validation.{name}", value) for name, value in (validation or {}).items()}
+    trained = {name: prefixes(f"data.sources.{name}", value) for name, value in sources.items()}
+    for name, value in sources.items():
+        _refuse_held_out(f"data.sources.{name}", value, held_out)
+    cache = None if remote_cache is None else Path(remote_cache)
     return DataBundle(
-        train={name: IndexedDataset(prefix) for name, prefix in sources.items()},
-        validation={name: IndexedDataset(prefix) for name, prefix in (validation or {}).items()},
+        train={name: open_source(found, cache) for name, found in trained.items()},
+        validation={name: open_source(found, cache) for name, found in held_out.items()},
         tokenizer=opened,
     )
+
+
+def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSource:
+    """The datasets of these prefixes as one source, in their order; one that is named twice is opened once.
+
+    Raises FileNotFoundError, ValueError and OSError as IndexedDataset does, for the first that cannot be opened.
+    """
+    different = list(dict.fromkeys(found))
+    share = max(2, _CHECKED_BLOCKS // len(different))
+
+    def opened(prefix: str) -> IndexedDataset:
+        return IndexedDataset(prefix, _CHECKED_BLOCKS_REMOTE if is_url(prefix) else share, remote_cache)
+
+    datasets = dict(zip(different, side_by_side(opened, different), strict=True))
+    return datasets[found[0]] if len(found) == 1 else Concatenation([datasets[prefix] for prefix in found])
+
+
+def _refuse_held_out(key: str, value: Any, held_out: Mapping[str, list[str]]) -> None:
+    """A pattern such as /data/web_* also matches /data/web_validation; what is named in full is meant."""
+    for entry in filter(is_pattern, entries(key, value)):
+        for prefix in prefixes(key, entry):
+            for name, validating in held_out.items():
+                if prefix in validating:
+                    raise ValueError(
+                        f"{key}={entry} matches {prefix}, which data.validation.{name} reads; narrow the pattern, or "
+                        "keep held-out files in another folder"
+                    )

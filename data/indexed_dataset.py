@@ -1,16 +1,4 @@
-"""Megatron's memory-mapped token format: `<prefix>.idx` describes, `<prefix>.bin` holds the raw tokens.
-
-`.idx`, little endian:
-
-    9 bytes   magic "MMIDIDX\\0\\0"
-    u64       version, 1
-    u8        dtype code (see DTYPE_CODES)
-    u64       number of sequences S
-    u64       length of the document index, D + 1
-    i32[S]    sequence lengths, in tokens
-    i64[S]    sequence pointers, in bytes into `.bin`
-    i64[D+1]  document index: document d is the sequences [index[d], index[d + 1])
-    i8[S]     modes; only in multimodal data, accepted and not used
+"""Megatron's token format: `<prefix>.idx` describes (see index_file.py), `<prefix>.bin` holds the raw tokens.
 
 Sequences lie in `.bin` back to back, so the whole dataset is also one token stream; training samples are cut
 from that stream (`samples.py`). Files written here open in Megatron-LM, and the other way round.
@@ -18,9 +6,8 @@ from that stream (`samples.py`). Files written here open in Megatron-LM, and the
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,24 +15,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-HEADER = struct.Struct("<9sQBQQ")
+from data.byte_file import ByteFile, is_url, open_file
+from data.identity import blocks_identity, has_scheme, identity_before
+from data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, IndexFile
 
-DTYPE_CODES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("uint8"),
-    2: np.dtype("int8"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    6: np.dtype("<f8"),
-    7: np.dtype("<f4"),
-    8: np.dtype("<u2"),
-}
-
-# How much of each end of `.bin` enters a dataset's identity: enough to notice another tokenizer, quick on any
-# disk.
-_IDENTITY_BYTES = 1 << 20
+# Entries of the index that are computed and written at once.
+_INDEX_BLOCK = 1 << 20
 
 
 def dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
@@ -77,7 +52,7 @@ class IndexedDatasetWriter:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _code_of(self.dtype)
-        self._lengths: list[int] = []
+        self._lengths = array("i")  # 4 bytes a document
         # The process id keeps two writers of one prefix from writing into one temporary file.
         self._temporary_tokens = Path(f"{tokens_path(prefix)}.tmp-{os.getpid()}")
         self._temporary_index = Path(f"{index_path(prefix)}.tmp-{os.getpid()}")
@@ -100,6 +75,11 @@ class IndexedDatasetWriter:
             )
         if not np.issubdtype(values.dtype, np.integer):
             raise ValueError(f"document {document} of {self.prefix} holds {values.dtype}, not integer token ids")
+        if values.size > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"document {document} of {self.prefix} has {values.size} tokens; the format holds at most "
+                f"{np.iinfo(np.int32).max} in one: split it"
+            )
         limits = np.iinfo(self.dtype)
         low, high = int(values.min()), int(values.max())
         if low < max(0, limits.min) or high > limits.max:
@@ -120,14 +100,19 @@ class IndexedDatasetWriter:
         _sync_and_close(self._file)
         self._file = None
 
-        lengths = np.asarray(self._lengths, dtype="<i4")
-        pointers = np.zeros(len(lengths), dtype="<i8")
-        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        documents = np.arange(len(lengths) + 1, dtype="<i8")
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
         with open(self._temporary_index, "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
-            for array in (lengths, pointers, documents):
-                file.write(array.tobytes())
+            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(lengths) + 1))
+            position = 0
+            for first in range(0, len(lengths), _INDEX_BLOCK):
+                file.write(lengths[first : first + _INDEX_BLOCK].astype("<i4").tobytes())
+            for first in range(0, len(lengths), _INDEX_BLOCK):
+                sizes = lengths[first : first + _INDEX_BLOCK].astype("<i8") * self.dtype.itemsize
+                ends = position + np.cumsum(sizes)
+                file.write((ends - sizes).astype("<i8").tobytes())
+                position = int(ends[-1])
+            for first in range(0, len(lengths) + 1, _INDEX_BLOCK):
+                file.write(np.arange(first, min(first + _INDEX_BLOCK, len(lengths) + 1), dtype="<i8").tobytes())
             file.flush()
             os.fsync(file.fileno())
         # An old index must not describe the new tokens, not even between two renames.
@@ -156,74 +141,51 @@ class IndexedDatasetWriter:
 
 
 class IndexedDataset:
-    """A dataset opened for reading; nothing is loaded, the operating system pages the tokens in.
+    """A dataset opened for reading: two files, or two objects of a store (`s3://bucket/prefix`).
 
-    Raises FileNotFoundError when a file is missing and ValueError when the two files are not a whole dataset.
-    Pickles as its prefix, so a loader worker reopens the files instead of receiving a copy of the tokens.
+    Nothing is loaded, and opening takes the same time whatever the size: checked_blocks evenly spaced blocks of the
+    index are looked at (index_file.py), what is read is checked then, and `scripts/check_data.py` checks all.
+    remote_cache: the folder where parts of objects are kept (remote.py), default_remote_cache() if None.
+
+    Raises FileNotFoundError when a file is missing and ValueError when the two are not a whole dataset. Pickles as what
+    it found in them: a loader worker opens the files without checking again, and refuses others in their place.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
-        self.prefix = Path(prefix)
-        index, tokens = index_path(prefix), tokens_path(prefix)
-        for path in (index, tokens):
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path} does not exist; a dataset is named by the path of its .idx and .bin without the ending"
-                )
-        self.dtype, num_sequences, num_index_entries = _read_header(index)
-
-        offset = HEADER.size
-        size = offset + num_sequences * 12 + num_index_entries * 8
-        actual = index.stat().st_size
-        if actual not in (size, size + num_sequences):
+    def __init__(self, prefix: str | Path, checked_blocks: int = 256, remote_cache: Path | None = None) -> None:
+        self.prefix: str | Path = str(prefix) if is_url(str(prefix)) else Path(prefix)
+        index = self._open(".idx", remote_cache)
+        self._tokens = self._open(".bin", remote_cache)
+        self._index = IndexFile(index, checked_blocks)
+        self._index_bytes = index
+        self.dtype = self._index.dtype
+        self.num_tokens = self._index.num_tokens
+        if self._tokens.size != self._index.num_bytes:
             raise ValueError(
-                f"{index} has {actual} bytes where its header announces {size}: it is truncated or damaged; "
+                f"{self._tokens.name} has {self._tokens.size} bytes where {index.name.rpartition('/')[2]} describes "
+                f"{self._index.num_bytes}: the two files are not of one dataset or a copy was cut short; copy or "
                 "prepare the dataset again"
             )
-        mapped = np.memmap(index, mode="r", dtype=np.uint8)
-        self._lengths = mapped[offset : offset + 4 * num_sequences].view("<i4")
-        offset += 4 * num_sequences
-        self._pointers = mapped[offset : offset + 8 * num_sequences].view("<i8")
-        offset += 8 * num_sequences
-        self._documents = mapped[offset : offset + 8 * num_index_entries].view("<i8")
-        self.num_tokens = self._check_consistency(index)
 
-        expected = self.num_tokens * self.dtype.itemsize
-        actual = tokens.stat().st_size
-        if actual != expected:
-            raise ValueError(
-                f"{tokens} has {actual} bytes where {index.name} describes {expected}: the two files are not "
-                "of one dataset or a copy was cut short; copy or prepare the dataset again"
-            )
-        self._tokens = np.memmap(tokens, mode="r", dtype=self.dtype)
-
-    def _check_consistency(self, index: Path) -> int:
-        """The total number of tokens; ValueError unless lengths, pointers and documents agree."""
-        lengths = self._lengths.astype(np.int64)
-        if lengths.min() < 0:
-            raise ValueError(f"{index}: sequence {int(lengths.argmin())} has a negative length; prepare it again")
-        ends = np.cumsum(lengths)
-        wrong = self._pointers != (ends - lengths) * self.dtype.itemsize
-        if wrong.any():
-            raise ValueError(
-                f"{index}: the pointer of sequence {int(wrong.argmax())} is not the end of the sequence "
-                "before it; the index is damaged or its sequences are not back to back: prepare the dataset "
-                "again"
-            )
-        first, last = int(self._documents[0]), int(self._documents[-1])
-        if first != 0 or last != len(lengths) or (np.diff(self._documents) < 0).any():
-            raise ValueError(
-                f"{index}: the document index runs from {first} to {last}, or not upwards, over "
-                f"{len(lengths)} sequences; the index is damaged: prepare the dataset again"
-            )
-        return int(ends[-1])
+    def _open(self, ending: str, remote_cache: Path | None) -> ByteFile:
+        path = f"{self.prefix}{ending}"
+        try:
+            return open_file(path, remote_cache)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{path} does not exist; a dataset is named by the path of its .idx and .bin without the ending"
+            ) from None
 
     def __str__(self) -> str:
         return str(self.prefix)
 
     @property
     def num_documents(self) -> int:
-        return len(self._documents) - 1
+        return self._index.num_documents
+
+    @property
+    def parts(self) -> list[IndexedDataset]:
+        """The datasets that this source is made of: itself."""
+        return [self]
 
     @property
     def num_sequences(self) -> int:
@@ -236,45 +198,45 @@ class IndexedDataset:
         return starts[: last - first + 1] // self.dtype.itemsize
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) of the whole stream, as a read-only view [length] of the file's
-        dtype.
+        """Tokens [start, start + length) of the whole stream, read-only [length] of the file's dtype.
 
-        Raises IndexError when the slice leaves the stream.
+        Raises IndexError when the slice leaves the stream; ValueError when the file was cut short or replaced
+        since it was opened, OSError when it cannot be read.
         """
         if start < 0 or length < 0 or start + length > self.num_tokens:
             raise IndexError(
                 f"tokens [{start}, {start + length}) are outside {self.prefix}, which has {self.num_tokens}"
             )
-        return self._tokens[start : start + length]
+        size = self.dtype.itemsize
+        return np.frombuffer(self._tokens.read(start * size, length * size), self.dtype)
+
+    def document_offsets(self, first: int, last: int) -> np.ndarray:
+        """Where the documents [first, last) begin in the stream, and where the last one ends: int64 [last - first + 1].
+
+        Raises IndexError off the end, ValueError where the index is damaged.
+        """
+        if not 0 <= first <= last <= self.num_documents:
+            raise IndexError(f"documents [{first}, {last}) are outside {self.prefix}, which has {self.num_documents}")
+        return self._index.document_offsets(first, last)
 
     def document(self, document: int) -> np.ndarray:
-        """All tokens of one document, a read-only view [its length]. Raises IndexError off the end."""
+        """All tokens of one document, read-only [its length]. Raises IndexError off the end."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} is outside {self.prefix}, which has {self.num_documents}")
-        first, last = int(self._documents[document]), int(self._documents[document + 1])
-        if first == last:
-            return self._tokens[:0]
-        start = int(self._pointers[first]) // self.dtype.itemsize
-        return self._tokens[start : start + int(self._lengths[first:last].sum(dtype=np.int64))]
+        start, end = self._index.document_offsets(document, document + 1).tolist()
+        return self.tokens(start, end - start)
 
     def identity(self) -> str:
-        """A sha256, the same wherever the files lie: all of `.idx` and the first and last MiB of `.bin`.
+        """A name that two datasets share only if they hold the same tokens (see identity.py); the same wherever the
+        files lie."""
+        return blocks_identity(self._index_bytes, self._tokens)
 
-        It tells another tokenizer or another corpus apart, in a second even for terabytes; it is no guard
-        against a bit flipped in the middle of `.bin`.
-        """
-        digest = hashlib.sha256()
-        with open(index_path(self.prefix), "rb") as file:
-            while block := file.read(_IDENTITY_BYTES):
-                digest.update(block)
-        with open(tokens_path(self.prefix), "rb") as file:
-            digest.update(file.read(_IDENTITY_BYTES))
-            file.seek(max(0, self.num_tokens * self.dtype.itemsize - _IDENTITY_BYTES))
-            digest.update(file.read())
-        return digest.hexdigest()
-
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[Path]]:
-        return IndexedDataset, (self.prefix,)
+    def same_identity(self, saved: str) -> bool:
+        """Whether `saved`, of a checkpoint, is of this dataset; also as checkpoints of version 0.2 have it, for which
+        all of the index is read."""
+        if has_scheme(saved):
+            return saved == self.identity()
+        return saved == identity_before(self._index_bytes, self._tokens)
 
 
 def _code_of(dtype: np.dtype[Any]) -> int:
@@ -283,27 +245,6 @@ def _code_of(dtype: np.dtype[Any]) -> int:
             return code
     names = ", ".join(d.name for d in DTYPE_CODES.values() if np.issubdtype(d, np.integer))
     raise ValueError(f"tokens cannot be stored as {dtype}; use one of {names}")
-
-
-def _read_header(index: Path) -> tuple[np.dtype[Any], int, int]:
-    """(dtype, number of sequences, length of the document index) from a checked header."""
-    with open(index, "rb") as file:
-        header = file.read(HEADER.size)
-    if len(header) < HEADER.size or not header.startswith(MAGIC):
-        raise ValueError(
-            f"{index} does not start with Megatron's {MAGIC!r}: it is not an .idx file, or it was cut short; "
-            "prepare the dataset again"
-        )
-    _, version, code, num_sequences, num_index_entries = HEADER.unpack(header)
-    if version != VERSION:
-        raise ValueError(f"{index} is of version {version}; only version {VERSION} is known")
-    dtype = DTYPE_CODES.get(code)
-    if dtype is None or not np.issubdtype(dtype, np.integer):
-        name = "unknown" if dtype is None else dtype.name
-        raise ValueError(f"{index} has dtype code {code} ({name}); token ids are integers: prepare the data again")
-    if num_sequences == 0 or num_index_entries < 2:
-        raise ValueError(f"{index} holds no documents; prepare the dataset again from non-empty text")
-    return dtype, num_sequences, num_index_entries
 
 
 def _sync_and_close(file: BinaryIO) -> None:

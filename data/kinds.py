@@ -25,7 +25,7 @@ KINDS = {
     "builtin": Kind(lambda data, vocab_size: open_builtin(vocab_size, data.cache_dir), check_builtin),
     "indexed": Kind(
         lambda data, vocab_size: open_indexed(
-            vocab_size, data.sources, data.validation, data.tokenizer, data.eod_token
+            vocab_size, data.sources, data.validation, data.tokenizer, data.eod_token, data.remote_cache
         ),
         check_indexed,
     ),

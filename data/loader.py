@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from data.fingerprint import data_fingerprint, differences, served
+from data.fingerprint import data_fingerprint
+from data.going_on import OtherDataError, check_position, go_on
 from data.phases import PhaseSchedule
 from data.samples import SampleSource
 from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
@@ -85,15 +86,15 @@ class MicroBatchLoader:
         allow_other_data: bool = False,
         timeout_seconds: float = 0.0,
     ) -> None:
-        global_batch_size = schedule.global_batch_size
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank is {dp_rank}, which is not a rank of dp_size {dp_size}")
-        if micro_batch_size < 1 or global_batch_size % (micro_batch_size * dp_size):
-            raise ValueError(
-                f"the global batch of {global_batch_size} samples is not a multiple of micro_batch_size * "
-                f"dp_size = {micro_batch_size} * {dp_size}: every rank must get equally many whole "
-                "micro-batches"
-            )
+        for span in schedule.spans:
+            if micro_batch_size < 1 or span.batch_size % (micro_batch_size * dp_size):
+                raise ValueError(
+                    f"the global batch of {span.batch_size} samples in phase {span.name!r} is not a multiple of "
+                    f"micro_batch_size * dp_size = {micro_batch_size} * {dp_size}: every rank must get equally many "
+                    "whole micro-batches"
+                )
         if num_workers < 0 or prefetch < 1:
             raise ValueError(f"num_workers is {num_workers} and prefetch {prefetch}; they start at 0 and at 1")
         missing = [name for name in schedule.source_names if name not in sources]
@@ -102,12 +103,11 @@ class MicroBatchLoader:
                 f"the phases draw from {', '.join(missing)}, but the data has the sources "
                 f"{', '.join(sources)}; correct the blends of the phases or add the source"
             )
-        settings = {(sources[name].seq_length, sources[name].seed) for name in schedule.source_names}
+        settings = {(s.seq_length, s.seed, s.order) for s in (sources[name] for name in schedule.source_names)}
         if len(settings) > 1:
-            raise ValueError(f"the sources differ in (seq_length, seed): {sorted(settings)}; make them agree")
+            raise ValueError(f"the sources differ in (seq_length, seed, order): {sorted(settings)}; make them agree")
         self.schedule = schedule
         self.sources = {name: sources[name] for name in schedule.source_names}
-        self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.dp_rank = dp_rank
         self.dp_size = dp_size
@@ -118,11 +118,12 @@ class MicroBatchLoader:
         self.timeout_seconds = timeout_seconds
         self.consumed_samples = 0
         """Global samples handed out so far, by all ranks together, the step in progress included."""
+        self.changes: list[str] = []
+        """What of the data is other than the checkpoint that was loaded had it, in words."""
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches that this rank gets in a step."""
-        return self.global_batch_size // (self.micro_batch_size * self.dp_size)
+    def num_micro_batches(self, step: int) -> int:
+        """Micro-batches that this rank gets in `step`, from 0."""
+        return self.schedule.span(step).batch_size // (self.micro_batch_size * self.dp_size)
 
     def steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         """This rank's micro-batches of the steps [start_step, end_step), a list for each step.
@@ -158,8 +159,8 @@ class MicroBatchLoader:
         try:
             for step in range(start_step, end_step):
                 with self._named_workers(setup, watch, step):
-                    batch = [next(micro_batches) for _ in range(self.num_micro_batches)]
-                self.consumed_samples = (step + 1) * self.global_batch_size
+                    batch = [next(micro_batches) for _ in range(self.num_micro_batches(step))]
+                self.consumed_samples = self.schedule.samples_before(step + 1)
                 yield batch
         finally:
             watch.close()
@@ -184,9 +185,13 @@ class MicroBatchLoader:
             raise
 
     def _collate(self, samples: Sequence[tuple[int, np.ndarray]]) -> MicroBatch:
-        index = samples[0][0] % self.global_batch_size // self.micro_batch_size
-        tokens = torch.from_numpy(np.stack([tokens for _, tokens in samples]))
-        return MicroBatch(index, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        span = self.schedule.span_at(samples[0][0])
+        index = (samples[0][0] - span.start) % span.batch_size // self.micro_batch_size
+        rows = torch.from_numpy(np.stack([tokens for _, tokens in samples]))
+        # A phase of shorter sequences cuts each sample into several.
+        length = span.sequence_length or rows.shape[1] - 1
+        tokens, targets = (part.contiguous().view(-1, length) for part in (rows[:, :-1], rows[:, 1:]))
+        return MicroBatch(index, tokens, targets)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -194,54 +199,52 @@ class MicroBatchLoader:
         return data_fingerprint(self.schedule, self.sources)
 
     def state_dict(self) -> dict[str, Any]:
-        """consumed_samples and the fingerprint: JSON types, equal on all ranks."""
-        return {"consumed_samples": self.consumed_samples, "fingerprint": self.fingerprint}
+        """consumed_samples, what each source gave of them, and the fingerprint: JSON types, equal on all ranks."""
+        return {
+            "consumed_samples": self.consumed_samples,
+            "position": self.schedule.position(self.consumed_samples),
+            "fingerprint": self.fingerprint,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where a checkpoint stood; go on with step consumed_samples / global_batch_size.
+        """Take up where a checkpoint stood; go on with the step that begins behind consumed_samples.
 
-        Where this run lays out its phases otherwise, being of another length for instance, what was consumed stays as
-        it was, and the schedule begins behind it.
+        Where this run lays out its phases otherwise, or a source has got more files, what was consumed stays as it was,
+        and the rest holds from there on; `changes` then says so.
 
         Raises ValueError, with what differs, when this run's data would not have given the samples that the
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
         """
-        consumed = int(state["consumed_samples"])
-        if consumed % self.global_batch_size or not 0 <= consumed <= self.schedule.num_samples:
-            steps = -(-consumed // self.global_batch_size)
-            raise ValueError(
-                f"the checkpoint stands after {consumed} samples, which is not a whole number of global "
-                f"batches of {self.global_batch_size} within a run of {self.schedule.num_samples} samples; resume with "
-                f"the checkpoint's train.global_batch_size and train.steps={steps} or more"
-            )
-        found = differences(state["fingerprint"], self.fingerprint, consumed)
-        if found and not self.allow_other_data:
-            raise ValueError(
-                "this run's data is not the data of the checkpoint: " + "; ".join(found) + ". Restore those settings "
-                "and files, or go on with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
-            )
-        saved = state["fingerprint"]
-        if not found and served(saved, consumed) != served(self.fingerprint, consumed):
-            self.schedule = self.schedule.behind(saved["phases"], consumed)
-            del self.fingerprint  # it is of the schedule
-        self.consumed_samples = consumed
+        try:
+            going_on = go_on(state, self.schedule, self.sources)
+        except OtherDataError as error:
+            if not self.allow_other_data:
+                raise ValueError(
+                    f"this run's data is not the data of the checkpoint: {error}. Restore those settings and files, or "
+                    "go on with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
+                ) from error
+            self.consumed_samples = int(state["consumed_samples"])
+            check_position(self.schedule, self.consumed_samples)
+            self.changes = [f"the data is other than the checkpoint's: {error}"]
+            return
+        self.schedule, self.sources = going_on.schedule, going_on.sources
+        self.consumed_samples, self.changes = going_on.consumed, going_on.changes
+        self.__dict__.pop("fingerprint", None)  # it is of schedule and sources
 
 
 class _MicroBatchIndices:
     """The global sample indices of a rank's micro-batches, in order, in steps [start_step, end_step)."""
 
     def __init__(self, loader: MicroBatchLoader, start_step: int, end_step: int) -> None:
-        stride = loader.micro_batch_size * loader.dp_size
-        self._firsts = range(
-            start_step * loader.global_batch_size + loader.dp_rank * loader.micro_batch_size,
-            end_step * loader.global_batch_size,
-            stride,
-        )
-        self._size = loader.micro_batch_size
+        self._loader, self._steps = loader, range(start_step, end_step)
 
     def __len__(self) -> int:
-        return len(self._firsts)
+        return sum(map(self._loader.num_micro_batches, self._steps))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for first in self._firsts:
-            yield list(range(first, first + self._size))
+        size, rank, ranks = self._loader.micro_batch_size, self._loader.dp_rank, self._loader.dp_size
+        for step in self._steps:
+            begin = self._loader.schedule.samples_before(step)
+            for index in range(rank, ranks * self._loader.num_micro_batches(step), ranks):
+                first = begin + index * size
+                yield list(range(first, first + size))

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
+
 _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1
 
@@ -51,3 +53,16 @@ class Permutation:
         for key in self._round_keys:
             left, right = right, left ^ (_mix((right + key) & _MASK) & self._half_mask)
         return (left << self._half_bits) | right
+
+
+def shuffled(size: int, key: str) -> np.ndarray:
+    """The numbers [0, size) in an order chosen by `key`, int64 [size]: sorted by a hash of each.
+
+    For orders that are used whole; equal arguments give equal orders on every machine.
+    """
+    seed = np.frombuffer(hashlib.blake2b(key.encode("utf-8"), digest_size=8).digest(), dtype="<u8")
+    # splitmix64: its state takes equal steps, its finalizer is a bijection, so no two numbers get the same hash.
+    value = seed + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.argsort(value ^ (value >> np.uint64(31)), kind="stable")

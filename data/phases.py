@@ -1,8 +1,12 @@
-"""Phases of a run: spans of steps with their own blend, in one run, without a restart between them.
+"""Phases of a run: spans of steps with their own blend, batch and sequence length, in one run, without a restart.
 
-The global sample index is the only clock. A phase is a span of it, rounded to whole global batches so that no
-step mixes two blends. A source's samples are counted over the whole run, across phases, so that nothing is
-seen twice before everything was seen once.
+The global sample index is the only clock. A phase is a span of it, in whole global batches, so that no step mixes two
+blends. A source's samples are counted over the whole run, across phases, so that nothing is seen twice before
+everything was seen once. A phase with the blend of the phase before it goes on with it: a batch size that grows in
+stages is a row of phases.
+
+A sample always has the run's sequence length. A phase of a shorter one cuts each of its samples into as many sequences
+as it divides into, so neither the clock nor what was consumed depends on it.
 
 A run that goes on with another number of steps, or with other phases to come, has a past that the new phases would
 not have laid out so. `PhaseSchedule.behind` then keeps the spans that were consumed, as history, and lets the new
@@ -18,29 +22,35 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from data.blend import Blend
-
-
-@dataclass(frozen=True)
-class Phase:
-    """`fraction` of the run, from 0 to 1, drawn from sources by the weights of `blend` (see blend.Blend)."""
-
-    name: str
-    fraction: float
-    blend: Mapping[str, float]
+from data.phase_lengths import Phase, phase_boundaries
 
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase laid out: it serves the global samples [start, end)."""
+    """A phase laid out: the steps [first_step, end_step) of batch_size samples each, from global sample `start` on.
+
+    blend_start: the global sample from which its blend is counted; that of an earlier phase if the blend goes on. -1 in
+    a span that another version served by other counts (state_0_2.py).
+    sequence_length: of its sequences; None for the run's.
+    """
 
     name: str
+    first_step: int
+    end_step: int
     start: int
-    end: int
+    batch_size: int
     blend: Blend
+    blend_start: int
+    sequence_length: int | None = None
 
     @property
     def num_samples(self) -> int:
-        return self.end - self.start
+        return (self.end_step - self.first_step) * self.batch_size
+
+    @property
+    def end(self) -> int:
+        """The global sample behind its last."""
+        return self.start + self.num_samples
 
 
 class Location(NamedTuple):
@@ -61,84 +71,120 @@ class SourceRange(NamedTuple):
 
 
 class PhaseSchedule:
-    """The phases of a run of num_steps global batches of global_batch_size samples.
+    """The phases of a run of num_steps global batches of global_batch_size samples, unless a phase has its own size.
 
-    A phase ends at the step nearest to its share of the run, so in a run of very few steps a short phase may
-    get none. Raises ValueError when there are no phases, two share a name, a fraction is not in (0, 1], or
-    the fractions do not sum to 1.
+    sequence_length: tokens of a sample, for phases whose length is in tokens.
+
+    Raises ValueError when there are no phases, two share a name, a length is not positive or they do not fill the
+    run, a sequence length does not divide the run's, or a blend is no blend.
     """
 
-    def __init__(self, phases: Sequence[Phase], num_steps: int, global_batch_size: int) -> None:
+    def __init__(
+        self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int = 1
+    ) -> None:
         if num_steps < 1 or global_batch_size < 1:
             raise ValueError(f"a run needs steps and samples, got {num_steps} steps of {global_batch_size} samples")
-        _check(phases)
         self.num_steps = num_steps
-        self.global_batch_size = global_batch_size
-        spans = []
-        share, start = 0.0, 0
-        for phase in phases:
-            share += phase.fraction
-            end = num_steps if phase is phases[-1] else min(num_steps, round(share * num_steps))
+        spans: list[PhaseSpan] = []
+        ends = phase_boundaries(phases, num_steps, global_batch_size, sequence_length)
+        for phase, first, end in zip(phases, [0, *ends], ends, strict=False):
             try:
-                blend = Blend(phase.blend)
+                blend = Blend(phase.blend or {})
             except ValueError as error:
                 raise ValueError(f"phase {phase.name!r}: {error}") from error
-            spans.append(PhaseSpan(phase.name, start * global_batch_size, end * global_batch_size, blend))
-            start = end
-        self._lay_out(spans)
+            size, length = phase.global_batch_size or global_batch_size, phase.sequence_length
+            if length is not None and (length < 1 or sequence_length % length):
+                raise ValueError(
+                    f"phase {phase.name!r} has the sequence length {length}, which does not divide the run's of "
+                    f"{sequence_length}: its samples are cut into whole sequences"
+                )
+            own_length = None if length == sequence_length else length
+            spans.append(PhaseSpan(phase.name, first, end, 0, size, blend, 0, own_length))
+        self._lay_out(spans, done=0)
 
-    def _lay_out(self, spans: list[PhaseSpan]) -> None:
-        """Take `spans`, which follow each other from 0, and count each source's samples before each of them."""
-        self.spans = spans
-        self._offsets: list[dict[str, int]] = []
-        consumed: dict[str, int] = {}
+    def _lay_out(self, spans: Sequence[PhaseSpan], done: int) -> None:
+        """Take `spans`, whose steps follow each other from 0; those that begin at step `done` or later get their
+        samples, and their blend's start, here."""
+        self.spans: list[PhaseSpan] = []
+        start = 0
         for span in spans:
-            self._offsets.append(dict(consumed))
-            for name in span.blend.names:
-                consumed[name] = consumed.get(name, 0) + span.blend.count(name, span.num_samples)
-        self._totals = consumed
-        self._starts = [span.start for span in spans]
+            if span.first_step >= done:
+                # Of phases without a step only the name is left.
+                before = next((earlier for earlier in reversed(self.spans) if earlier.num_samples), None)
+                if before is not None and before.blend == span.blend and before.blend_start >= 0:
+                    span = replace(span, start=start, blend=before.blend, blend_start=before.blend_start)
+                else:
+                    span = replace(span, start=start, blend_start=start)
+            self.spans.append(span)
+            start = span.end
+        self._starts = [span.start for span in self.spans]
+        self._first_steps = [span.first_step for span in self.spans]
+        # Each source's samples before a blend began, by the sample where it did, as far as they are known.
+        self._offsets: dict[int, Mapping[str, int]] = {0: {}}
+        self._anchor: tuple[int, Mapping[str, Mapping[str, int]]] | None = None  # of `stand_at`
 
     def behind(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """This schedule from sample `consumed` on, with the samples before it as `past` has them.
 
-        past: the `description` of the schedule that served them. A phase that is under way in both goes on as one span,
-        so that its blend does not begin anew; any other that is cut begins its blend at `consumed`.
+        past: the `description` of the schedule that served them. A phase that is under way in both keeps its blend's
+        position; any other that is cut begins its blend at `consumed`.
         """
         served = [_span(entry) for entry in past if entry["start"] < min(entry["end"], consumed)]
-        ours = [span for span in self.spans if span.end > max(span.start, consumed)]
-        if served and ours and ours[0].start < consumed:
-            last, first = served[-1], ours[0]
-            under_way = last.end > consumed or last.start == first.start
-            if under_way and same_blend(last.blend, first.blend):
-                served.pop()
-                ours[0] = replace(first, start=last.start)
-            else:
-                ours[0] = replace(first, start=consumed)
-        served = [replace(span, end=min(span.end, consumed)) for span in served]
+        if served:
+            last = served[-1]
+            served[-1] = replace(last, end_step=last.first_step + -(-(consumed - last.start) // last.batch_size))
+        done = served[-1].end_step if served else 0
+        ours = [replace(span, first_step=max(span.first_step, done)) for span in self.spans if span.end_step > done]
+        if served and ours and _goes_on(served[-1], ours[0]):
+            served[-1] = replace(served[-1], end_step=ours.pop(0).end_step)
         schedule = copy(self)
-        schedule._lay_out([*served, *ours])
+        schedule._lay_out([*served, *ours], done)
         return schedule
 
     @property
     def num_samples(self) -> int:
         """Samples of the whole run."""
-        return self.num_steps * self.global_batch_size
+        return self.spans[-1].end
 
     @property
     def source_names(self) -> list[str]:
         """Every source that some phase draws from, in order of first appearance."""
-        return list(self._totals)
+        return list(dict.fromkeys(name for span in self.spans if span.num_samples for name in span.blend.names))
+
+    def span(self, step: int) -> PhaseSpan:
+        """The phase of `step`, from 0; the run's last behind its end."""
+        # Of phases that start together all but the last are empty, and bisect_right finds the last.
+        return self.spans[bisect_right(self._first_steps, step) - 1]
+
+    def samples_before(self, step: int) -> int:
+        """Global samples of the steps [0, step)."""
+        span = self.span(step)
+        return span.start + (step - span.first_step) * span.batch_size
+
+    def steps_before(self, sample: int) -> int:
+        """The step that begins with global sample `sample`. Raises ValueError if none does, within the run or at its
+        end."""
+        span = self.spans[max(0, bisect_right(self._starts, sample) - 1)]
+        steps, rest = divmod(sample - span.start, span.batch_size)
+        if rest or not 0 <= sample <= self.num_samples:
+            raise ValueError(f"sample {sample} begins no step of this run")
+        return span.first_step + steps
 
     def locate(self, global_sample: int) -> Location:
-        """Phase, source and ordinal of a global sample. O(log num_phases). Raises IndexError off the run."""
+        """Phase, source and ordinal of a global sample. Raises IndexError off the run.
+
+        O(log num_phases), and what the blend's `source` costs; see blend.py.
+        """
         if not 0 <= global_sample < self.num_samples:
             raise IndexError(f"global sample {global_sample} is outside a run of {self.num_samples}")
-        # Of phases that start together all but the last are empty, and bisect_right finds the last.
         index = bisect_right(self._starts, global_sample) - 1
         span = self.spans[index]
-        source, ordinal = span.blend.source(global_sample - span.start)
-        return Location(span.name, source, self._offsets[index].get(source, 0) + ordinal)
+        source, ordinal = span.blend.source(global_sample - span.blend_start)
+        return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)
+
+    def counts(self, global_sample: int) -> dict[str, int]:
+        """How many of the global samples [0, global_sample) come from each source that gives any."""
+        return self.position(global_sample)["counts"]
 
     def source_ranges(self, start: int, end: int) -> list[SourceRange]:
         """What the global samples [start, end) are, by phase and source; ordinals as in `locate`.
@@ -148,54 +194,103 @@ class PhaseSchedule:
         if not 0 <= start <= end <= self.num_samples:
             raise IndexError(f"global samples [{start}, {end}) are outside a run of {self.num_samples}")
         found = []
-        for span, offsets in zip(self.spans, self._offsets, strict=True):
-            first, last = max(start, span.start) - span.start, min(end, span.end) - span.start
-            for source in span.blend.names if first < last else []:
-                offset, blend = offsets.get(source, 0), span.blend
-                ordinals = offset + blend.count(source, first), offset + blend.count(source, last)
-                if ordinals[0] < ordinals[1]:
-                    found.append(SourceRange(span.name, source, *ordinals))
+        for span in self.spans:
+            first, last = max(start, span.start), min(end, span.end)
+            if first < last:
+                before, after = self._counts(span, first), self._counts(span, last)
+                for source in span.blend.names:
+                    if before.get(source, 0) < after.get(source, 0):
+                        found.append(SourceRange(span.name, source, before.get(source, 0), after[source]))
         return found
 
-    def description(self) -> list[dict[str, Any]]:
-        """What a checkpoint keeps to recognise the phases: name, samples [start, end), normalized weights.
+    def position(self, global_sample: int) -> dict[str, dict[str, int]]:
+        """What `stand_at` needs to go on from a global sample: JSON types.
 
-        Weights are pairs in a list, because the order of the sources breaks ties in the blend.
+        counts: of each source in [0, global_sample). blend_counts: the same before the last of their blends began.
+        """
+        if self._anchor is not None and self._anchor[0] == global_sample:
+            return {key: dict(counts) for key, counts in self._anchor[1].items()}
+        served = self.span_at(max(0, global_sample - 1))
+        return {"counts": self._counts(served, global_sample), "blend_counts": dict(self._offset(served))}
+
+    def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
+        """Take the counts of `position`, so that nothing before global_sample has to be walked (see blend.py).
+
+        If a blend begins there, the counts hold whatever served the samples before.
+        """
+        self._anchor = global_sample, position
+        span, counts = self.span_at(global_sample), position["counts"]
+        if span.blend_start == global_sample:
+            self._offsets[global_sample] = dict(counts)
+            return
+        began = position["blend_counts"]
+        self._offsets[span.blend_start] = dict(began)
+        within = [counts.get(name, 0) - began.get(name, 0) for name in span.blend.names]
+        span.blend.remember(global_sample - span.blend_start, within)
+
+    def span_at(self, global_sample: int) -> PhaseSpan:
+        """The span that serves a global sample, the last one at the end of the run."""
+        if not 0 <= global_sample <= self.num_samples:
+            raise IndexError(f"global sample {global_sample} is outside a run of {self.num_samples}")
+        return self.spans[bisect_right(self._starts, global_sample) - 1]
+
+    def _counts(self, span: PhaseSpan, global_sample: int) -> dict[str, int]:
+        counts = dict(self._offset(span))
+        for name, count in zip(span.blend.names, span.blend.counts(global_sample - span.blend_start), strict=True):
+            if count:
+                counts[name] = counts.get(name, 0) + count
+        return counts
+
+    def _offset(self, span: PhaseSpan) -> Mapping[str, int]:
+        """Each source's samples before the blend of a span began."""
+        if span.blend_start < 0:
+            raise IndexError(f"the samples of phase {span.name!r} before {span.end} were another version's")
+        if span.blend_start not in self._offsets:
+            before = next(earlier for earlier in self.spans if earlier.end == span.blend_start and earlier.num_samples)
+            self._offsets[span.blend_start] = self._counts(before, span.blend_start)
+        return self._offsets[span.blend_start]
+
+    def description(self) -> list[dict[str, Any]]:
+        """What a checkpoint keeps to recognise the phases, and to lay out new ones behind them.
+
+        Name, samples [start, end) in batches of batch_size, sequence length if it is not the run's, the blend and the
+        sample where it began. Its weights are pairs in a list, because the order of the sources breaks ties.
         """
         return [
             {
                 "name": span.name,
                 "start": span.start,
                 "end": span.end,
-                "blend": list(map(list, span.blend.weights.items())),
+                "batch_size": span.batch_size,
+                "sequence_length": span.sequence_length,
+                "blend_start": span.blend_start,
+                "blend": [list(pair) for pair in zip(span.blend.names, span.blend.shares, strict=True)],
+                "first_step": span.first_step,
             }
             for span in self.spans
         ]
 
 
+def _goes_on(served: PhaseSpan, ours: PhaseSpan) -> bool:
+    """Whether a phase that follows one that has served samples is that phase, going on."""
+    return served.blend_start >= 0 and (served.name, served.batch_size, served.sequence_length, served.blend) == (
+        ours.name,
+        ours.batch_size,
+        ours.sequence_length,
+        ours.blend,
+    )
+
+
 def _span(entry: Mapping[str, Any]) -> PhaseSpan:
     """An entry of `PhaseSchedule.description` as the span that it was."""
-    return PhaseSpan(entry["name"], entry["start"], entry["end"], Blend.restored(dict(entry["blend"])))
-
-
-def same_blend(one: Blend, other: Blend) -> bool:
-    """Whether both serve the same source at every index."""
-    return list(one.weights.items()) == list(other.weights.items())
-
-
-def _check(phases: Sequence[Phase]) -> None:
-    if not phases:
-        raise ValueError("a run needs at least one phase, e.g. {name: main, fraction: 1.0, blend: {code: 1.0}}")
-    names = [phase.name for phase in phases]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two phases are named {name!r}; phase names must differ")
-    for phase in phases:
-        if not 0 < phase.fraction <= 1:
-            raise ValueError(f"phase {phase.name!r} has the fraction {phase.fraction}; fractions lie in (0, 1]")
-    total = sum(phase.fraction for phase in phases)
-    if abs(total - 1) > 1e-6:
-        raise ValueError(
-            f"the fractions of the phases {', '.join(names)} sum to {total:.6g}; they must sum to 1: they "
-            "are shares of the whole run"
-        )
+    size, first = entry["batch_size"], entry["first_step"]
+    return PhaseSpan(
+        entry["name"],
+        first,
+        first + (entry["end"] - entry["start"]) // size,
+        entry["start"],
+        size,
+        Blend(dict(entry["blend"])),
+        entry["blend_start"],
+        entry["sequence_length"],
+    )

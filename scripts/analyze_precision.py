@@ -136,9 +136,10 @@ def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
 def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
     """Errors of all linears over `count` micro-batches of this rank, those that follow step `start` where there are."""
     steps = run.config.train.steps
-    num_steps = min(steps, -(-count // run.loader.num_micro_batches))
+    least = min(run.loader.num_micro_batches(span.first_step) for span in run.phases.spans)
+    num_steps = min(steps, -(-count // least))
     start = min(start, steps - num_steps)  # a finished run has no data left, and goes over its last again
-    left = min(count, num_steps * run.loader.num_micro_batches)
+    left = count
     probe = Probe(once=False)
     with probe.attached(run.controller.linears):
         for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):

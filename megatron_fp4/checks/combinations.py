@@ -82,15 +82,25 @@ def _batch(config: Config, world_size: int) -> None:
         )
     ranks = parallel.data_parallel_size(world_size)
     together = micro * ranks
-    if train.global_batch_size % together:
-        per_rank = train.global_batch_size // ranks
-        fits = train.global_batch_size % ranks == 0
-        micro_sizes = f"micro batch sizes that work: {_listed(_divisors(per_rank))}; " if fits else ""
-        raise ConfigError(
-            f"train.global_batch_size={train.global_batch_size} is not a multiple of "
-            f"train.micro_batch_size={micro} x {ranks} data-parallel ranks = {together}; "
-            f"{micro_sizes}global batch sizes that work: {_neighbours(train.global_batch_size, together)}"
-        )
+    sizes = {"train.global_batch_size": train.global_batch_size}
+    for index, phase in enumerate(config.data.phases):
+        if phase.global_batch_size is not None:
+            sizes[f"data.phases[{index}].global_batch_size"] = phase.global_batch_size
+        if phase.sequence_length is not None and (length % phase.sequence_length or phase.sequence_length % _TILE):
+            fitting = [size for size in _divisors(length) if size % _TILE == 0]
+            raise ConfigError(
+                f"data.phases[{index}].sequence_length={phase.sequence_length} does not divide "
+                f"train.sequence_length={length} into multiples of {_TILE}; lengths that do: {_listed(fitting)}"
+            )
+    for key, size in sizes.items():
+        if size % together:
+            fits = size % ranks == 0
+            micro_sizes = f"micro batch sizes that work: {_listed(_divisors(size // ranks))}; " if fits else ""
+            raise ConfigError(
+                f"{key}={size} is not a multiple of "
+                f"train.micro_batch_size={micro} x {ranks} data-parallel ranks = {together}; "
+                f"{micro_sizes}global batch sizes that work: {_neighbours(size, together)}"
+            )
     sequence_parallel = parallel.tensor > 1 and parallel.sequence is not False
     slice_tokens = _TILE * parallel.tensor
     if sequence_parallel and (micro * length) % slice_tokens:
@@ -124,9 +134,7 @@ def _data(data: DataConfig, check_kind: Callable[[DataConfig], None]) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if not data.phases:
-        raise ConfigError(
-            "data.phases is empty; give at least one: 'data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]'"
-        )
+        raise ConfigError("data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'")
     names = [phase.name for phase in data.phases]
     for index, phase in enumerate(data.phases):
         key = f"data.phases[{index}]"
@@ -134,14 +142,8 @@ def _data(data: DataConfig, check_kind: Callable[[DataConfig], None]) -> None:
             raise ConfigError(f"{key}.name={phase.name} is taken by another phase; rename one of them")
         if not phase.blend:
             raise ConfigError(f"{key}.blend is empty; give source weights, such as {{web: 0.8, code: 0.2}}")
-        if not sum(phase.blend.values()) > 0:
+        if isinstance(phase.blend, dict) and not sum(phase.blend.values()) > 0:
             raise ConfigError(f"{key}.blend={phase.blend} has no weight above 0; give at least one source some")
-    total = sum(phase.fraction for phase in data.phases)
-    if abs(total - 1) > 1e-6:
-        raise ConfigError(
-            f"the fractions of data.phases ({' + '.join(f'{phase.fraction:g}' for phase in data.phases)}) "
-            f"sum to {total:.6g}; they must sum to 1"
-        )
 
 
 def _paths_and_device(config: Config, device_type: str) -> None:

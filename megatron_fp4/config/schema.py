@@ -25,6 +25,7 @@ from megatron_fp4.config.strict import (
     Beta,
     Integer,
     NotNegative,
+    PathOrPaths,
     Positive,
     PositiveShare,
     Share,
@@ -85,11 +86,23 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class PhaseConfig:
-    """A span of training with one blend: `fraction` of the run's steps, `blend` source name -> weight."""
+    """A span of training with one blend.
+
+    fraction (of the run's steps), steps, tokens: its length, at most one of them; one phase of a run may have none and
+        gets the rest. Boundaries are whole steps.
+    blend: source name -> weight, or `tokens`: all sources, weighted by the tokens that they have.
+    global_batch_size, sequence_length: where they are not `train`'s. Batches that grow are a row of phases, which go on
+        with the same blend. A phase of shorter sequences cuts each of `train.sequence_length` tokens into several, so
+        its steps have as many tokens.
+    """
 
     name: str = "main"
-    fraction: PositiveShare = 1.0
-    blend: dict[str, NotNegative] = field(default_factory=dict)
+    fraction: PositiveShare | None = None
+    steps: AtLeastOne | None = None
+    tokens: Positive | None = None
+    blend: dict[str, NotNegative] | Literal["tokens"] = field(default_factory=dict)
+    global_batch_size: AtLeastOne | None = None
+    sequence_length: AtLeastOne | None = None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -99,19 +112,29 @@ class DataConfig:
     kind: a row of data/kinds.py: `builtin` (the interpreter's own standard library), `indexed` (Megatron `.bin`/`.idx`
         files).
     cache_dir: where the built-in corpus is kept; null means the user's cache directory.
-    sources, validation: name -> path prefix of the `.bin`/`.idx` pair (`indexed` only).
+    sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
+        ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
+    remote_cache: the folder that keeps what was read of URLs; null means `remote` in the user's cache directory.
     tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
     eod_token: that tokenizer's end-of-document token; null means `<|endoftext|>`.
+    order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch) or
+        `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
+        already).
+    max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
+        takes. A run that would exceed it does not start.
     num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
 
     kind: str = "builtin"
     cache_dir: str | None = None
-    sources: dict[str, str] = field(default_factory=dict)
-    validation: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, PathOrPaths] = field(default_factory=dict)
+    validation: dict[str, PathOrPaths] = field(default_factory=dict)
+    remote_cache: str | None = None
     tokenizer: str | None = None
     eod_token: str | None = None
+    order: Literal["documents", "windows"] = "documents"
+    max_epochs: Positive | dict[str, Positive] | None = None
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
     num_workers: AtLeastZero = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
 
 
 def _number(value: Any) -> Any:
@@ -19,6 +19,13 @@ def _integer(value: Any) -> Any:
     return _number(value)
 
 
+def _path_or_paths(value: Any) -> Any:
+    paths = value if isinstance(value, list) else [value]
+    if not all(isinstance(path, str) and path.strip() for path in paths) or not paths:
+        raise ValueError("a path is a text that is not empty")
+    return value
+
+
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 AtLeastOne = Annotated[Integer, Field(ge=1)]
@@ -28,4 +35,5 @@ NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+PathOrPaths = Annotated[str | list[str], PlainValidator(_path_or_paths)]
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)

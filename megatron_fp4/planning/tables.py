@@ -15,16 +15,16 @@ from models.flops import forward_flops_per_token, parameter_count
 _GIB = 2**30
 
 
-def print_plan(config: Config, world_size: int, build: Build) -> None:
-    """Print what the run of `config` on `world_size` ranks needs. build: see `dry_run`."""
+def print_plan(config: Config, world_size: int, build: Build, num_tokens: int) -> None:
+    """Print what the run of `config`, of num_tokens in all, needs on `world_size` ranks. build: see `dry_run`."""
     execution = planned_execution(config)
     dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {describe_execution(execution, config.model.pattern)}")
-    console.table(show.batch_table(config.train, config.parallel, world_size))
+    console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, dry)))
     console.table(messages_table(dry))
-    console.table(show.facts_table("Work and time", time_facts(config, world_size)))
+    console.table(show.facts_table("Work and time", time_facts(config, world_size, num_tokens)))
 
 
 def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:
@@ -67,17 +67,17 @@ def messages_table(dry: DryRun) -> Table:
     return table
 
 
-def time_facts(config: Config, world_size: int) -> dict[str, object]:
-    """FLOPs per token, and the time of a step and of the run at the given utilization."""
+def time_facts(config: Config, world_size: int, num_tokens: int) -> dict[str, object]:
+    """FLOPs per token, and the time of a step and of the run of num_tokens at the given utilization."""
     train, run = config.train, config.run
     flops = 3 * forward_flops_per_token(config.model, train.sequence_length).total
     tokens = train.global_batch_size * train.sequence_length
     seconds = flops * tokens / (world_size * run.dry_peak_tflops * 1e12 * run.dry_mfu)
     return {
         "model FLOPs per token (forward and backward)": f"{flops:.4g}",
-        "model FLOPs of the run": f"{flops * tokens * train.steps:.4g}",
+        "model FLOPs of the run": f"{flops * num_tokens:.4g}",
         "utilization assumed": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
         "time of a step": f"{seconds:.3g} s",
-        "time of the run": f"{seconds * train.steps / 86400:.3g} days",
+        "time of the run": f"{seconds * num_tokens / tokens / 86400:.3g} days",
         "tokens per second and rank": f"{tokens / seconds / world_size:,.0f}",
     }

@@ -39,13 +39,25 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """A data phase: steps first..last (counted from 1, both included), its tokens, and source -> weight."""
+    """A data phase: steps first..last (counted from 1, both included), how its batch is made up, its tokens, and what
+    comes from each source."""
 
     name: str
     first_step: int
     last_step: int
+    batch: str
     tokens: int
-    blend: Mapping[str, float]
+    sources: Sequence[SourceRow]
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """A source in a phase: its share of the phase's tokens, epochs over it in this phase, and until the phase's end."""
+
+    name: str
+    share: float
+    epochs: float
+    epochs_done: float
 
 
 @dataclass
@@ -200,8 +212,8 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
     return table
 
 
-def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int) -> Table:
-    """How ranks, micro-batches and gradient accumulation make up a step, and the run."""
+def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, num_tokens: int) -> Table:
+    """How ranks, micro-batches and gradient accumulation make up a step, and the run of num_tokens."""
     ranks = parallel.data_parallel_size(world_size)
     accumulation = train.global_batch_size // (train.micro_batch_size * ranks)
     tokens = train.global_batch_size * train.sequence_length
@@ -219,19 +231,29 @@ def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int) -
         f"{train.global_batch_size} sequences / ({train.micro_batch_size} x {ranks} ranks)",
     )
     table.add_row("tokens per step", f"{tokens:,}", f"{train.global_batch_size} x {train.sequence_length}")
-    table.add_row("tokens of the run", f"{tokens * train.steps:,}", f"{train.steps:,} steps")
+    table.add_row("tokens of the run", f"{num_tokens:,}", f"{train.steps:,} steps")
     return table
 
 
-def phases_table(rows: Sequence[PhaseRow]) -> Table:
-    """The data phases and their blends."""
-    table = _table("Data phases")
-    _columns(table, "phase", "steps>", "tokens>", "blend")
+def phases_table(rows: Sequence[PhaseRow], most: int = 16) -> Table:
+    """The data phases, and what they take from each source; of more than `most` those gone through most."""
+    table = _table("Data phases", "epochs: in the phase, and from the beginning to its end")
+    _columns(table, "phase", "steps>", "batch", "source", "share>", "tokens>", "epochs>", "so far>")
     for row in rows:
         steps = f"{row.first_step:,}-{row.last_step:,}" if row.last_step >= row.first_step else "none"
-        total = sum(row.blend.values())
-        blend = "  ".join(f"{source} {weight / total:.1%}" for source, weight in row.blend.items())
-        table.add_row(row.name, steps, f"{row.tokens:,}", blend)
+        shown = [*row.sources]
+        if len(shown) > most:
+            shown = sorted(shown, key=lambda source: -source.epochs_done)[: most - 1]
+        head = [row.name, steps, row.batch]
+        for source in shown:
+            epochs = f"{source.epochs:.3g}", f"{source.epochs_done:.3g}"
+            table.add_row(*head, source.name, f"{source.share:.2%}", f"{round(row.tokens * source.share):,}", *epochs)
+            head = ["", "", ""]
+        if rest := len(row.sources) - len(shown):
+            share = sum(source.share for source in row.sources) - sum(source.share for source in shown)
+            table.add_row(*head, f"{rest:,} more", f"{share:.2%}", f"{round(row.tokens * share):,}", "", "")
+        elif not shown:
+            table.add_row(*head, "", "", "0", "", "")
     return table
 
 

@@ -4,7 +4,7 @@
 
     run         once per start: the step it starts from, and whatever facts about the run the caller gives (total
                 steps, where the decay starts, ...), for those who read the file without the configuration
-    step        one training step: the fields of `StepMetrics`
+    step        one training step: the fields of `StepMetrics`; `epochs` every `logging.interval` steps
     validation  `losses`, one per source (nats per token), and `loss`, their mean
     diagnostics, gradient_noise
                 measurements of what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,7 +52,8 @@ class StepMetrics:
     global batch. lr: what the update used. grad_norm: before clipping. tokens_per_second: over all ranks.
     model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite or
     the step was a spike.
-    phase: name of the data phase. plan: name of the precision plan in effect.
+    phase: name of the data phase. plan: name of the precision plan in effect. epochs: how often the run has been
+    through each source so far; empty in most steps.
     """
 
     step: int
@@ -66,6 +67,7 @@ class StepMetrics:
     skipped: bool
     phase: str
     plan: str
+    epochs: dict[str, float] = field(default_factory=dict)
 
     @property
     def spike(self) -> bool:
@@ -141,9 +143,12 @@ class MetricsWriter:
     def step(self, metrics: StepMetrics) -> None:
         """Record one training step."""
         record = asdict(metrics)
+        if not metrics.epochs:
+            del record["epochs"]
         self._write({"kind": "step", **record})
         names = ("loss", "lr", "grad_norm", "tokens_per_second", "model_tflops", "step_time", "tokens")
-        self._show({f"train/{name}": record[name] for name in names}, metrics.step)
+        curves = {f"train/{name}": record[name] for name in names}
+        self._show({**curves, **{f"epochs/{name}": epochs for name, epochs in metrics.epochs.items()}}, metrics.step)
 
     def validation(self, step: int, tokens: int, losses: dict[str, float]) -> None:
         """Record validation losses by source, in nats per token, after `step` steps and `tokens` training tokens."""

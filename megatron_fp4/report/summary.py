@@ -25,13 +25,14 @@ def introduce(
     parts: Sequence[show.ModelPart],
     flops_per_token: int,
     phases: Sequence[show.PhaseRow],
+    num_tokens: int,
     facts: Mapping[str, object],
     world_size: int,
 ) -> None:
     """Print what is about to run: model, plan, numerics, batch arithmetic, phases.
 
     parts, flops_per_token: of the model; FLOPs are those of its forward pass. facts: what else is to be said of
-    numerics and kernels.
+    numerics and kernels. num_tokens: of the run.
     """
     console.table(show.model_table(config.model.name, config.model.pattern, parts, 3 * flops_per_token))
     console.table(show.plan_table(plan, config.precision.name))
@@ -40,7 +41,7 @@ def introduce(
         "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops_per_token:.1%}",
     }
     console.table(show.facts_table("Numerics", {**recipe_facts(plan), **quantized, **facts}))
-    console.table(show.batch_table(config.train, config.parallel, world_size))
+    console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
     console.table(show.phases_table(phases))
 
 
@@ -60,19 +61,20 @@ def recipe_facts(plan: Plan) -> dict[str, str]:
 def summarize(
     console: RunConsole,
     config: Config,
+    num_tokens: int,
     switched_at: int | None,
     losses: Mapping[str, float],
     entropy: Mapping[str, float],
 ) -> None:
     """Print the final table of a finished run and write its summary.json and loss.png, as far as the disk takes them.
 
-    switched_at: the first step under the plan after the precision switch. losses, entropy: held-out loss and unigram
-    entropy per source, in nats.
+    num_tokens: of the run. switched_at: the first step under the plan after the precision switch. losses, entropy:
+    held-out loss and unigram entropy per source, in nats.
     """
     run_dir = Path(config.run.dir)
     facts: dict[str, Any] = {
         "steps": config.train.steps,
-        "tokens": config.train.steps * config.train.global_batch_size * config.train.sequence_length,
+        "tokens": num_tokens,
         "precision switched before step": None if switched_at is None else switched_at + 1,
     }
     for name, loss in losses.items():

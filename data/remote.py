@@ -1,0 +1,205 @@
+"""Objects of a store (`s3://bucket/key`, `gs://`, whatever fsspec opens), read by ranges and kept on this machine.
+
+A sample is some kilobytes, and asking a store for them takes as long as for a megabyte. So what is read comes in blocks
+of 1 MiB, and each is kept as a file of its own under the cache folder: an epoch fetches each block of a corpus once a
+node. A block is written under another name, synced and renamed. So ranks and workers share a folder without locks,
+the worst being a block that two of them fetch, and a process may be killed at any time. Blocks of an object that was
+replaced are not found again: their folder is named after the object's size and version, too.
+
+Nothing is ever thrown out: every block is needed once an epoch, in no order, and of those that do not fit all are
+equally good to have. On a disk that is nearly full no more are kept, and reads fetch what they need and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from data.cache import default_cache_dir
+
+BLOCK_BYTES = 1 << 20
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""How long to wait before each further attempt, within a quarter at random."""
+
+# Less than this share of the disk free, and nothing more is kept.
+_FREE_SHARE = 0.05
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# What another attempt would not change.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
+# What stores call the version of an object.
+_VERSIONS = ("ETag", "etag", "md5Hash", "checksum", "generation", "LastModified", "last_modified", "mtime", "created")
+
+log = logging.getLogger(__name__)
+Found = TypeVar("Found")
+
+
+def default_remote_cache() -> Path:
+    """`remote` in the cache folder of the user."""
+    return default_cache_dir() / "remote"
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError for a URL of a kind that nobody opens here, naming the package to install if there is one."""
+    protocol = url.partition("://")[0]
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        remedy = "pip install 'megatron_fp4[remote]'" if protocol in ("s3", "s3a") else "pip install what it names"
+        raise ValueError(f"{url}: a package for {protocol}:// is missing ({error}); {remedy}") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{url}: {protocol}:// is no kind of store that fsspec knows; give s3://, gs:// or a path"
+        ) from error
+
+
+def list_objects(pattern: str) -> list[str]:
+    """The URLs that match a pattern (`s3://bucket/web_*.idx`), sorted. Raises OSError for a store that is not there."""
+    protocol = pattern.partition("://")[0]
+
+    def found() -> list[str]:
+        file_system, path = _file_system(pattern)
+        return [f"{protocol}://{name.lstrip('/')}" for name in file_system.glob(path)]
+
+    return sorted(attempted(pattern, found))
+
+
+class RemoteFile:
+    """A `ByteFile` (byte_file.py) that lies in a store. cache: the folder that keeps its blocks.
+
+    Raises FileNotFoundError, IsADirectoryError, PermissionError, and ConnectionError after the last attempt.
+    """
+
+    def __init__(self, url: str, cache: Path | None = None) -> None:
+        self.name = url
+        info = attempted(url, lambda: _info(url))
+        if info.get("type") == "directory":
+            raise IsADirectoryError(f"{url} is a folder, not an object")
+        if info.get("size") is None:
+            raise ValueError(f"{url}: its server does not say how long it is; copy it to a disk or another store")
+        self.size = int(info["size"])
+        version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
+        key = hashlib.sha256(f"{url}\n{self.size}\n{version}".encode()).hexdigest()[:32]
+        self._folder = (cache or default_remote_cache()) / key[:2] / key
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def read(self, offset: int, length: int) -> bytes:
+        end, blocks = offset + length, []
+        for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            start = block * BLOCK_BYTES
+            blocks.append(
+                self._part(
+                    self._block(block),
+                    start,
+                    min(start + BLOCK_BYTES, self.size),
+                    max(offset, start),
+                    min(end, start + BLOCK_BYTES),
+                )
+            )
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """The range alone, which is what is kept of it: checks and identities look at the same ones at each start."""
+        block = self._block(offset // BLOCK_BYTES)
+        if offset % BLOCK_BYTES + length <= BLOCK_BYTES and block.exists():
+            return self.read(offset, length)
+        return self._part(self._folder / f"{offset}-{length}", offset, offset + length, offset, offset + length)
+
+    def _block(self, block: int) -> Path:
+        # A thousand to a folder.
+        return self._folder / str(block // 1000) / str(block)
+
+    def _part(self, kept: Path, start: int, end: int, first: int, last: int) -> bytes:
+        """Bytes [first, last) out of [start, end), which is what `kept` has or will have."""
+        if first >= last:
+            return b""
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(kept, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # Of another size: cut off when the machine lost its power.
+                if os.fstat(descriptor).st_size == end - start:
+                    return os.pread(descriptor, last - first, first - start)
+            finally:
+                os.close(descriptor)
+        if not self._has_room():
+            return attempted(self.name, lambda: _range(self.name, first, last))
+        content = attempted(self.name, lambda: _range(self.name, start, end))
+        self._keep(kept, content)
+        return content[first - start : last - start]
+
+    def _has_room(self) -> bool:
+        disk = shutil.disk_usage(self._folder)
+        return disk.free > _FREE_SHARE * disk.total
+
+    def _keep(self, path: Path, content: bytes) -> None:
+        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno not in _FULL:
+                raise
+            log.warning("%s: no room to keep a block of %s", path.parent, self.name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def attempted(url: str, ask: Callable[[], Found]) -> Found:
+    """What `ask` returns, which is asked again after an error that may pass.
+
+    Raises the error if it cannot pass, and ConnectionError, naming the URL, after the last attempt.
+    """
+    began = time.monotonic()
+    for seconds in (*RETRY_SECONDS, None):
+        try:
+            return ask()
+        except _FINAL as error:
+            raise type(error)(_one_line(url, error)) from error
+        except Exception as error:  # each kind of store has its own
+            if seconds is None:
+                spent = f"{len(RETRY_SECONDS) + 1} attempts in {time.monotonic() - began:.0f} s"
+                raise ConnectionError(f"{_one_line(url, error)} ({spent})") from error
+            log.warning("%s; trying again in %.0f s", _one_line(url, error), seconds)
+            # Ranks that failed together shall not come back together.
+            time.sleep(seconds * random.uniform(0.75, 1.25))
+    raise AssertionError("the loop ends by a return or a raise")
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    # Asked for each time: fsspec gives a forked process a new one, with connections of its own.
+    return fsspec.core.url_to_fs(url)
+
+
+def _info(url: str) -> dict[str, Any]:
+    file_system, path = _file_system(url)
+    return file_system.info(path)
+
+
+def _range(url: str, start: int, end: int) -> bytes:
+    file_system, path = _file_system(url)
+    content = file_system.cat_file(path, start=start, end=end)
+    if len(content) != end - start:
+        raise OSError(f"gave {len(content)} bytes of the {end - start} from byte {start} on")
+    return content
+
+
+def _one_line(url: str, error: BaseException) -> str:
+    said = " ".join(str(error).split())
+    return f"{url}: {type(error).__name__}" + (f", {said}" if said and said != url else "")
