@@ -7,7 +7,7 @@ import datetime
 import os
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from data.bundle import DataBundle
 from data.kinds import KINDS, check_kind
 from data.loader import MicroBatchLoader
+from data.megatron_schedule import MegatronSchedule, held_out_by_split, megatron_run, open_megatron
 from data.phase_lengths import Phase
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
@@ -381,7 +382,10 @@ def phase_schedule(config: Config, num_tokens: Mapping[str, int]) -> PhaseSchedu
         )
         for phase in config.data.phases
     ]
-    return PhaseSchedule(phases, train.steps, train.global_batch_size, train.sequence_length)
+    length = train.steps, train.global_batch_size, train.sequence_length
+    if config.data.order == "megatron":
+        return MegatronSchedule(phases, *length, megatron_run(config.data))
+    return PhaseSchedule(phases, *length)
 
 
 def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]:
@@ -392,10 +396,13 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
     train, data, vocab_size = config.train, config.data, config.model.vocab_size
     bundle = KINDS[data.kind].open(data, vocab_size)
     phases = phase_schedule(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
-    sources = {
-        name: SampleSource(name, stream, train.sequence_length, config.run.seed, vocab_size, data.order)
-        for name, stream in bundle.train.items()
-    }
+    sources: Mapping[str, SampleSource]
+    cut = train.sequence_length, config.run.seed, vocab_size
+    if isinstance(phases, MegatronSchedule):
+        sources = open_megatron(phases, bundle.train, megatron_run(data), *cut, data.cache_dir).sources
+        bundle = replace(bundle, validation=held_out_by_split(bundle, data.megatron.split))
+    else:
+        sources = {name: SampleSource(name, stream, *cut, data.order) for name, stream in bundle.train.items()}
     loader = MicroBatchLoader(
         phases,
         sources,

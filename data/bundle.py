@@ -27,6 +27,10 @@ class TokenSource(Protocol):
         """How many documents it was made of."""
 
     @property
+    def num_sequences(self) -> int:
+        """What Megatron shuffles: the sequences of the `.idx`, of which a document is one or more, or none if empty."""
+
+    @property
     def parts(self) -> Sequence[TokenSource]:
         """The sources that it consists of, in order; itself alone if it is one piece."""
 
@@ -36,6 +40,9 @@ class TokenSource(Protocol):
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         """Where the documents [first, last) begin in the stream, and where the last one ends, in tokens: int64
         [last - first + 1]."""
+
+    def sequence_offsets(self, first: int, last: int) -> np.ndarray:
+        """The same of the sequences [first, last)."""
 
     def identity(self) -> str:
         """A name that two sources share only if they hold the same tokens; checkpoints keep it."""

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class Concatenation:
         """In the order of the stream."""
         self._token_starts = list(accumulate((part.num_tokens for part in parts), initial=0))
         self._document_starts = list(accumulate((part.num_documents for part in parts), initial=0))
+        self._sequence_starts = list(accumulate((part.num_sequences for part in parts), initial=0))
 
     @property
     def num_tokens(self) -> int:
@@ -84,14 +85,28 @@ class Concatenation:
 
         Raises IndexError off the end, and what the parts raise.
         """
-        if not 0 <= first <= last <= self.num_documents:
-            raise IndexError(f"documents [{first}, {last}) are outside {self}, which has {self.num_documents}")
-        part = self._part_of(self._document_starts, first)
+        return self._offsets("documents", self._document_starts, first, last)
+
+    @property
+    def num_sequences(self) -> int:
+        return self._sequence_starts[-1]
+
+    def sequence_offsets(self, first: int, last: int) -> np.ndarray:
+        """The same of sequences."""
+        return self._offsets("sequences", self._sequence_starts, first, last)
+
+    def _offsets(
+        self, units: Literal["documents", "sequences"], starts: list[int], first: int, last: int
+    ) -> np.ndarray:
+        if not 0 <= first <= last <= starts[-1]:
+            raise IndexError(f"{units} [{first}, {last}) are outside {self}, which has {starts[-1]}")
+        part = self._part_of(starts, first)
         pieces: list[np.ndarray] = []
         while True:
-            begin, end = self._document_starts[part], self._document_starts[part + 1]
+            begin, end, of = starts[part], starts[part + 1], self.parts[part]
             stop = min(last, end)
-            offsets = self.parts[part].document_offsets(first - begin, stop - begin) + self._token_starts[part]
+            find = of.document_offsets if units == "documents" else of.sequence_offsets
+            offsets = find(first - begin, stop - begin) + self._token_starts[part]
             if stop == last:
                 return np.concatenate([*pieces, offsets]) if pieces else offsets
             # Its end is the beginning of the next part.

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data.megatron_order import order_differences
+from data.megatron_schedule import MegatronSchedule
 from data.phases import PhaseSchedule
 from data.samples import SampleSource
 
@@ -28,6 +30,7 @@ def data_fingerprint(schedule: PhaseSchedule, sources: Mapping[str, SampleSource
         "order": used[0].order,
         "sources": {source.name: source.description() for source in used},
         "phases": schedule.description(),
+        **({"megatron": schedule.order.description()} if isinstance(schedule, MegatronSchedule) else {}),
     }
 
 
@@ -45,6 +48,8 @@ def differences(
     one = next(iter(sources.values()))
     now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
     found = [f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved[key] != value]
+    if isinstance(schedule, MegatronSchedule) and "megatron" in saved:
+        found += order_differences(saved["megatron"], schedule.order.description(), consumed_samples)
     current = schedule.description()
     if served(saved["phases"], consumed_samples) != served(current, consumed_samples):
         changed = _changed_phase(saved["phases"], current, consumed_samples)

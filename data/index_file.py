@@ -107,7 +107,11 @@ class IndexFile:
         entries = self.document_index(first, last + 1)
         if (entries[1:] < entries[:-1]).any() or entries[0] < 0 or entries[-1] > self.num_sequences:
             self.check_documents(first, last)
-        begin, end = int(entries[0]), int(entries[-1])
+        begin = int(entries[0])
+        return self.sequence_offsets(begin, int(entries[-1]))[entries - begin]
+
+    def sequence_offsets(self, begin: int, end: int) -> np.ndarray:
+        """The same of the sequences [begin, end): int64 [end - begin + 1]. Raises ValueError likewise."""
         pointers = self._borders(begin, end)
         offsets, odd = np.divmod(pointers, self.dtype.itemsize)
         if pointers[0] < 0 or pointers[-1] > self.num_bytes or (offsets[1:] < offsets[:-1]).any() or odd.any():
@@ -115,7 +119,7 @@ class IndexFile:
                 f"{self.name}: the pointers of sequences {begin} to {end} cannot be right; the index is damaged "
                 "(scripts/check_data.py finds the place): prepare the dataset again"
             )
-        return offsets[entries - begin]
+        return offsets
 
     def check_sequences(self, first: int, last: int) -> None:
         """Raise ValueError unless the sequences [first, last) lie in `.bin` back to back, up to the next one."""

@@ -22,10 +22,10 @@ _CHECKED_BLOCKS_REMOTE = 2
 def check_indexed(data: Any) -> None:
     """Raise ValueError for a configuration's `data` without sources, with sources that cannot be, with a cache that
     nothing would use, or with unknown names in blends."""
-    if data.cache_dir is not None:
+    if data.cache_dir is not None and data.order != "megatron":
         raise ValueError(
             f"data.cache_dir={data.cache_dir} has no effect with data.kind=indexed; leave it out (indexed files are "
-            "read where they lie)"
+            "read where they lie, and only data.order=megatron keeps indices)"
         )
     if not data.sources:
         raise ValueError(

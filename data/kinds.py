@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from data.builtin import check_builtin, open_builtin
 from data.bundle import DataBundle
 from data.indexed import check_indexed, open_indexed
+from data.megatron_schedule import check_megatron
 
 
 class Kind(NamedTuple):
@@ -37,3 +38,4 @@ def check_kind(data: Any) -> None:
     if data.kind not in KINDS:
         raise ValueError(f"data.kind={data.kind} is not known; choose one of {', '.join(KINDS)}")
     KINDS[data.kind].check(data)
+    check_megatron(data)

@@ -17,7 +17,6 @@ samples one by one in C++; here a sum and a search, or many stretches side by si
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,26 +35,21 @@ class DatasetIndices(NamedTuple):
     shuffle_index: np.ndarray
 
 
-def split_range(split: str | None, share: int, num_sequences: int) -> tuple[int, int]:
+def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -> tuple[int, int]:
     """The sequences [first, end) of a dataset that Megatron's `--split` gives to its share 0 (training), 1 or 2.
 
-    split: such as "949,50,1"; None: all to training. Raises ValueError for another text, or if nothing is left.
+    split: such as (949, 50, 1); None: all to training. Raises ValueError for what is no split.
     """
     if split is None:
         return (0, num_sequences) if share == 0 else (num_sequences, num_sequences)
-    if not re.fullmatch(r"\s*[0-9.]+(\s*,\s*[0-9.]+){0,2}\s*", split):
-        raise ValueError(f"split={split} is not two or three shares such as 949,50,1 (training, validation, test)")
-    try:
-        shares = [float(part) for part in split.split(",")]
-    except ValueError as error:
-        raise ValueError(f"split={split}: {error}; give shares such as 949,50,1") from error
-    shares += [0.0] * (3 - len(shares))
-    if sum(shares) == 0:
-        raise ValueError(f"split={split} gives nothing to anybody; give shares such as 949,50,1")
+    if not 1 <= len(split) <= 3 or min(split) < 0 or sum(split) == 0:
+        raise ValueError(
+            f"data.megatron.split={list(split)} is not up to three shares, such as [949,50,1] (training, validation, test)"
+        )
+    shares = [*map(float, split), *[0.0] * (3 - len(split))]
     # Megatron's order of additions, because a rounding error can move a document to the other side.
-    normalized = (np.array(shares, dtype=np.float64) / np.sum(np.array(shares, dtype=np.float64))).tolist()
     ends = [0.0]
-    for part in normalized:
+    for part in _normalized(shares):
         ends.append(ends[-1] + part)
     return round(ends[share] * float(num_sequences)), round(ends[share + 1] * float(num_sequences))
 

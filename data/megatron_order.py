@@ -22,33 +22,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data.bundle import TokenSource
 from data.cache import build_once, default_cache_dir
+from data.orders import num_windows
+from data.samples import replaced_file
 from data.megatron_indices import DatasetIndices, blend_sizes, blending_indices, dataset_indices, split_range
 
 # Part of the name of every folder of indices: raise it with any change to what is in one.
 _FORMAT = 1
-
-
-class SequenceSource(TokenSource, Protocol):
-    """A stream that knows Megatron's unit of shuffling, the sequences of the `.idx`. A document is one or more."""
-
-    @property
-    def num_sequences(self) -> int: ...
-
-    def sequence_offsets(self, first: int, last: int) -> np.ndarray:
-        """Where the sequences [first, last) begin in the stream, and where the last one ends: int64 [last - first + 1]."""
+_LOOK_BACK = 1 << 14
 
 
 @dataclass(frozen=True)
 class MegatronRun:
     """How Megatron was or would be started; `MegatronConfig` in the configuration's schema says what each key means."""
 
-    split: str | None = None
+    split: Sequence[float] | None = None
     train_samples: int | None = None
     consumed_samples: int = 0
     phases: str = "transitions"
@@ -107,7 +100,17 @@ class MegatronSource:
     Built by MegatronOrder. It has what a SampleSource has.
     """
 
-    def __init__(self, name: str, stream: SequenceSource, seq_length: int, seed: int, vocab_size: int) -> None:
+    order = "megatron"
+
+    def __init__(
+        self,
+        name: str,
+        stream: TokenSource,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        split: Sequence[float] | None = None,
+    ) -> None:
         self.name = name
         self.stream = stream
         self.seq_length = seq_length
@@ -116,6 +119,10 @@ class MegatronSource:
         self._stored: list[_StoredDataset] = []
         self._bases: list[int] = []
         self.num_ordinals = 0
+        first, end = split_range(split, 0, stream.num_sequences)
+        borders = stream.sequence_offsets(first, end)
+        self.num_samples = num_windows(int(borders[-1] - borders[0]), seq_length)
+        """Of an epoch."""
 
     def add(self, stored: _StoredDataset) -> int:
         """Append the indices of a phase; returns the ordinal of their first sample."""
@@ -151,11 +158,10 @@ class MegatronSource:
         return self._read(self.pieces(sample))
 
     def sample_and_documents(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sample, and for each of its tokens but the last the number of its sequence in the row, from 0: int32
-        [seq_length]."""
+        """`sample`, and int32 [seq_length + 1]: which sequence of the sample each token belongs to, from 0."""
         pieces = self.pieces(sample)
         numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.length for piece in pieces])
-        return self._read(pieces), numbers[:-1]
+        return self._read(pieces), numbers
 
     def _read(self, pieces: Sequence[Piece]) -> np.ndarray:
         starts = [int(self.stream.sequence_offsets(p.sequence, p.sequence + 1)[0]) + p.offset for p in pieces]
@@ -170,9 +176,25 @@ class MegatronSource:
             )
         return tokens
 
-    def description(self) -> dict[str, object]:
-        """What a checkpoint keeps to recognise this source: independent of where its files lie."""
-        return {"num_tokens": self.stream.num_tokens, "identity": self.stream.identity()}
+    def epochs(self, sample: int) -> float:
+        """How often so many of its samples go through the source."""
+        return sample / self.num_samples
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint keeps to recognise this source, as a SampleSource says it."""
+        files = [[part.num_tokens, part.identity()] for part in self.stream.parts]
+        return {"files": files, "growth": [[0, len(files)]]}
+
+    def replaces(self, saved: Mapping[str, Any]) -> str | None:
+        """What a checkpoint's `description` has otherwise, in words. More files are another order here."""
+        if (now := len(self.stream.parts)) > len(saved["files"]):
+            return f"had {len(saved['files'])} files and now has {now}; with data.order=megatron none can be added"
+        return replaced_file(self.stream.parts, saved["files"])
+
+    def grown(self, growth: Sequence[Any]) -> MegatronSource:
+        """Itself: it has the files that it had."""
+        assert len(growth) == 1
+        return self
 
 
 class MegatronOrder:
@@ -185,7 +207,7 @@ class MegatronOrder:
     def __init__(
         self,
         layouts: Sequence[Layout],
-        streams: Mapping[str, SequenceSource],
+        streams: Mapping[str, TokenSource],
         run: MegatronRun,
         seq_length: int,
         seed: int,
@@ -196,7 +218,9 @@ class MegatronOrder:
         self.run = run
         self._folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)) / "megatron"
         names = dict.fromkeys(name for layout in layouts for name in layout.blend)
-        self.sources = {name: MegatronSource(name, streams[name], seq_length, seed, vocab_size) for name in names}
+        self.sources = {
+            name: MegatronSource(name, streams[name], seq_length, seed, vocab_size, run.split) for name in names
+        }
         self._starts = [layout.start for layout in layouts]
         self._blends: list[_StoredBlend | None] = []
         self._bases: list[dict[str, int]] = []
@@ -215,29 +239,29 @@ class MegatronOrder:
         name = list(layout.blend)[dataset]
         return name, self._bases[phase][name] + sample
 
-    def ranges(self, phase: int, start: int, end: int) -> dict[str, tuple[int, int]]:
-        """The ordinals [first, last) that the samples [start, end) of the run, all in this phase, take of each source.
-
-        Reads two bytes for each of them.
-        """
-        layout, blend = self.layouts[phase], self._blends[phase]
-        first, last = layout.first + start - layout.start, layout.first + end - layout.start
-        found = {}
-        for dataset, name in enumerate(layout.blend):
-            base = self._bases[phase][name]
-            if blend is None:
-                found[name] = base + first, base + last
-            elif len(places := np.flatnonzero(blend.arrays[0][first:last] == dataset)):
-                sample = base + int(blend.arrays[1][first + places[0]])
-                found[name] = sample, sample + len(places)
+    def ranges(self, start: int, end: int) -> list[tuple[str, int, int]]:
+        """(source, first, last): the ordinals [first, last) that the samples [start, end) of the run take, layout by
+        layout."""
+        found = []
+        for layout, blend, bases in zip(self.layouts, self._blends, self._bases, strict=True):
+            first, last = max(start, layout.start), min(end, layout.end)
+            if first < last:
+                before, after = (
+                    [layout.first + at - layout.start]
+                    if blend is None
+                    else blend.before(layout.first + at - layout.start)
+                    for at in (first, last)
+                )
+                for name, some, more in zip(layout.blend, before, after, strict=True):
+                    if some < more:
+                        found.append((name, bases[name] + some, bases[name] + more))
         return found
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint keeps of the order: JSON."""
         phases = [[*layout[:4], list(map(list, layout.blend.items()))] for layout in self.layouts]
         return {
-            "kind": "megatron",
-            "split": self.run.split,
+            "split": None if self.run.split is None else list(map(float, self.run.split)),
             "weighted": self.run.weighted,
             "surplus": self.run.surplus,
             "phases": phases,
@@ -291,15 +315,23 @@ class MegatronOrder:
             try:
                 indices = dataset_indices(lengths, sequences, num_samples, source.seq_length, source.seed)
             except ValueError as error:
-                share = "" if self.run.split is None else f", the training share of data.megatron.split={self.run.split}"
-                raise ValueError(f"source {name!r} ({stream}{share}): {error}; shorten the sequence or add text") from error
+                share = (
+                    ""
+                    if self.run.split is None
+                    else f", the training share of data.megatron.split={list(self.run.split)}"
+                )
+                raise ValueError(
+                    f"source {name!r} ({stream}{share}): {error}; shorten the sequence or add text"
+                ) from error
             for kind, index in indices._asdict().items():
                 np.save(folder / f"{kind}.npy", index)
 
         return _StoredDataset(self._stored_at(key, build))
 
     def _blend(self, weights: Sequence[float], size: int) -> _StoredBlend:
-        return _StoredBlend(self._stored_at(["blend", weights, size], partial(_build_blend, weights=weights, size=size)))
+        return _StoredBlend(
+            self._stored_at(["blend", weights, size], partial(_build_blend, weights=weights, size=size))
+        )
 
     def _stored_at(self, key: Sequence[Any], build: Any) -> Path:
         name = hashlib.sha256(json.dumps([_FORMAT, *key]).encode()).hexdigest()[:24]
@@ -342,21 +374,29 @@ class _StoredBlend(_Stored):
         """(datasets, their samples) at each sample of the blend."""
         return self.load("dataset_index"), self.load("dataset_sample_index")
 
-    @property
+    @cached_property
     def counts(self) -> list[int]:
+        """Of all samples, by dataset."""
         return self.load("counts").tolist()
 
     def at(self, position: int) -> tuple[int, int]:
         return int(self.arrays[0][position]), int(self.arrays[1][position])
 
+    def before(self, position: int) -> list[int]:
+        """How many samples of each dataset come before a position: looks back until all have been met."""
+        datasets, samples = self.arrays
+        counts: dict[int, int] = {}
+        end = position
+        while end > 0 and len(counts) < len(self.counts):
+            start = max(0, end - _LOOK_BACK)
+            for dataset, back in zip(*np.unique(datasets[start:end][::-1], return_index=True), strict=True):
+                counts.setdefault(int(dataset), int(samples[end - 1 - back]) + 1)
+            end = start
+        return [counts.get(dataset, 0) for dataset in range(len(self.counts))]
 
-def order_differences(saved: Mapping[str, Any] | None, current: Mapping[str, Any] | None, consumed: int) -> list[str]:
-    """What of the first `consumed` samples two orders' descriptions disagree on, one sentence each. None: another order
-    than Megatron's."""
-    if saved is None or current is None:
-        if saved is current:
-            return []
-        return [f"data.order {'became' if saved is None else 'is no longer'} megatron"]
+
+def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed: int) -> list[str]:
+    """What of the first `consumed` samples two orders' descriptions disagree on, one sentence each."""
     found = [
         f"data.megatron.{key} was {saved[key]} and is now {current[key]}"
         for key in ("split", "weighted", "surplus")

@@ -212,18 +212,22 @@ class SampleSource:
 
         More files behind those that it had replace nothing.
         """
-        parts, files = self.stream.parts, saved["files"]
-        for number, (num_tokens, identity) in enumerate(files):
-            if number >= len(parts):
-                return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
-            part = parts[number]
-            if part.num_tokens != num_tokens or not part.same_identity(identity):
-                which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
-                return (
-                    f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
-                    f"{part.num_tokens} (identity {_short(part.identity())})"
-                )
-        return None
+        return replaced_file(self.stream.parts, saved["files"])
+
+
+def replaced_file(parts: Sequence[TokenSource], files: Sequence[Sequence[Any]]) -> str | None:
+    """The first of a checkpoint's files (tokens, identity) that the source does not have any more, in words."""
+    for number, (num_tokens, identity) in enumerate(files):
+        if number >= len(parts):
+            return f"had {len(files)} files and now has {len(parts)}; files may only be added, at the end"
+        part = parts[number]
+        if part.num_tokens != num_tokens or not part.same_identity(identity):
+            which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
+            return (
+                f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
+                f"{part.num_tokens} (identity {_short(part.identity())})"
+            )
+    return None
 
 
 def _short(identity: str) -> str:

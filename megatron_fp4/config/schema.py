@@ -106,6 +106,30 @@ class PhaseConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class MegatronConfig:
+    """The Megatron run whose samples `data.order=megatron` goes on with. Its `--seed` is `run.seed`, its `--seq-length`
+    `train.sequence_length`, and the sources are in the blend in the order of its prefixes.
+
+    split: `--split`, such as `[949,50,1]`, if the files were named by `--data-path`: training takes the first share, and
+        without `data.validation` the second one is held out. null: all, as with `--train-data-path`.
+    train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`: the order depends on it. null: up
+        to the end of this run.
+    consumed_samples: how many of them Megatron has trained on; this run begins behind them. With `transitions`, of the
+        phase that it was in.
+    phases: `transitions`: each phase has an order of its own, as with `--phase-transition-iterations`; `relaunched`:
+        each takes up the order of its blend over the whole run, as when Megatron was started with another `--data-path`.
+    weighted: whether the prefixes had weights; null: not if it is one. surplus: `--mid-level-dataset-surplus`.
+    """
+
+    split: list[NotNegative] | None = None
+    train_samples: AtLeastOne | None = None
+    consumed_samples: AtLeastZero = 0
+    phases: Literal["transitions", "relaunched"] = "transitions"
+    weighted: bool | None = None
+    surplus: NotNegative = 0.005
+
+
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where tokens come from.
 
@@ -117,9 +141,9 @@ class DataConfig:
     remote_cache: the folder that keeps what was read of URLs; null means `remote` in the user's cache directory.
     tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
     eod_token: that tokenizer's end-of-document token; null means `<|endoftext|>`.
-    order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch) or
+    order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
-        already).
+        already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
     num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
@@ -133,7 +157,8 @@ class DataConfig:
     remote_cache: str | None = None
     tokenizer: str | None = None
     eod_token: str | None = None
-    order: Literal["documents", "windows"] = "documents"
+    order: Literal["documents", "windows", "megatron"] = "documents"
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     max_epochs: Positive | dict[str, Positive] | None = None
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
