@@ -21,7 +21,7 @@ from data.megatron_schedule import MegatronSchedule, held_out_by_split, megatron
 from data.phase_lengths import Phase
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
-from data.samples import SampleSource
+from data.samples import Samples, SampleSource
 from data.validation import ValidationSet
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
@@ -396,7 +396,7 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
     train, data, vocab_size = config.train, config.data, config.model.vocab_size
     bundle = KINDS[data.kind].open(data, vocab_size)
     phases = phase_schedule(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
-    sources: Mapping[str, SampleSource]
+    sources: Mapping[str, Samples]
     cut = train.sequence_length, config.run.seed, vocab_size
     if isinstance(phases, MegatronSchedule):
         sources = open_megatron(phases, bundle.train, megatron_run(data), *cut, data.cache_dir).sources

@@ -15,12 +15,12 @@ from typing import Any
 from data.megatron_order import order_differences
 from data.megatron_schedule import MegatronSchedule
 from data.phases import PhaseSchedule
-from data.samples import SampleSource
+from data.samples import Samples
 
 FORMAT = 2
 
 
-def data_fingerprint(schedule: PhaseSchedule, sources: Mapping[str, SampleSource]) -> dict[str, Any]:
+def data_fingerprint(schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> dict[str, Any]:
     """The fingerprint of a run: JSON types only, and nothing of where files lie."""
     used = [sources[name] for name in schedule.source_names]
     return {
@@ -37,7 +37,7 @@ def data_fingerprint(schedule: PhaseSchedule, sources: Mapping[str, SampleSource
 def differences(
     saved: Mapping[str, Any],
     schedule: PhaseSchedule,
-    sources: Mapping[str, SampleSource],
+    sources: Mapping[str, Samples],
     consumed_samples: int,
     counts: Mapping[str, int],
 ) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from data.fingerprint import differences, served, spelled, to_come
 from data.phases import PhaseSchedule
-from data.samples import Growth, SampleSource
+from data.samples import Growth, Samples
 from data.state_0_2 import upgraded
 
 
@@ -21,7 +21,7 @@ class GoingOn:
 
     consumed: int
     schedule: PhaseSchedule
-    sources: dict[str, SampleSource]
+    sources: dict[str, Samples]
     changes: list[str]
 
 
@@ -29,7 +29,7 @@ class OtherDataError(ValueError):
     """The run's data would not have given the samples that the checkpoint has seen."""
 
 
-def go_on(state: Mapping[str, Any], schedule: PhaseSchedule, sources: Mapping[str, SampleSource]) -> GoingOn:
+def go_on(state: Mapping[str, Any], schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> GoingOn:
     """The schedule and sources of a configuration, behind what a checkpoint's `state` has consumed.
 
     state: the loader's `state_dict`. Raises OtherDataError with what differs, ValueError for a position that begins no

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from data.fingerprint import data_fingerprint
 from data.going_on import OtherDataError, check_position, go_on
 from data.phases import PhaseSchedule
-from data.samples import SampleSource
+from data.samples import Samples
 from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
 
 
@@ -49,7 +49,7 @@ class LoaderError(RuntimeError):
 class GlobalSamples(Dataset[tuple[int, np.ndarray]]):
     """The samples of a run by global sample index: item i is (i, int64 [seq_length + 1])."""
 
-    def __init__(self, schedule: PhaseSchedule, sources: Mapping[str, SampleSource]) -> None:
+    def __init__(self, schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> None:
         self.schedule = schedule
         self.sources = dict(sources)
 
@@ -76,7 +76,7 @@ class MicroBatchLoader:
     def __init__(
         self,
         schedule: PhaseSchedule,
-        sources: Mapping[str, SampleSource],
+        sources: Mapping[str, Samples],
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,

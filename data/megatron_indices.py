@@ -2,11 +2,11 @@
 
 Three indices for each dataset of a blend, one generator for all of them, `RandomState(seed)`:
 
-    document index  int32 [epochs * D]   the sequences of the `.idx`, every one `epochs` times, shuffled. The last epoch is
-                                         shuffled on its own if fewer than 80% of its samples are needed
-    sample index    [samples + 1, 2]     where sample j begins: position in the document index, and offset within the
-                                         sequence. Samples are seq_length + 1 tokens, of which the last is the next one's first
-    shuffle index   uint32 [samples]     the order in which samples are served; int64 where uint32 is too small
+    document index  int32 [epochs * D]  the sequences of the `.idx`, every one `epochs` times, shuffled. The last epoch
+                                        is shuffled on its own if fewer than 80% of its samples are needed
+    sample index    [samples + 1, 2]    where sample j begins: position in the document index, and offset within the
+                                        sequence. A sample is seq_length + 1 tokens; its last is the next one's first
+    shuffle index   uint32 [samples]    the order in which samples are served; int64 where uint32 is too small
 
 and one for the blend: at sample i the dataset that is furthest behind its weight.
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 FINAL_EPOCH_THRESHOLD = 0.80
-# Twice: an element is a float64 and there are four arrays of them at a time.
+# Counts of all stretches together; they and a few arrays of their size stay in the processor's cache.
 _LANE_ELEMENTS = 1 << 17
 
 
@@ -44,7 +44,8 @@ def split_range(split: Sequence[float] | None, share: int, num_sequences: int) -
         return (0, num_sequences) if share == 0 else (num_sequences, num_sequences)
     if not 1 <= len(split) <= 3 or min(split) < 0 or sum(split) == 0:
         raise ValueError(
-            f"data.megatron.split={list(split)} is not up to three shares, such as [949,50,1] (training, validation, test)"
+            f"data.megatron.split={list(split)} is not up to three shares such as [949,50,1] (training, validation, "
+            "test)"
         )
     shares = [*map(float, split), *[0.0] * (3 - len(split))]
     # Megatron's order of additions, because a rounding error can move a document to the other side.

@@ -20,7 +20,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,13 +28,11 @@ import numpy as np
 
 from data.bundle import TokenSource
 from data.cache import build_once, default_cache_dir
-from data.orders import num_windows
-from data.samples import replaced_file
-from data.megatron_indices import DatasetIndices, blend_sizes, blending_indices, dataset_indices, split_range
+from data.megatron_indices import blend_sizes, blending_indices, dataset_indices, split_range
+from data.megatron_source import MegatronSource, StoredBlend, StoredDataset
 
 # Part of the name of every folder of indices: raise it with any change to what is in one.
 _FORMAT = 1
-_LOOK_BACK = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,6 @@ class MegatronRun:
     phases: str = "transitions"
     weighted: bool | None = None
     surplus: float = 0.005
-
-
-class Piece(NamedTuple):
-    """`length` tokens of a sequence from `offset` on."""
-
-    sequence: int
-    offset: int
-    length: int
 
 
 class Layout(NamedTuple):
@@ -78,7 +68,7 @@ def lay_out(spans: Sequence[tuple[int, int, Mapping[str, float]]], run: Megatron
     if samples < total:
         raise ValueError(
             f"data.megatron.train_samples={samples} is less than the {total} samples up to this run's end "
-            f"(consumed_samples={run.consumed_samples} and {spans[-1][1]} of this run); give the samples of the Megatron "
+            f"(consumed_samples={run.consumed_samples} and {spans[-1][1]} of this run); give those of the Megatron "
             "run, its --train-iters times --global-batch-size, or shorten train.steps"
         )
     layouts = []
@@ -92,109 +82,6 @@ def lay_out(spans: Sequence[tuple[int, int, Mapping[str, float]]], run: Megatron
         behind = samples - total if index == len(spans) - 1 else 0
         layouts.append(Layout(start, end, before, before + end - start + behind, weights))
     return layouts
-
-
-class MegatronSource:
-    """The samples of one source by ordinal, which counts through the indices of all phases in turn.
-
-    Built by MegatronOrder. It has what a SampleSource has.
-    """
-
-    order = "megatron"
-
-    def __init__(
-        self,
-        name: str,
-        stream: TokenSource,
-        seq_length: int,
-        seed: int,
-        vocab_size: int,
-        split: Sequence[float] | None = None,
-    ) -> None:
-        self.name = name
-        self.stream = stream
-        self.seq_length = seq_length
-        self.seed = seed
-        self.vocab_size = vocab_size
-        self._stored: list[_StoredDataset] = []
-        self._bases: list[int] = []
-        self.num_ordinals = 0
-        first, end = split_range(split, 0, stream.num_sequences)
-        borders = stream.sequence_offsets(first, end)
-        self.num_samples = num_windows(int(borders[-1] - borders[0]), seq_length)
-        """Of an epoch."""
-
-    def add(self, stored: _StoredDataset) -> int:
-        """Append the indices of a phase; returns the ordinal of their first sample."""
-        base = self.num_ordinals
-        self._stored.append(stored)
-        self._bases.append(base)
-        self.num_ordinals += stored.num_samples
-        return base
-
-    def pieces(self, ordinal: int) -> list[Piece]:
-        """What sample `ordinal` is made of, in order. Raises IndexError outside the indices."""
-        if not 0 <= ordinal < self.num_ordinals:
-            raise IndexError(f"sample {ordinal} of source {self.name!r} is outside its {self.num_ordinals}")
-        place = bisect_right(self._bases, ordinal) - 1
-        document_index, sample_index, shuffle_index = self._stored[place].indices
-        sample = int(shuffle_index[ordinal - self._bases[place]])
-        (begin, offset), (end, end_offset) = sample_index[sample : sample + 2].tolist()
-        pieces = []
-        for position in range(begin, end + 1):
-            sequence = int(document_index[position])
-            if position == end:
-                length = end_offset + 1 - offset
-            else:
-                borders = self.stream.sequence_offsets(sequence, sequence + 1)
-                length = int(borders[1] - borders[0]) - offset
-            if length:
-                pieces.append(Piece(sequence, offset, length))
-            offset = 0
-        return pieces
-
-    def sample(self, sample: int) -> np.ndarray:
-        """Sample `sample`: int64 [seq_length + 1]. Raises ValueError for a token id outside the model's vocabulary."""
-        return self._read(self.pieces(sample))
-
-    def sample_and_documents(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
-        """`sample`, and int32 [seq_length + 1]: which sequence of the sample each token belongs to, from 0."""
-        pieces = self.pieces(sample)
-        numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.length for piece in pieces])
-        return self._read(pieces), numbers
-
-    def _read(self, pieces: Sequence[Piece]) -> np.ndarray:
-        starts = [int(self.stream.sequence_offsets(p.sequence, p.sequence + 1)[0]) + p.offset for p in pieces]
-        parts = [self.stream.tokens(start, p.length) for start, p in zip(starts, pieces, strict=True)]
-        tokens = np.concatenate(parts).astype(np.int64)
-        assert len(tokens) == self.seq_length + 1, (self.name, len(tokens))
-        if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            raise ValueError(
-                f"source {self.name!r} ({self.stream}) holds token ids {tokens.min()} to {tokens.max()}, outside the "
-                f"model's vocabulary of {self.vocab_size}: it was made with another tokenizer; raise model.vocab_size or "
-                "prepare the data again"
-            )
-        return tokens
-
-    def epochs(self, sample: int) -> float:
-        """How often so many of its samples go through the source."""
-        return sample / self.num_samples
-
-    def description(self) -> dict[str, Any]:
-        """What a checkpoint keeps to recognise this source, as a SampleSource says it."""
-        files = [[part.num_tokens, part.identity()] for part in self.stream.parts]
-        return {"files": files, "growth": [[0, len(files)]]}
-
-    def replaces(self, saved: Mapping[str, Any]) -> str | None:
-        """What a checkpoint's `description` has otherwise, in words. More files are another order here."""
-        if (now := len(self.stream.parts)) > len(saved["files"]):
-            return f"had {len(saved['files'])} files and now has {now}; with data.order=megatron none can be added"
-        return replaced_file(self.stream.parts, saved["files"])
-
-    def grown(self, growth: Sequence[Any]) -> MegatronSource:
-        """Itself: it has the files that it had."""
-        assert len(growth) == 1
-        return self
 
 
 class MegatronOrder:
@@ -222,7 +109,7 @@ class MegatronOrder:
             name: MegatronSource(name, streams[name], seq_length, seed, vocab_size, run.split) for name in names
         }
         self._starts = [layout.start for layout in layouts]
-        self._blends: list[_StoredBlend | None] = []
+        self._blends: list[StoredBlend | None] = []
         self._bases: list[dict[str, int]] = []
         for layout in layouts:
             self._add(layout)
@@ -279,18 +166,18 @@ class MegatronOrder:
         else:
             if len(set(weights)) > 1:
                 raise ValueError(
-                    f"with data.megatron.weighted=false the lengths of the sources are their weights, but the blend has "
-                    f"{layout.blend}; give all of them the weight 1"
+                    "with data.megatron.weighted=false the lengths of the sources are their weights, but the blend "
+                    f"has {layout.blend}; give all of them the weight 1"
                 )
             wanted = [None] * len(names)
         stored = [self._dataset(name, samples) for name, samples in zip(names, wanted, strict=True)]
         if not weighted and len(names) > 1:
-            weights = [dataset.num_samples for dataset in stored]
-            size = min(layout.num_samples, sum(weights))
+            weights = [float(dataset.num_samples) for dataset in stored]
+            size = min(layout.num_samples, sum(dataset.num_samples for dataset in stored))
             if size < (needed := layout.first + layout.end - layout.start):
                 raise ValueError(
                     f"{', '.join(names)} have {size} samples in one epoch, and Megatron gives no more to --data-path "
-                    f"without weights; this run needs {needed}"
+                    f"without weights; this run needs {needed}: shorten train.steps"
                 )
         blend = None
         if weighted or len(names) > 1:
@@ -298,13 +185,13 @@ class MegatronOrder:
             for name, dataset, count in zip(names, stored, blend.counts, strict=True):
                 if count > dataset.num_samples:
                     raise ValueError(
-                        f"the blend takes {count} samples of {name!r}, for which {dataset.num_samples} were built, where "
+                        f"the blend takes {count} samples of {name!r}, of which it built {dataset.num_samples}, where "
                         "Megatron ends too; raise data.megatron.surplus (--mid-level-dataset-surplus), as for that run"
                     )
         self._blends.append(blend)
         self._bases.append({name: self.sources[name].add(dataset) for name, dataset in zip(names, stored, strict=True)})
 
-    def _dataset(self, name: str, num_samples: int | None) -> _StoredDataset:
+    def _dataset(self, name: str, num_samples: int | None) -> StoredDataset:
         source = self.sources[name]
         stream = source.stream
         sequences = split_range(self.run.split, 0, stream.num_sequences)
@@ -326,12 +213,10 @@ class MegatronOrder:
             for kind, index in indices._asdict().items():
                 np.save(folder / f"{kind}.npy", index)
 
-        return _StoredDataset(self._stored_at(key, build))
+        return StoredDataset(self._stored_at(key, build))
 
-    def _blend(self, weights: Sequence[float], size: int) -> _StoredBlend:
-        return _StoredBlend(
-            self._stored_at(["blend", weights, size], partial(_build_blend, weights=weights, size=size))
-        )
+    def _blend(self, weights: Sequence[float], size: int) -> StoredBlend:
+        return StoredBlend(self._stored_at(["blend", weights, size], partial(_build_blend, weights=weights, size=size)))
 
     def _stored_at(self, key: Sequence[Any], build: Any) -> Path:
         name = hashlib.sha256(json.dumps([_FORMAT, *key]).encode()).hexdigest()[:24]
@@ -343,56 +228,6 @@ def _build_blend(folder: Path, weights: Sequence[float], size: int) -> None:
     np.save(folder / "dataset_index.npy", datasets)
     np.save(folder / "dataset_sample_index.npy", samples)
     np.save(folder / "counts.npy", np.bincount(datasets, minlength=len(weights)))
-
-
-class _Stored:
-    """A folder of arrays, mapped into memory when first needed; loader workers get its path."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[type[_Stored], tuple[Path]]:
-        return type(self), (self.folder,)
-
-    def load(self, name: str) -> np.ndarray:
-        return np.load(self.folder / f"{name}.npy", mmap_mode="r")
-
-
-class _StoredDataset(_Stored):
-    @cached_property
-    def indices(self) -> DatasetIndices:
-        return DatasetIndices(*(self.load(name) for name in DatasetIndices._fields))
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.indices.shuffle_index)
-
-
-class _StoredBlend(_Stored):
-    @cached_property
-    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """(datasets, their samples) at each sample of the blend."""
-        return self.load("dataset_index"), self.load("dataset_sample_index")
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Of all samples, by dataset."""
-        return self.load("counts").tolist()
-
-    def at(self, position: int) -> tuple[int, int]:
-        return int(self.arrays[0][position]), int(self.arrays[1][position])
-
-    def before(self, position: int) -> list[int]:
-        """How many samples of each dataset come before a position: looks back until all have been met."""
-        datasets, samples = self.arrays
-        counts: dict[int, int] = {}
-        end = position
-        while end > 0 and len(counts) < len(self.counts):
-            start = max(0, end - _LOOK_BACK)
-            for dataset, back in zip(*np.unique(datasets[start:end][::-1], return_index=True), strict=True):
-                counts.setdefault(int(dataset), int(samples[end - 1 - back]) + 1)
-            end = start
-        return [counts.get(dataset, 0) for dataset in range(len(self.counts))]
 
 
 def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], consumed: int) -> list[str]:
@@ -413,7 +248,7 @@ def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], cons
             )
         elif now[3] != samples:
             found.append(
-                f"Megatron's indices of the phase from sample {start} were built for {samples} samples and would be for "
-                f"{now[3]}, which is another order; data.megatron.train_samples keeps them as they were"
+                f"Megatron's indices of the phase from sample {start} were built for {samples} samples and would be "
+                f"for {now[3]}, which is another order; data.megatron.train_samples keeps them as they were"
             )
     return found

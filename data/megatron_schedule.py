@@ -34,7 +34,7 @@ class MegatronSchedule(PhaseSchedule):
             if spans and span.blend_start == spans[-1][0]:
                 spans[-1] = (spans[-1][0], span.end, spans[-1][2])
             else:
-                # Megatron normalizes the floats as they were written; whole numbers in their proportion can be a bit off.
+                # Megatron normalizes the floats as they are written; whole numbers in proportion can be a bit off.
                 spans.append((span.start, span.end, blends[span.name]))
         self.layouts: list[Layout] = lay_out(spans, run)
 
@@ -69,8 +69,8 @@ class MegatronSchedule(PhaseSchedule):
     def behind(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
         """Raises ValueError: what Megatron laid out for a run is of that run."""
         raise ValueError(
-            f"with data.order=megatron the {consumed} samples that were consumed keep their phases and batches; restore "
-            "train.global_batch_size and the lengths of the phases up to there"
+            f"with data.order=megatron the {consumed} samples that were consumed keep their phases and batches; "
+            "restore train.global_batch_size and the lengths of the phases up to there"
         )
 
 
@@ -110,8 +110,8 @@ def open_megatron(
     missing = [name for name in schedule.source_names if name not in streams]
     if missing:
         raise ValueError(
-            f"the phases draw from {', '.join(missing)}, but the data has the sources {', '.join(streams)}; correct the "
-            "blends of the phases or add the source"
+            f"the phases draw from {', '.join(missing)}, but the data has the sources {', '.join(streams)}; correct "
+            "the blends of the phases or add the source"
         )
     order = MegatronOrder(schedule.layouts, streams, run, sequence_length, seed, vocab_size, cache_dir)
     schedule.stand_on(order)

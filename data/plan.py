@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from data.phases import PhaseSchedule, PhaseSpan
-from data.samples import SampleSource
+from data.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,7 @@ class PlannedUse:
     epochs_done: float
 
 
-def planned_use(
-    schedule: PhaseSchedule, sources: Mapping[str, SampleSource]
-) -> list[tuple[PhaseSpan, list[PlannedUse]]]:
+def planned_use(schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> list[tuple[PhaseSpan, list[PlannedUse]]]:
     """For each phase, what it takes from each of its sources."""
     taken: dict[str, int] = {}
     plan = []
@@ -43,7 +41,7 @@ def planned_use(
 
 
 def check_epochs(
-    schedule: PhaseSchedule, sources: Mapping[str, SampleSource], limit: float | Mapping[str, float] | None
+    schedule: PhaseSchedule, sources: Mapping[str, Samples], limit: float | Mapping[str, float] | None
 ) -> None:
     """Raise ValueError for sources that the run would go through more often than `limit`: of all, or by source."""
     if limit is None:

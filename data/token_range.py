@@ -32,7 +32,8 @@ class TokenRange:
         return self.stream.tokens(self._start + start, length)
 
     def sequence_offsets(self, first: int, last: int) -> np.ndarray:
-        """Where the sequences [first, last) begin in the stretch, and where the last one ends: int64 [last - first + 1].
+        """Where the sequences [first, last) begin in the stretch, and where the last one ends: int64
+        [last - first + 1].
 
         Raises IndexError off the end.
         """

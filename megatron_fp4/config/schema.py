@@ -110,14 +110,15 @@ class MegatronConfig:
     """The Megatron run whose samples `data.order=megatron` goes on with. Its `--seed` is `run.seed`, its `--seq-length`
     `train.sequence_length`, and the sources are in the blend in the order of its prefixes.
 
-    split: `--split`, such as `[949,50,1]`, if the files were named by `--data-path`: training takes the first share, and
+    split: `--split`, such as `[949,50,1]`, if `--data-path` named the files: training takes the first share, and
         without `data.validation` the second one is held out. null: all, as with `--train-data-path`.
     train_samples: `--train-samples`, or `--train-iters` times `--global-batch-size`: the order depends on it. null: up
         to the end of this run.
     consumed_samples: how many of them Megatron has trained on; this run begins behind them. With `transitions`, of the
         phase that it was in.
     phases: `transitions`: each phase has an order of its own, as with `--phase-transition-iterations`; `relaunched`:
-        each takes up the order of its blend over the whole run, as when Megatron was started with another `--data-path`.
+        each takes up the order of its blend over the whole run, as when Megatron was started with another
+        `--data-path`.
     weighted: whether the prefixes had weights; null: not if it is one. surplus: `--mid-level-dataset-surplus`.
     """
 

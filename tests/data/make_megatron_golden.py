@@ -1,4 +1,4 @@
-"""Record megatron_golden.json: the order of samples that Megatron-core itself gives, for the cases of megatron_cases.py.
+"""Record megatron_golden.json: the order of samples that Megatron-core itself gives, for megatron_cases.py.
 
 Needs megatron-core, which the project does not: `pip install megatron-core==0.16.1` into another environment, then
 
@@ -31,8 +31,10 @@ class _Tokenizer:
     """As much of a tokenizer as datasets ask for."""
 
     vocab_size, pad, eod, eos = VOCAB_SIZE, -1, 0, 0
-    unique_identifiers: dict[str, Any] = {"class": "none"}
-    special_tokens_dict: dict[str, int] = {}
+
+    def __init__(self) -> None:
+        self.unique_identifiers = {"class": "none"}
+        self.special_tokens_dict: dict[str, int] = {}
 
 
 def build(case: Case, folder: Path) -> Any:

@@ -199,7 +199,7 @@ def test_ranges_count_what_locate_finds(tmp_path: Path, monkeypatch: pytest.Monk
     layouts = lay_out([(0, 60, {"a": 0.7, "b": 0.3}), (60, 100, {"b": 1.0}), (100, 180, {"b": 1, "a": 3})], run)
     order = MegatronOrder(layouts, streams, run, 16, 7, VOCAB_SIZE, tmp_path / "cache")
     for look_back in (2, 1 << 14):
-        monkeypatch.setattr("data.megatron_order._LOOK_BACK", look_back)
+        monkeypatch.setattr("data.megatron_source._LOOK_BACK", look_back)
         for start, end in [(0, 60), (7, 8), (13, 31), (31, 31), (60, 75), (130, 180), (40, 150), (0, 180)]:
             found = [
                 (name, ordinal) for name, first, last in order.ranges(start, end) for ordinal in range(first, last)
@@ -249,15 +249,15 @@ def test_misuse_is_explained(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="train_samples=10 is less than the 50 samples"):
         open_it({"a": 1}, train_samples=10)
-    with pytest.raises(ValueError, match="train_samples=60 is less than the 70 samples.*consumed_samples=20"):
+    with pytest.raises(ValueError, match=r"train_samples=60 is less than the 70 samples.*consumed_samples=20"):
         open_it({"a": 1}, train_samples=60, consumed_samples=20)
-    with pytest.raises(ValueError, match="source 'a'.*fewer than one sample of seq_length"):
+    with pytest.raises(ValueError, match=r"source 'a'.*fewer than one sample of seq_length"):
         open_it({"a": 1}, seq_length=100_000)
-    with pytest.raises(ValueError, match="training share of data.megatron.split=.0, 1, 0."):
+    with pytest.raises(ValueError, match=r"training share of data.megatron.split=.0, 1, 0."):
         open_it({"a": 1}, split=[0, 1, 0])
     with pytest.raises(ValueError, match="give all of them the weight 1"):
         open_it({"a": 1, "b": 2}, weighted=False)
     with pytest.raises(ValueError, match=r"have \d+ samples in one epoch.*needs 5000"):
         open_it({"a": 1, "b": 1}, weighted=False, samples=5000)
-    with pytest.raises(ValueError, match="'a'.*vocabulary of 3"):
+    with pytest.raises(ValueError, match=r"'a'.*vocabulary of 3"):
         open_it({"a": 1}, vocab_size=3).sources["a"].sample(0)
