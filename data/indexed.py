@@ -8,7 +8,7 @@ from typing import Any
 
 from data.bundle import DataBundle
 from data.indexed_dataset import IndexedDataset
-from data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+from data.tokenizer import load_tokenizer
 
 
 def check_indexed(data: Any) -> None:
@@ -46,7 +46,7 @@ def open_indexed(
     Raises FileNotFoundError for a missing file; ValueError for a damaged one, or a tokenizer with more ids than the
     model.
     """
-    opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token or END_OF_DOCUMENT)
+    opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token)
     if opened is not None and opened.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer {tokenizer} has {opened.vocab_size} ids and the model only {vocab_size}: "
