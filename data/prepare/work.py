@@ -149,8 +149,8 @@ class WorkFolder:
                 size, counted = file.tell(), self.state.sizes.get(name, 0)
                 if size < counted:
                     raise ValueError(
-                        f"{self.path / name} has {size} bytes where {counted} were written; remove {self.path} to begin "
-                        "again"
+                        f"{self.path / name} has {size} bytes where {counted} were written; remove {self.path} to "
+                        "begin again"
                     )
                 file.truncate(counted)
                 file.seek(0, os.SEEK_END)
