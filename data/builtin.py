@@ -19,7 +19,8 @@ from data.cache import build_once, default_cache_dir
 from data.held_out import split_documents
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
 from data.stdlib_text import CODE, PROSE, Document, collect_documents, standard_library
-from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizers.interface import TextTokenizer
 
 # Part of the cache's name: raise it with any change to what is collected, split or how it is tokenized.
 FORMAT_VERSION = 1

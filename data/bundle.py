@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from data.tokenizer import TextTokenizer
+from data.tokenizers.interface import TextTokenizer
 
 
 class TokenSource(Protocol):

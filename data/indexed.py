@@ -11,7 +11,7 @@ from data.byte_file import is_url
 from data.concatenation import Concatenation, side_by_side
 from data.indexed_dataset import IndexedDataset
 from data.source_lists import entries, is_pattern, prefixes
-from data.tokenizer import END_OF_DOCUMENT, load_tokenizer
+from data.tokenizer import load_tokenizer
 
 # Blocks of each index that are checked at the start, shared by the files of a source.
 _CHECKED_BLOCKS = 256
@@ -68,7 +68,7 @@ def open_indexed(
     Raises FileNotFoundError for a missing file; ValueError for a damaged one, a pattern that matches nothing or what
     validates, or a tokenizer with more ids than the model.
     """
-    opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token or END_OF_DOCUMENT)
+    opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token)
     if opened is not None and opened.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer {tokenizer} has {opened.vocab_size} ids and the model only {vocab_size}: "

@@ -1,63 +1,27 @@
-"""A byte-level BPE tokenizer, trained by `tokenizers` and kept as one `tokenizer.json`.
+"""The tokenizer of a corpus: opened from any kind of file, or trained.
 
-Byte-level: any text encodes without an unknown token and decodes to itself. Training is deterministic: the
-same texts in the same order and the same vocab_size give the same file, whatever the number of threads.
+A trained one is a byte-level BPE, kept as one `tokenizer.json`. Byte-level: any text encodes without an unknown
+token and decodes to itself. Training is deterministic: the same texts in the same order and the same vocab_size
+give the same file, whatever the number of threads.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-END_OF_DOCUMENT = "<|endoftext|>"
+from data.tokenizers.hugging_face import HuggingFaceTokenizer, read_hugging_face, read_hugging_face_folder
+from data.tokenizers.interface import END_OF_DOCUMENT, TextTokenizer
+from data.tokenizers.sentence_piece import read_sentence_piece
+from data.tokenizers.tiktoken_ranks import PREFIX, is_rank_file, read_encoding, read_ranks
+
 _MIN_VOCAB_SIZE = 256 + 1  # every byte, and the end of a document
+KINDS = "a tokenizer.json, a folder with one, a SentencePiece .model, a .tiktoken rank file, or tiktoken:NAME"
 
 
-class TextTokenizer:
-    """Text to token ids and back, from the content of a `tokenizer.json`.
-
-    Make one with `train_tokenizer` or `load_tokenizer`; `origin` names it in errors. Raises ValueError if it
-    has no end-of-document token.
-    """
-
-    def __init__(self, content: str, origin: str, eod_token: str = END_OF_DOCUMENT) -> None:
-        tokenizer = Tokenizer.from_str(content)
-        # Text that happens to spell a special token must not end a document. Not part of the content.
-        tokenizer.encode_special_tokens = True
-        eod_id = tokenizer.token_to_id(eod_token)
-        if eod_id is None:
-            raise ValueError(f"{origin} has no token {eod_token!r} to end a document; name the one that it has")
-        self._content = content
-        self._tokenizer = tokenizer
-        self.eod_token = eod_token
-        self.eod_id: int = eod_id
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids, special tokens included; the largest id is at most vocab_size - 1."""
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without an end-of-document, even where the text spells that token out."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def save(self, path: str | Path) -> None:
-        """Write `tokenizer.json`, which `tokenizers` and `transformers` also read."""
-        Path(path).write_text(self._content, encoding="utf-8")
-
-    def fingerprint(self) -> str:
-        """sha256 of the content, as saved: equal fingerprints encode every text equally."""
-        return hashlib.sha256(self._content.encode("utf-8")).hexdigest()
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
     """Train on texts until vocab_size ids exist or no pair of tokens occurs twice: read `.vocab_size` for
     which.
 
@@ -80,12 +44,43 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return TextTokenizer(tokenizer.to_str(), "the trained tokenizer")
+    return HuggingFaceTokenizer(tokenizer.to_str(), "the trained tokenizer")
 
 
-def load_tokenizer(path: str | Path, eod_token: str = END_OF_DOCUMENT) -> TextTokenizer:
-    """Read a `tokenizer.json`. Raises FileNotFoundError, or ValueError if it has no eod_token."""
+def load_tokenizer(path: str | Path, eod_token: str | None = None) -> TextTokenizer:
+    """Open a tokenizer of any of KINDS, told apart by what lies there.
+
+    eod_token: the token that ends a document; None means what the file says does (`eos_token` of a Hugging Face
+    folder, the end of a sentence of SentencePiece), or "<|endoftext|>" where it says nothing.
+
+    Raises FileNotFoundError, or ValueError if it is none of them, damaged, or has no such token.
+    """
+    if str(path).startswith(PREFIX):
+        return read_encoding(str(path).removeprefix(PREFIX), eod_token)
     path = Path(path)
+    if path.is_dir():
+        return _open_folder(path, eod_token)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no tokenizer at {path}; give the path of a tokenizer.json")
-    return TextTokenizer(path.read_text(encoding="utf-8"), str(path), eod_token)
+        raise FileNotFoundError(f"there is no tokenizer at {path}; give {KINDS}")
+    if path.suffix.lower() == ".tiktoken" or is_rank_file(path):
+        return read_ranks(path, eod_token)
+    if path.suffix.lower() == ".model":
+        return read_sentence_piece(path, eod_token)
+    return read_hugging_face(path, eod_token)
+
+
+def is_tokenizer(path: str | Path) -> bool:
+    """Whether `load_tokenizer` would find something to open: quick, and no promise that it is whole."""
+    return str(path).startswith(PREFIX) or Path(path).is_file() or Path(path).is_dir()
+
+
+def _open_folder(folder: Path, eod_token: str | None) -> TextTokenizer:
+    """The tokenizer of a Hugging Face model's folder."""
+    if (folder / "tokenizer.json").is_file():
+        return read_hugging_face_folder(folder, eod_token)
+    if (folder / "tokenizer.model").is_file():
+        return load_tokenizer(folder / "tokenizer.model", eod_token)
+    raise FileNotFoundError(
+        f"the folder {folder} has no tokenizer.json and no tokenizer.model; write one with transformers: "
+        f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(...)"
+    )

@@ -1,0 +1,1 @@
+"""Tokenizers by the file that they come from, behind one interface."""
