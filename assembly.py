@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from data.bundle import DataBundle
+from data.fim import with_fim
 from data.kinds import KINDS, check_kind
 from data.loader import MicroBatchLoader
 from data.megatron_schedule import MegatronSchedule, held_out_by_split, megatron_run, open_megatron
@@ -405,7 +406,7 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
         sources = {name: SampleSource(name, stream, *cut, data.order) for name, stream in bundle.train.items()}
     loader = MicroBatchLoader(
         phases,
-        sources,
+        with_fim(sources, data.fim, bundle.tokenizer),
         train.micro_batch_size,
         mesh.dp_rank,
         mesh.dp_size,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data.fim import FillInTheMiddle
 from data.megatron_order import order_differences
 from data.megatron_schedule import MegatronSchedule
 from data.phases import PhaseSchedule
@@ -62,6 +63,8 @@ def differences(
     for name in (name for name, count in counts.items() if count):
         if name not in sources:
             found.append(f"source {name!r} is gone")
+        elif "fim" in saved["sources"][name] and not isinstance(sources[name], FillInTheMiddle):
+            found.append(f"source {name!r} had data.fim and has none now")
         elif problem := sources[name].replaces(saved["sources"][name]):
             found.append(f"source {name!r} {problem}")
     return found

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from data.builtin import check_builtin, open_builtin
 from data.bundle import DataBundle
+from data.fim import check_fim
 from data.indexed import check_indexed, open_indexed
 from data.megatron_schedule import check_megatron
 
@@ -39,3 +40,4 @@ def check_kind(data: Any) -> None:
         raise ValueError(f"data.kind={data.kind} is not known; choose one of {', '.join(KINDS)}")
     KINDS[data.kind].check(data)
     check_megatron(data)
+    check_fim(data)

@@ -131,6 +131,18 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class FimConfig:
+    """Fill-in-the-middle of a source (data/fim.py): `rate` of its documents become prefix, suffix and middle behind their
+    tokens, `spm_rate` of these with the suffix first. prefix, middle, suffix: the tokens' names in the tokenizer."""
+
+    rate: Share = 0.5
+    spm_rate: Share = 0.5
+    prefix: str = "<|fim_prefix|>"
+    middle: str = "<|fim_middle|>"
+    suffix: str = "<|fim_suffix|>"
+
+
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where tokens come from.
 
@@ -145,6 +157,7 @@ class DataConfig:
     order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
         already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
+    fim: source name -> fill-in-the-middle of its documents; a source that is not named has none.
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
     num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
@@ -160,6 +173,7 @@ class DataConfig:
     eod_token: str | None = None
     order: Literal["documents", "windows", "megatron"] = "documents"
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    fim: dict[str, FimConfig] = field(default_factory=dict)
     max_epochs: Positive | dict[str, Positive] | None = None
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
