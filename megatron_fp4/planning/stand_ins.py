@@ -18,6 +18,7 @@ from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entr
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import split_heads
+from models.documents import Documents
 from models.execution import Execution
 from models.execution_choice import choose_execution
 from models.scan import ScanInputs
@@ -64,12 +65,12 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: _OneKernel.apply(function, function is not split_heads, *arguments)
 
 
-def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
+def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
     """causal-conv1d's kernel."""
     return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
 
 
-def scan(inputs: ScanInputs, chunk_size: int) -> Tensor:
+def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
     """mamba-ssm's kernels."""
     return _Scan.apply(chunk_size, *inputs)  # type: ignore[return-value]
 
@@ -108,9 +109,16 @@ class _Scan(torch.autograd.Function):
         return None, *gradients
 
 
-def attention(deterministic: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """FlashAttention of q [b, s, heads, d], k and v. deterministic: costs its backward pass memory."""
-    return lambda q, k, v: _Attention.apply(q, k, v, deterministic)  # type: ignore[return-value]
+def attention(deterministic: bool) -> Callable[..., Tensor]:
+    """FlashAttention of q [b, s, heads, d], k and v. deterministic: costs its backward pass memory.
+
+    Within documents it needs 128 rows of dq more for each document, which are not counted.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        return _Attention.apply(q, k, v, deterministic)  # type: ignore[return-value]
+
+    return attend
 
 
 class _Attention(torch.autograd.Function):

@@ -90,6 +90,9 @@ class MicroBatch:
     index: int
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None = None
+    num_documents: int | None = None
+    num_targets: int | None = None
 
 
 @dataclass
