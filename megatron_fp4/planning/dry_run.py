@@ -122,6 +122,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
             ledger.messages.clear()
             ledger.restart_peak()
             watch.passes.clear()
+            clock.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
             memory = watch.memory(ledger.peak_bytes, accumulates=shown > 1)
         names = _axis_names(mesh)

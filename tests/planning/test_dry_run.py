@@ -34,7 +34,12 @@ LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_hea
 
 
 def run(
-    world_size: int, sequences: int = 64, precision: str = "nvfp4", model: ModelConfig = MODEL, **changes: object
+    world_size: int,
+    sequences: int = 64,
+    precision: str = "nvfp4",
+    model: ModelConfig = MODEL,
+    overrides: tuple[str, ...] = (),
+    **changes: object,
 ) -> object:
     """The dry run of `model`, in a process of its own: it needs the process group to itself."""
     program = (
@@ -47,7 +52,7 @@ def run(
         "result = dry_run(config, world_size, lambda *parts: sharded_model(config, *parts), execution)\n"
         "sys.stdout.buffer.write(pickle.dumps(result))\n"
     )
-    base: Config = compose_config([f"precision={precision}"], ROOT / "configs")
+    base: Config = compose_config([f"precision={precision}", *overrides], ROOT / "configs")
     train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, sequence_length=128)
     config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
     config = replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
@@ -164,3 +169,16 @@ def test_the_command_prints_memory_messages_and_time():
     done = subprocess.run([*command, "parallel.tensor=3"], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 2
     assert "parallel.tensor=3" in done.stderr
+
+
+def test_masked_documents_cost_numbers_and_tables() -> None:
+    """One all-reduce of one int64 a step where not every target counts; memory for documents and RoPE's tables."""
+    model = replace(MODEL, rope=True)
+    joined = run(2, model=model)
+    masked = run(2, model=model, overrides=("data.documents=masked", "data.boundary_loss=false"))
+    added = {message: count for message, count in masked.messages.items() if count != joined.messages.get(message)}
+    assert [(m.operation, m.num_bytes, count) for m, count in added.items()] == [("all-reduce", 8, 1)]
+    assert joined.messages.keys() <= masked.messages.keys()
+    # Per token: its document (4 bytes) and its place (8); of 8 angles cosine and sine (4 each); some temporaries.
+    more = masked.memory.activations - joined.memory.activations
+    assert 128 * (4 + 8 + 2 * 8 * 4) <= more <= 128 * 256, more
