@@ -20,18 +20,22 @@ UNCOUNTED = -1
 def document_numbers(source: TokenSource, start: int, length: int) -> np.ndarray:
     """The number, from 0, of the document of each of the tokens [start, start + length) of a stream: int32 [length].
 
-    O(log documents) to find the first, and what lies in between.
+    Looks at O(log documents) documents to find the first, and at those that begin here.
     """
 
     def offset(document: int) -> int:
         return int(source.document_offsets(document, document)[0])
 
-    documents = range(source.num_documents + 1)
-    first = bisect_right(documents, start, key=offset)
-    last = bisect_right(documents, start + length - 1, lo=first, key=offset)
     begins = np.zeros(length, dtype=np.int32)
-    if first < last:  # documents that begin behind the first token
-        begins[source.document_offsets(first, last - 1) - start] = 1
+    # Documents that begin behind the first token, in blocks, up to one that begins behind the last.
+    block, end = 16, source.num_documents
+    document = bisect_right(range(end + 1), start, key=offset)
+    while document < end:
+        offsets = source.document_offsets(document, min(document + block, end)) - start
+        begins[offsets[offsets < length]] = 1
+        if offsets[-1] >= length:
+            break
+        document, block = document + block, 4 * block
     return begins.cumsum(dtype=np.int32)
 
 

@@ -254,6 +254,12 @@ class IndexedDataset:
         """
         if not 0 <= first <= last <= self.num_documents:
             raise IndexError(f"documents [{first}, {last}) are outside {self.prefix}, which has {self.num_documents}")
+        if first == last:  # what a search asks for, many times
+            sequence = int(self._documents[first])
+            offset = self.num_tokens
+            if sequence < len(self._pointers):
+                offset = int(self._pointers[sequence]) // self.dtype.itemsize
+            return np.array([offset], dtype=np.int64)
         sequences = self._documents[first : last + 1]
         # Behind the last sequence there is no pointer.
         at_end = sequences == len(self._pointers)

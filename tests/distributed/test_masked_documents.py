@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.evaluate import evaluate
@@ -33,6 +34,7 @@ def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
     result = train(rank, layout, "fp32", STEPS, masked_micro_batches)
     mesh, clock = layout.mesh(), RunClock(seed=0)
     model, mine = sharded_model(layout, mesh, RECIPES["fp32"], clock), masked_micro_batches(9, mesh)
+    assert "every micro-batch is finite" in diagnose_nonfinite(model, mine, mesh, clock)
     held_out = {"all": mine, "three": [batch for batch in mine if batch.index < 3], "one": mine[: mesh.dp_rank == 0]}
     return result, evaluate(model, held_out, mesh, clock)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -104,13 +105,20 @@ def test_every_gradient_of_the_model(mesh) -> None:
 def test_told_their_number_the_host_never_waits(mesh) -> None:
     model, (tokens, targets) = model_of(fused(), mesh), text()
     numbers = numbers_of([[100, 28, 1, 127], [256], [128, 128], [1] * 256])
-    model(tokens, targets, numbers, num_documents=263).backward()  # compiles, tunes
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        model(tokens, targets, numbers, num_documents=263)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert int((numbers[:, -1] + 1).sum()) == 4 + 1 + 2 + 256
+    waits = []
+    for options in ({}, {"documents": numbers, "num_documents": 263}, {"documents": numbers}):
+        model(tokens, targets, **options).backward()  # compiles, tunes
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                model(tokens, targets, **options)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(warning.message) for warning in caught))
+    joined, told, not_told = waits
+    assert told == joined < not_told
 
 
 @pytest.mark.parametrize("recompute", ["block", "selective"])
