@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from data.documents import without_boundaries
 from data.fingerprint import data_fingerprint
 from data.going_on import OtherDataError, check_position, go_on
 from data.phases import PhaseSchedule
@@ -30,35 +31,67 @@ from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
 class MicroBatch:
     """Micro-batch `index` of its global batch: tokens and targets, int64 [micro_batch_size, seq_length].
 
-    targets[:, t] is the token that follows tokens[:, t]. The index is the same at any data-parallel size.
+    targets[:, t] is the token that follows tokens[:, t], or negative if it does not count. The index is the same at any
+    data-parallel size.
+    documents: int32, the same shape, where they are masked: the number of each token's document in its row, ascending
+    from 0. num_documents: of all rows together. num_targets: how many targets count; None: all.
     """
 
     index: int
     tokens: torch.Tensor
     targets: torch.Tensor
+    documents: torch.Tensor | None = None
+    num_documents: int | None = None
+    num_targets: int | None = None
+
+    @classmethod
+    def of(
+        cls, index: int, samples: torch.Tensor, documents: torch.Tensor | None = None, boundary_loss: bool = True
+    ) -> MicroBatch:
+        """samples: int64 [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask them;
+        boundary_loss: whether targets of another document than their token's count."""
+        tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        if documents is None:
+            return cls(index, tokens, targets)
+        if not boundary_loss:
+            targets = without_boundaries(targets, documents)
+        # Rows begin with document 0 and leave none out.
+        return cls(
+            index,
+            tokens,
+            targets,
+            documents[:, :-1].contiguous(),
+            num_documents=int((documents[:, -2] + 1).sum()),
+            num_targets=None if boundary_loss else int((targets >= 0).sum()),
+        )
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory; DataLoader calls it by this name."""
-        return MicroBatch(self.index, self.tokens.pin_memory(), self.targets.pin_memory())
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), documents=documents)
 
 
 class LoaderError(RuntimeError):
     """A loader worker died, or none delivers any more."""
 
 
-class GlobalSamples(Dataset[tuple[int, np.ndarray]]):
-    """The samples of a run by global sample index: item i is (i, int64 [seq_length + 1])."""
+class GlobalSamples(Dataset[tuple[int, np.ndarray, np.ndarray | None]]):
+    """The samples of a run by global sample index: item i is (i, int64 [seq_length + 1], its documents if masked)."""
 
-    def __init__(self, schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> None:
+    def __init__(self, schedule: PhaseSchedule, sources: Mapping[str, Samples], masked: bool = False) -> None:
         self.schedule = schedule
         self.sources = dict(sources)
+        self.masked = masked
 
     def __len__(self) -> int:
         return self.schedule.num_samples
 
-    def __getitem__(self, index: int) -> tuple[int, np.ndarray]:
+    def __getitem__(self, index: int) -> tuple[int, np.ndarray, np.ndarray | None]:
         location = self.schedule.locate(index)
-        return index, self.sources[location.source].sample(location.ordinal)
+        source = self.sources[location.source]
+        if self.masked:
+            return index, *source.sample_and_documents(location.ordinal)
+        return index, source.sample(location.ordinal), None
 
 
 class MicroBatchLoader:
@@ -68,6 +101,7 @@ class MicroBatchLoader:
     processes prepare `prefetch` micro-batches each ahead of time; with 0 the rank prepares each when it needs
     it, and prefetch has no meaning. pin_memory is for a rank with a GPU. The global random state is left
     alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an error that names them.
+    masked, boundary_loss: as `data.documents=masked` and `data.boundary_loss` of a configuration.
 
     Raises ValueError when a source is missing or the global batch does not divide into whole rounds of
     micro-batches.
@@ -85,6 +119,8 @@ class MicroBatchLoader:
         prefetch: int = 2,
         allow_other_data: bool = False,
         timeout_seconds: float = 0.0,
+        masked: bool = False,
+        boundary_loss: bool = True,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank is {dp_rank}, which is not a rank of dp_size {dp_size}")
@@ -116,6 +152,8 @@ class MicroBatchLoader:
         self.prefetch = prefetch
         self.allow_other_data = allow_other_data
         self.timeout_seconds = timeout_seconds
+        self.masked = masked
+        self.boundary_loss = boundary_loss
         self.consumed_samples = 0
         """Global samples handed out so far, by all ranks together, the step in progress included."""
         self.changes: list[str] = []
@@ -140,7 +178,7 @@ class MicroBatchLoader:
     def _steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         setup = WorkerSetup(self.num_workers)
         loader: DataLoader[Any] = DataLoader(
-            GlobalSamples(self.schedule, self.sources),
+            GlobalSamples(self.schedule, self.sources, self.masked),
             batch_sampler=_MicroBatchIndices(self, start_step, end_step),
             collate_fn=self._collate,
             num_workers=self.num_workers,
@@ -184,14 +222,19 @@ class MicroBatchLoader:
                 raise LoaderError(f"{where}: {error}; {setup.in_words()}") from error
             raise
 
-    def _collate(self, samples: Sequence[tuple[int, np.ndarray]]) -> MicroBatch:
+    def _collate(self, samples: Sequence[tuple[int, np.ndarray, np.ndarray | None]]) -> MicroBatch:
         span = self.schedule.span_at(samples[0][0])
         index = (samples[0][0] - span.start) % span.batch_size // self.micro_batch_size
-        rows = torch.from_numpy(np.stack([tokens for _, tokens in samples]))
-        # A phase of shorter sequences cuts each sample into several.
-        length = span.sequence_length or rows.shape[1] - 1
-        tokens, targets = (part.contiguous().view(-1, length) for part in (rows[:, :-1], rows[:, 1:]))
-        return MicroBatch(index, tokens, targets)
+        rows = torch.from_numpy(np.stack([tokens for _, tokens, _ in samples]))
+        documents = [documents for _, _, documents in samples if documents is not None]
+        numbers = torch.from_numpy(np.stack(documents)) if documents else None
+        # A phase of shorter sequences cuts each sample into several, each of which begins with document 0.
+        if (length := span.sequence_length) is not None:
+            rows = rows.unfold(1, length + 1, length).reshape(-1, length + 1)
+            if numbers is not None:
+                numbers = numbers.unfold(1, length + 1, length).reshape(-1, length + 1)
+                numbers = numbers - numbers[:, :1]
+        return MicroBatch.of(index, rows, numbers, self.boundary_loss)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
