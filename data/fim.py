@@ -4,7 +4,7 @@ learns to fill a gap between what is before and behind it.
 A document's tokens are cut at two random places into prefix, middle and suffix, and become one of
 
     PSM   <prefix> prefix <suffix> suffix <middle> middle
-    SPM   <prefix> <suffix> suffix <middle> prefix middle      (the paper's variant 2, as Megatron and StarCoder have it)
+    SPM   <prefix> <suffix> suffix <middle> prefix middle      (the paper's variant 2, as Megatron has it)
 
 It is done to samples as they are served (the paper's "context level"): what a sample has of a document is the document.
 The token that ends a document stays at its end. Places are between tokens, so nothing is tokenized anew, and a model
@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ def rearranged(tokens: np.ndarray, documents: np.ndarray, fim: FimTokens, key: s
     parts: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     borders = [0, *(np.flatnonzero(np.diff(documents)) + 1).tolist(), len(tokens)]
-    for document, (start, end) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
+    for document, (start, end) in enumerate(pairwise(borders)):
         found = _document(tokens[start:end], fim, f"{key}/{document}")
         parts += found
         numbers.append(np.full(sum(map(len, found)), document, dtype=np.int32))
@@ -161,13 +162,14 @@ def check_fim(data: Any) -> None:
 def with_fim(
     sources: Mapping[str, Samples], given: Mapping[str, Any], tokenizer: TextTokenizer | None
 ) -> dict[str, Samples]:
-    """The sources, those in `given` (`data.fim` of a configuration) rearranged. Raises ValueError as fim_tokens does."""
+    """The sources, those in `given` (`data.fim` of a configuration) rearranged.
+
+    Raises ValueError for a name that is no source, and as fim_tokens does.
+    """
     missing = [name for name in given if name not in sources]
     if missing:
         raise ValueError(f"data.fim names {', '.join(missing)}, and the sources are {', '.join(sources)}")
-    return {
-        name: FillInTheMiddle(source, fim_tokens(f"data.fim.{name}", given[name], tokenizer))
-        if name in given
-        else source
-        for name, source in sources.items()
-    }
+    found = dict(sources)
+    for name, settings in given.items():
+        found[name] = FillInTheMiddle(sources[name], fim_tokens(f"data.fim.{name}", settings, tokenizer))
+    return found

@@ -132,8 +132,9 @@ class MegatronConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class FimConfig:
-    """Fill-in-the-middle of a source (data/fim.py): `rate` of its documents become prefix, suffix and middle behind their
-    tokens, `spm_rate` of these with the suffix first. prefix, middle, suffix: the tokens' names in the tokenizer."""
+    """Fill-in-the-middle of a source (data/fim.py): `rate` of its documents become prefix, suffix and middle behind
+    their tokens, `spm_rate` of these with the suffix first. prefix, middle, suffix: the tokens' names in the
+    tokenizer."""
 
     rate: Share = 0.5
     spm_rate: Share = 0.5
