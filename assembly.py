@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from data.bundle import DataBundle
 from data.fim import with_fim
@@ -23,7 +24,8 @@ from data.phase_lengths import Phase
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
 from data.samples import Samples, SampleSource
-from data.validation import ValidationSet
+from data.text_bytes import bytes_per_token
+from data.validation import ValidationSet, Yardstick
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.choice import origin_state
@@ -154,6 +156,7 @@ class Run:
     bundle: DataBundle
     loader: MicroBatchLoader
     validation: list[ValidationSet]
+    yardsticks: dict[str, Yardstick]
     checkpointer: Checkpointer
     guard: NonFiniteGuard
     spikes: SpikeGuard
@@ -192,6 +195,11 @@ class Run:
         """How often the steps [0, step) have gone through each source that gave any of their samples."""
         taken = self.phases.counts(self.samples(step))
         return {name: self.loader.sources[name].epochs(count) for name, count in taken.items()}
+
+    def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:
+        """Held-out losses in nats per token, by set, as bits for each byte of text, where its bytes are known."""
+        bits = {name: self.yardsticks[name].bits_per_byte(loss) for name, loss in losses.items()}
+        return {name: value for name, value in bits.items() if value is not None}
 
     def check_epochs(self) -> None:
         """Raise ConfigError if the run would go through a source too often, what has been included."""
@@ -331,6 +339,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
     model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
     with configuration_errors():
         bundle, loader, validation = open_run_data(config, mesh)
+        measures = yardsticks(validation, bundle, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
@@ -346,6 +355,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         bundle=bundle,
         loader=loader,
         validation=validation,
+        yardsticks=measures,
         checkpointer=Checkpointer(
             Path(config.run.dir) / "checkpoints",
             mesh,
@@ -433,6 +443,21 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
         for name, stream in bundle.validation.items()
     ]
     return bundle, loader, validation
+
+
+def yardsticks(validation: list[ValidationSet], bundle: DataBundle, mesh: ParallelMesh) -> dict[str, Yardstick]:
+    """What held-out losses are measured by, by set. A collective; each rank reads its share of the windows.
+
+    Raises ValueError, on all ranks, for token ids outside the model's vocabulary.
+    """
+    lengths = None if bundle.tokenizer is None else bundle.tokenizer.byte_lengths()
+    found = {}
+    for held_out in validation:
+        counts = held_out.target_counts(mesh.dp_rank, mesh.dp_size).to(mesh.device)
+        dist.all_reduce(counts, group=mesh.dp_group)
+        held_out.check_ids(counts)
+        found[held_out.name] = Yardstick.of(counts[:-1].cpu(), lengths, bytes_per_token(held_out.stream))
+    return found
 
 
 @contextlib.contextmanager

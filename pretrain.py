@@ -44,7 +44,6 @@ from assembly import (
 )
 from data.cache import default_cache_dir
 from data.plan import planned_use
-from data.validation import unigram_entropy
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import drift
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError, Resumed
@@ -151,7 +150,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         )
         return state.ended(ExitCode.FINISHED, start)
 
-    entropy = {v.name: unigram_entropy(v.target_counts()) for v in run.validation}
+    entropy = {name: yardstick.unigram_entropy for name, yardstick in run.yardsticks.items()}
     plan = run.controller.plans[0].as_dict()
     log.open(
         start,
@@ -186,7 +185,8 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     if steps_done < steps:
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
-        summarize(log.console, config, run.tokens(steps), run.controller.switch.switched_at, losses, entropy)
+        bits, switched_at = run.bits_per_byte(losses), run.controller.switch.switched_at
+        summarize(log.console, config, run.tokens(steps), switched_at, losses, entropy, bits)
     return state.ended(ExitCode.FINISHED, steps_done)
 
 
@@ -225,7 +225,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
             answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
         if run.validation and (done == steps or is_due(config.validation.interval, done)):
             losses = validation_losses(run)
-            log.validation(done, run.tokens(done), losses)
+            log.validation(done, run.tokens(done), losses, run.bits_per_byte(losses))
         log.saves(run.checkpointer.reports(result.requests.save_failed))
         if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
             save(run, done, last=done == steps or result.requests.stop)
@@ -244,7 +244,7 @@ def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
     log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
     if missing.validation:
         losses = validation_losses(run)
-        log.validation(steps, run.tokens(steps), losses)
+        log.validation(steps, run.tokens(steps), losses, run.bits_per_byte(losses))
     if missing.checkpoint:
         log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
     return steps, losses

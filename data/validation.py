@@ -1,15 +1,24 @@
 """Held-out windows, the same at every evaluation and at every data-parallel size, and what a loss is measured
 by.
 
-`unigram_entropy` is the yardstick: the mean loss, in nats per token, of a model that ignores all context but
-knows the exact frequencies of the very target tokens it is tested on. No fixed distribution over tokens can
-do better on those tokens, so a model whose validation loss is lower has learnt from context. It is computed
-per source, from the targets of that source's windows, and pooled, from the targets of all windows together.
+A set is read again at every evaluation, a micro-batch at a time, so that one of any size takes no memory. Tokens behind
+the last whole window are left out: fewer than seq_length of them.
+
+Two yardsticks, both of the very targets that are evaluated:
+
+`unigram_entropy`: the mean loss, in nats per token, of a model that ignores all context but knows the exact frequencies
+of these targets. No fixed distribution over tokens can do better on those tokens, so a model whose validation loss is
+lower has learnt from context.
+
+`bits_per_byte`: the loss for each byte of the text that the targets stand for. Losses per token of two tokenizers mean
+different things, these do not. A document's end has a loss and no bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,15 +26,32 @@ import torch
 from data.bundle import TokenSource
 from data.documents import document_numbers
 from data.loader import MicroBatch
-from data.samples import num_windows
+from data.orders import num_windows
+
+# Windows that are counted at a time.
+_BLOCK = 64
+
+
+class HeldOutBatches:
+    """One rank's micro-batches of a ValidationSet, read as they are iterated over; the first is as large as any."""
+
+    def __init__(self, held_out: ValidationSet, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
+        self._held_out, self._size = held_out, micro_batch_size
+        self._indices = range(dp_rank, -(-held_out.num_samples // micro_batch_size), dp_size)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for index in self._indices:
+            yield self._held_out.batch(index, index * self._size, (index + 1) * self._size)
 
 
 class ValidationSet:
     """num_samples windows of seq_length targets each, spread evenly over a held-out source; no target twice.
 
-    A source with fewer windows gives all it has: read `.num_samples`. masked, boundary_loss: as of the loader.
-    Raises ValueError for a non-positive argument, a source shorter than one window, or a token id outside the model's
-    vocabulary.
+    num_samples: None for all windows. A source with fewer windows gives all it has: read `.num_samples`. masked,
+    boundary_loss: as of the loader. Raises ValueError for a non-positive argument or a source shorter than one window.
     """
 
     def __init__(
@@ -33,41 +59,41 @@ class ValidationSet:
         name: str,
         stream: TokenSource,
         seq_length: int,
-        num_samples: int,
+        num_samples: int | None,
         vocab_size: int,
         masked: bool = False,
         boundary_loss: bool = True,
     ) -> None:
-        if seq_length < 1 or num_samples < 1:
+        if seq_length < 1 or (num_samples is not None and num_samples < 1):
             raise ValueError(
                 f"validation needs windows, got {num_samples} of length {seq_length}; both must be positive"
             )
-        available = num_windows(stream.num_tokens, seq_length)
-        if available == 0:
+        self._available = num_windows(stream.num_tokens, seq_length)
+        if self._available == 0:
             raise ValueError(
                 f"validation source {name!r} ({stream}) has {stream.num_tokens} tokens, fewer than "
                 f"one window of seq_length + 1 = {seq_length + 1}; shorten the sequence or hold out more text"
             )
         self.name = name
-        self.num_samples = min(num_samples, available)
-        self.windows = [i * available // self.num_samples for i in range(self.num_samples)]
-        rows = [stream.tokens(window * seq_length, seq_length + 1) for window in self.windows]
-        # Read once: every evaluation uses all of it, and it is small beside a model.
-        self._samples = torch.from_numpy(np.stack(rows).astype(np.int64))
-        low, high = int(self._samples.min()), int(self._samples.max())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"validation source {name!r} ({stream}) holds token ids {low} to {high}, outside the "
-                f"model's vocabulary of {vocab_size}; raise model.vocab_size or prepare the data again"
-            )
+        self.stream = stream
+        self.seq_length = seq_length
+        self.num_samples = self._available if num_samples is None else min(num_samples, self._available)
         self.vocab_size = vocab_size
+        self.masked = masked
         self.boundary_loss = boundary_loss
-        self._documents: torch.Tensor | None = None
-        if masked:
-            numbers = [document_numbers(stream, window * seq_length, seq_length + 1) for window in self.windows]
-            self._documents = torch.from_numpy(np.stack(numbers))
 
-    def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
+    def window(self, sample: int) -> int:
+        """Which window of the stream a sample is."""
+        return sample * self._available // self.num_samples
+
+    def batch(self, index: int, start: int, end: int) -> MicroBatch:
+        """The samples [start, end), as far as there are any, as micro-batch `index`.
+
+        Raises ValueError for a token id outside the model's vocabulary.
+        """
+        return self._batch(index, self._rows(start, end), start)
+
+    def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> HeldOutBatches:
         """This rank's share: micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order.
 
         Over all ranks each window comes exactly once. The last micro-batch may have fewer windows, and a rank one
@@ -75,16 +101,85 @@ class ValidationSet:
         """
         if micro_batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ValueError(f"cannot split into micro-batches of {micro_batch_size} for rank {dp_rank} of {dp_size}")
-        for index, samples in enumerate(self._samples.split(micro_batch_size)):
-            if index % dp_size == dp_rank:
-                rows = slice(index * micro_batch_size, index * micro_batch_size + len(samples))
-                documents = None if self._documents is None else self._documents[rows]
-                yield MicroBatch.of(index, samples, documents, self.boundary_loss)
+        return HeldOutBatches(self, micro_batch_size, dp_rank, dp_size)
 
-    def target_counts(self) -> torch.Tensor:
-        """How often each token is a target that counts, int64 [vocab_size]; the sum over several sets pools them."""
-        [whole] = self.batches(self.num_samples, 0, 1)
-        return torch.bincount(whole.targets[whole.targets >= 0], minlength=self.vocab_size)
+    def target_counts(self, dp_rank: int = 0, dp_size: int = 1) -> torch.Tensor:
+        """How often each token is a target that counts, and how many ids lie outside the model's vocabulary: int64
+        [vocab_size + 1]. Of this rank's share of the windows; the sum over all ranks is of all of them."""
+        counts = torch.zeros(self.vocab_size + 1, dtype=torch.int64)
+        for start in range(dp_rank * _BLOCK, self.num_samples, dp_size * _BLOCK):
+            rows = self._read(start, start + _BLOCK)
+            outside = (rows < 0) | (rows >= self.vocab_size)
+            if outside.any():
+                counts[-1] += outside.sum()
+                continue
+            targets = self._batch(0, rows, start).targets
+            counts[:-1] += torch.bincount(targets[targets >= 0], minlength=self.vocab_size)
+        return counts
+
+    def check_ids(self, counts: torch.Tensor) -> None:
+        """Raise ValueError if `target_counts`, of all ranks, met ids outside the model's vocabulary."""
+        if counts[-1]:
+            raise ValueError(
+                f"validation source {self.name!r} ({self.stream}) holds token ids outside the model's vocabulary of "
+                f"{self.vocab_size}; raise model.vocab_size or prepare the data again"
+            )
+
+    def _batch(self, index: int, rows: torch.Tensor, start: int) -> MicroBatch:
+        numbers = None
+        if self.masked:
+            found = [
+                document_numbers(self.stream, self.window(start + row) * self.seq_length, self.seq_length + 1)
+                for row in range(len(rows))
+            ]
+            numbers = torch.from_numpy(np.stack(found))
+        return MicroBatch.of(index, rows, numbers, self.boundary_loss)
+
+    def _rows(self, start: int, end: int) -> torch.Tensor:
+        rows = self._read(start, end)
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"validation source {self.name!r} ({self.stream}) holds token ids {low} to {high}, outside the "
+                f"model's vocabulary of {self.vocab_size}; raise model.vocab_size or prepare the data again"
+            )
+        return rows
+
+    def _read(self, start: int, end: int) -> torch.Tensor:
+        """int64 [windows, seq_length + 1] of the samples [start, end)."""
+        length = self.seq_length
+        windows = map(self.window, range(start, min(end, self.num_samples)))
+        rows = [self.stream.tokens(window * length, length + 1) for window in windows]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What the losses of one set are measured by.
+
+    targets: those that count. unigram_entropy: nats per token. text_bytes: of the text that they stand for, exact where
+    the tokenizer says it, else by the average of the source; None if nobody knows.
+    """
+
+    targets: int
+    unigram_entropy: float
+    text_bytes: float | None
+
+    @classmethod
+    def of(
+        cls, counts: torch.Tensor, byte_lengths: np.ndarray | None, bytes_per_token: float | None = None
+    ) -> Yardstick:
+        """counts: int64 [vocab_size] of the targets. byte_lengths: of the tokenizer's tokens, [at most vocab_size].
+        bytes_per_token: the average, where there are none."""
+        targets = int(counts.sum())
+        text_bytes = None if bytes_per_token is None else targets * bytes_per_token
+        if byte_lengths is not None:
+            text_bytes = float(counts[: len(byte_lengths)] @ torch.from_numpy(byte_lengths))
+        return cls(targets, unigram_entropy(counts), text_bytes or None)
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """A mean loss in nats per target as bits for each byte of text."""
+        return None if self.text_bytes is None else loss * self.targets / (math.log(2) * self.text_bytes)
 
 
 def unigram_entropy(token_counts: torch.Tensor) -> float:

@@ -94,6 +94,24 @@ class HuggingFaceTokenizer(TextTokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
+    def byte_lengths(self) -> np.ndarray | None:
+        settings = json.loads(self._content)
+        decoder = settings.get("decoder") or {}
+        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if "type" in part}
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        added = {token["id"]: token for token in settings.get("added_tokens", [])}
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if number in added:
+                lengths[number] = 0 if added[number]["special"] else len(token.encode())
+            elif "ByteLevel" in kinds:
+                lengths[number] = len(token)  # a character for each byte
+            elif kinds & {"ByteFallback", "Metaspace"}:
+                is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+                lengths[number] = 1 if is_byte else len(token.replace("\u2581", " ").encode())
+            else:
+                return None
+        return lengths
+
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 

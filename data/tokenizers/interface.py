@@ -48,6 +48,14 @@ class TextTokenizer(ABC):
         """The id of a token by its name; None if there is no such token."""
 
     @abstractmethod
+    def byte_lengths(self) -> np.ndarray | None:
+        """Bytes of UTF-8 text that each token stands for: int64 [vocab_size]; 0 of special tokens and gaps.
+
+        The tokens of a text sum to its bytes, or nearly so where the tokenizer changes text before it cuts it (spaces
+        that it puts in front, unknown characters). None if a token alone does not say.
+        """
+
+    @abstractmethod
     def fingerprint(self) -> str:
         """sha256 of what it was read from: equal fingerprints encode every text equally."""
 

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sentencepiece
 
 from data.tokenizers.interface import TextTokenizer, end_of_document
+
+_SPACE = "\u2581"  # how pieces write one
 
 
 class SentencePieceTokenizer(TextTokenizer):
@@ -48,6 +51,15 @@ class SentencePieceTokenizer(TextTokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._processor.decode([int(i) for i in ids])
+
+    def byte_lengths(self) -> np.ndarray:
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for number in range(self.vocab_size):
+            if self._processor.is_byte(number):
+                lengths[number] = 1
+            elif not (self._processor.is_control(number) or self._processor.is_unknown(number)):
+                lengths[number] = len(self._processor.id_to_piece(number).replace(_SPACE, " ").encode())
+        return lengths
 
     def token_id(self, token: str) -> int | None:
         found = self._processor.piece_to_id(token)

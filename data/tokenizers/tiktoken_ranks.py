@@ -67,6 +67,12 @@ class TiktokenTokenizer(TextTokenizer):
         special = set(self._parts[2].values())
         return self._encoding.decode([int(i) for i in ids if int(i) not in special])
 
+    def byte_lengths(self) -> np.ndarray:
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, rank in self._parts[0].items():
+            lengths[rank] = len(token)
+        return lengths
+
     def token_id(self, token: str) -> int | None:
         return self._parts[2].get(token)
 

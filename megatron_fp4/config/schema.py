@@ -282,10 +282,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ValidationConfig:
-    """interval: steps between validations (0: only at the end). num_samples: held-out sequences per source."""
+    """interval: steps between validations (0: only at the end).
+
+    num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
+    """
 
     interval: AtLeastZero = 50
-    num_samples: AtLeastOne = 32
+    num_samples: AtLeastOne | None = 32
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -131,10 +131,13 @@ class RunConsole:
         elif metrics.step % self.interval == 0 or metrics.step == self.total_steps or metrics.skipped:
             self.text(f"step {metrics.step}/{self.total_steps}  {metrics.phase}  {numbers}")
 
-    def validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Show validation losses by source, in nats per token."""
+    def validation(
+        self, step: int, losses: Mapping[str, float], bits_per_byte: Mapping[str, float] | None = None
+    ) -> None:
+        """Show validation losses by source, in nats per token, and for each byte of text where that is known."""
+        bits = {source: f" ({value:.4f} bits/byte)" for source, value in (bits_per_byte or {}).items()}
         self._validation = f"  val {sum(losses.values()) / len(losses):.4f}" if losses else ""
-        each = "  ".join(f"{source} {loss:.4f}" for source, loss in losses.items())
+        each = "  ".join(f"{source} {loss:.4f}{bits.get(source, '')}" for source, loss in losses.items())
         self.text(f"validation after step {step}: {each}")
 
     def event(self, step: int, text: str) -> None:

@@ -5,7 +5,8 @@
     run         once per start: the step it starts from, and whatever facts about the run the caller gives (total
                 steps, where the decay starts, ...), for those who read the file without the configuration
     step        one training step: the fields of `StepMetrics`; `epochs` every `logging.interval` steps
-    validation  `losses`, one per source (nats per token), and `loss`, their mean
+    validation  `losses`, one per source (nats per token), and `loss`, their mean; `bits_per_byte`, one per source
+                whose bytes of text are known
     diagnostics, gradient_noise
                 measurements of what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
     event       `event` (switch, checkpoint, skip, stop, ...) and its details; a switch belongs to the first step that
@@ -150,11 +151,19 @@ class MetricsWriter:
         curves = {f"train/{name}": record[name] for name in names}
         self._show({**curves, **{f"epochs/{name}": epochs for name, epochs in metrics.epochs.items()}}, metrics.step)
 
-    def validation(self, step: int, tokens: int, losses: dict[str, float]) -> None:
-        """Record validation losses by source, in nats per token, after `step` steps and `tokens` training tokens."""
+    def validation(
+        self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float] | None = None
+    ) -> None:
+        """Record validation losses by source, in nats per token, after `step` steps and `tokens` training tokens.
+
+        bits_per_byte: the same for each byte of text, of sources whose bytes are known.
+        """
         mean = sum(losses.values()) / len(losses) if losses else math.nan
-        self._write({"kind": "validation", "step": step, "tokens": tokens, "loss": mean, "losses": losses})
+        record = {"kind": "validation", "step": step, "tokens": tokens, "loss": mean, "losses": losses}
+        self._write(record | ({"bits_per_byte": bits_per_byte} if bits_per_byte else {}))
         self._show({f"validation/{source}": loss for source, loss in losses.items()}, step)
+        if bits_per_byte:
+            self._show({f"bits_per_byte/{source}": bits for source, bits in bits_per_byte.items()}, step)
 
     def record(self, step: int, kind: str, values: dict[str, Any], scalars: dict[str, float]) -> None:
         """Record a measurement of another kind after `step` steps: `values` (JSON), and what of it makes curves."""

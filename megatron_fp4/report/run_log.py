@@ -117,10 +117,11 @@ class RunLog:
         self.metrics.event(spike.step, "spike", **{k: v for k, v in asdict(spike).items() if k != "step"}, **details)
         self.console.event(spike.step, f"spike: {spike}; {answer}")
 
-    def validation(self, step: int, tokens: int, losses: dict[str, float]) -> None:
-        """Held-out losses by source, in nats per token, after `step` steps and `tokens` training tokens."""
-        self.metrics.validation(step, tokens, losses)
-        self.console.validation(step, losses)
+    def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
+        """Held-out losses by source, in nats per token, and as far as known in bits per byte of text, after `step`
+        steps and `tokens` training tokens."""
+        self.metrics.validation(step, tokens, losses, bits_per_byte)
+        self.console.validation(step, losses, bits_per_byte)
 
     def saves(self, reports: Sequence[SaveReport]) -> None:
         """Saves have ended; those of which no checkpoint came are said loudly."""

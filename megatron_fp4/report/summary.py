@@ -65,11 +65,12 @@ def summarize(
     switched_at: int | None,
     losses: Mapping[str, float],
     entropy: Mapping[str, float],
+    bits_per_byte: Mapping[str, float],
 ) -> None:
     """Print the final table of a finished run and write its summary.json and loss.png, as far as the disk takes them.
 
     num_tokens: of the run. switched_at: the first step under the plan after the precision switch. losses, entropy:
-    held-out loss and unigram entropy per source, in nats.
+    held-out loss and unigram entropy per source, in nats. bits_per_byte: the loss for each byte of text, where known.
     """
     run_dir = Path(config.run.dir)
     facts: dict[str, Any] = {
@@ -79,6 +80,8 @@ def summarize(
     }
     for name, loss in losses.items():
         facts[f"validation loss, {name} (nats)"] = round(loss, 4)
+        if name in bits_per_byte:
+            facts[f"validation loss, {name} (bits per byte)"] = round(bits_per_byte[name], 4)
         facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
         facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
     text = json.dumps({"finished": True, **facts}, indent=1) + "\n"

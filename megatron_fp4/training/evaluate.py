@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,18 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import MicroBatch, loss_of
 
 
+class MicroBatches(Protocol):
+    """A list, or what is read while it is iterated over, as often as one likes."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[MicroBatch]: ...
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    sources: Mapping[str, Iterable[MicroBatch]],
+    sources: Mapping[str, MicroBatches],
     mesh: ParallelMesh,
     clock: RunClock,
     progress: Progress | None = None,
@@ -28,19 +37,19 @@ def evaluate(
 
     model: as `accumulate.loss_of` calls it. sources: the same names in the same order on all ranks, this data-parallel
     rank's micro-batches of each, all with documents or all without. Ranks may have different numbers of
-    them, also none, and micro-batches different numbers of rows. Sums are FP64. Training is not disturbed: mode and
+    them, also none, and micro-batches different numbers of rows, but no more than a rank's first. They are read one at
+    a time, so a source may be larger than memory. Sums are FP64. Training is not disturbed: mode and
     clock are as before afterwards, and parameters are sharded. progress: is told that this rank gets on.
 
     Raises ValueError if a source has no targets that count on any rank.
     """
-    batches = {name: list(micro_batches) for name, micro_batches in sources.items()}
-    counts, filler = _common_shape(batches, mesh)
-    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=mesh.device)  # NLL, targets
+    counts, filler = _common_shape(sources, mesh)
+    sums = torch.zeros(len(sources), 2, dtype=torch.float64, device=mesh.device)  # NLL, targets
 
     was_training, step, micro_batch = model.training, clock.step, clock.micro_batch
     model.eval()
     try:
-        for row, mine, count in zip(sums, batches.values(), counts, strict=True):
+        for row, mine, count in zip(sums, sources.values(), counts, strict=True):
             for batch in mine:
                 if progress is not None:
                     progress.alive()
@@ -57,7 +66,7 @@ def evaluate(
 
     dist.all_reduce(sums, group=mesh.dp_group)
     losses: dict[str, float] = {}
-    for name, (nll, num_targets) in zip(batches, sums.tolist(), strict=True):
+    for name, (nll, num_targets) in zip(sources, sums.tolist(), strict=True):
         if num_targets == 0:
             raise ValueError(f"validation source {name!r} has no tokens that count; give it data or leave it out")
         losses[name] = nll / num_targets
@@ -76,13 +85,13 @@ class _Filler:
     num_targets: int | None = None
 
 
-def _common_shape(batches: Mapping[str, Sequence[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], _Filler]:
+def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tuple[list[int], _Filler]:
     """How many forwards of each source every rank runs, and the micro-batch for those that count nothing: zeros in the
     shape of the largest, with documents if others have them, since these run other kernels."""
-    all_of_them = [batch for mine in batches.values() for batch in mine]
-    rows, length = (max((batch.tokens.shape[dim] for batch in all_of_them), default=0) for dim in (0, 1))
-    masked = any(batch.documents is not None for batch in all_of_them)
-    agreed = torch.tensor([rows, length, masked, *map(len, batches.values())], device=mesh.device)
+    firsts = [next(iter(mine)) for mine in sources.values() if len(mine)]
+    rows, length = (max((batch.tokens.shape[dim] for batch in firsts), default=0) for dim in (0, 1))
+    masked = any(batch.documents is not None for batch in firsts)
+    agreed = torch.tensor([rows, length, masked, *map(len, sources.values())], device=mesh.device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.dp_group)
     rows, length, masked, *counts = agreed.tolist()
     tokens = torch.zeros(rows, length, dtype=torch.int64)

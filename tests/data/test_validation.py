@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from data.indexed_dataset import IndexedDataset
-from data.validation import ValidationSet, unigram_entropy
+from data.concatenation import Concatenation
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.text_bytes import bytes_per_token
+from data.token_range import TokenRange
+from data.tokenizer import train_tokenizer
+from data.validation import ValidationSet, Yardstick, unigram_entropy
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -34,20 +40,25 @@ def test_every_window_counts_once_at_any_size(make_dataset: MakeDataset, dp_size
 def test_windows_are_spread_and_never_overlap(make_dataset: MakeDataset) -> None:
     dataset = make_dataset("code", 503)
     validation = ValidationSet("code", dataset, 8, num_samples=11, vocab_size=1000)
-    assert len(set(validation.windows)) == 11
-    assert validation.windows[0] == 0 and validation.windows[-1] >= 55  # of 62
+    windows = [validation.window(sample) for sample in range(11)]
+    assert len(set(windows)) == 11
+    assert windows[0] == 0 and windows[-1] >= 55  # of 62
     [batch] = validation.batches(11, 0, 1)
-    for row, window in zip(batch.targets, validation.windows, strict=True):
+    for row, window in zip(batch.targets, windows, strict=True):
         assert row.tolist() == dataset.tokens(window * 8 + 1, 8).tolist()
-    everything = ValidationSet("code", dataset, 8, num_samples=10_000, vocab_size=1000)
-    assert everything.windows == list(range(62))
+    for num_samples in (10_000, None):
+        everything = ValidationSet("code", dataset, 8, num_samples, vocab_size=1000)
+        assert everything.num_samples == 62
+        [batch] = everything.batches(100, 0, 1)
+        # Every token but the first, and those behind the last whole window.
+        assert batch.targets.flatten().tolist() == dataset.tokens(1, 62 * 8).tolist()
 
 
 def test_counts_are_of_the_targets(make_dataset: MakeDataset) -> None:
     validation = ValidationSet("code", make_dataset("code", 503), 8, num_samples=11, vocab_size=1000)
     [batch] = validation.batches(11, 0, 1)
     counts = validation.target_counts()
-    assert counts.shape == (1000,) and counts.sum() == 88
+    assert counts.shape == (1001,) and counts[-1] == 0 and counts.sum() == 88
     assert all(counts[token] == (batch.targets == token).sum() for token in batch.targets.unique())
 
 
@@ -58,7 +69,7 @@ def test_unigram_entropy_in_nats() -> None:
 
 
 def test_no_fixed_distribution_beats_the_unigram_entropy(make_dataset: MakeDataset) -> None:
-    counts = ValidationSet("code", make_dataset("code", 503), 8, num_samples=11, vocab_size=1000).target_counts()
+    counts = ValidationSet("code", make_dataset("code", 503), 8, num_samples=11, vocab_size=1000).target_counts()[:-1]
     frequencies = counts / counts.sum()
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -72,9 +83,93 @@ def test_misuse_is_explained(make_dataset: MakeDataset) -> None:
         ValidationSet("code", dataset, 20, 1, 1000)
     with pytest.raises(ValueError, match="0 of length 4"):
         ValidationSet("code", dataset, 4, 0, 1000)
+    small = ValidationSet("code", dataset, 4, 3, 2)
     with pytest.raises(ValueError, match="vocabulary of 2"):
-        ValidationSet("code", dataset, 4, 3, 2)
+        next(iter(small.batches(1, 0, 1)))
+    with pytest.raises(ValueError, match="vocabulary of 2"):
+        small.check_ids(small.target_counts())
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        next(ValidationSet("code", dataset, 4, 3, 1000).batches(1, 2, 2))
+        ValidationSet("code", dataset, 4, 3, 1000).batches(1, 2, 2)
     with pytest.raises(ValueError, match="no tokens were counted"):
         unigram_entropy(torch.zeros(4, dtype=torch.int64))
+
+
+def test_ranks_count_their_shares(make_dataset: MakeDataset) -> None:
+    validation = ValidationSet("code", make_dataset("code", 5003), 8, None, vocab_size=1000)
+    whole = validation.target_counts()
+    assert whole.sum() == 625 * 8
+    for dp_size in (2, 3, 16):
+        assert torch.equal(sum(validation.target_counts(rank, dp_size) for rank in range(dp_size)), whole)
+    few = ValidationSet("code", make_dataset("code", 5003), 8, None, vocab_size=999)
+    found = few.target_counts()[-1]
+    assert found >= whole[999] > 0  # a token between two windows is in both of them
+    few.check_ids(whole * 0)
+
+
+class Watched:
+    """A stream that knows how much of it is asked for at a time."""
+
+    def __init__(self, dataset: IndexedDataset) -> None:
+        self.dataset, self.num_tokens, self.asked = dataset, dataset.num_tokens, 0
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        self.asked += length
+        return self.dataset.tokens(start, length)
+
+
+def test_nothing_is_kept_in_memory(make_dataset: MakeDataset) -> None:
+    stream = Watched(make_dataset("code", 50_003))
+    batches = ValidationSet("code", stream, 8, None, 1000).batches(4, 0, 1)  # type: ignore[arg-type]
+    assert len(batches) == 1563 and stream.asked == 0
+    for turn in range(1, 3):  # it can be iterated over again
+        for number, batch in enumerate(batches):
+            assert batch.index == number
+            assert stream.asked - (turn - 1) * 6250 * 9 == min(number + 1, 1562.5) * 4 * 9
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n    return x + 1\n", "naïve façade – 数据 🙂\n"])
+def test_bits_per_byte_of_the_very_targets(text: str, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([text * 3] * 5, 280)
+    documents = [[*ids, tokenizer.eod_id] for ids in tokenizer.encode_batch([text * n for n in range(1, 20)])]
+    with IndexedDatasetWriter(tmp_path / "held_out", np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+    validation = ValidationSet("web", IndexedDataset(tmp_path / "held_out"), 16, None, vocab_size=300)
+    yardstick = Yardstick.of(validation.target_counts()[:-1], tokenizer.byte_lengths())
+    stream = [token for document in documents for token in document]
+    targets = stream[1 : 1 + validation.num_samples * 16]
+    # The bytes before the first target, and of what is left behind the last window.
+    rest = [tokenizer.encode_batch([text])[0][:1], stream[1 + len(targets) :]]
+    lengths = tokenizer.byte_lengths()
+    assert lengths is not None
+    assert yardstick.targets == len(targets)
+    total = sum(n * len(text.encode()) for n in range(1, 20))
+    assert yardstick.text_bytes == total - sum(int(lengths[token]) for part in rest for token in part)
+    assert yardstick.bits_per_byte(2.0) == pytest.approx(2.0 * len(targets) / math.log(2) / yardstick.text_bytes)
+    # A model that knows each byte's bits: 8 bits a byte.
+    nats = 8 * math.log(2) * yardstick.text_bytes / len(targets)
+    assert yardstick.bits_per_byte(nats) == pytest.approx(8.0)
+
+
+def test_bits_per_byte_by_the_average_of_the_source(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset("web", 500)
+    validation = ValidationSet("web", dataset, 8, 11, vocab_size=1000)
+    counts = validation.target_counts()[:-1]
+    assert Yardstick.of(counts, None, bytes_per_token(dataset)).bits_per_byte(1.0) is None
+    facts = Path(f"{dataset.prefix}.json")
+    facts.write_text('{"tokens": 500, "text_bytes": 2000}')
+    yardstick = Yardstick.of(counts, None, bytes_per_token(dataset))
+    assert yardstick.text_bytes == 88 * 4.0
+    assert bytes_per_token(TokenRange(dataset, 1, dataset.num_sequences)) == 4.0
+    both = Concatenation([dataset, make_dataset("other", 300)])
+    assert bytes_per_token(both) is None
+    (facts.parent / "other.json").write_text('{"tokens": 300, "text_bytes": 400}')
+    assert bytes_per_token(both) == 2400 / 800
+    for wrong in (
+        '{"tokens": 499, "text_bytes": 2000}',
+        '{"tokens": 500}',
+        "no JSON",
+        '{"tokens": 500, "text_bytes": 0}',
+    ):
+        facts.write_text(wrong)
+        assert bytes_per_token(dataset) is None

@@ -30,7 +30,7 @@ def _sources(mesh: Any) -> dict[str, list[ToyBatch]]:
 def _evaluate(rank: int) -> dict[str, float]:
     mesh = toy_mesh()
     model, _ = toy(mesh)
-    return evaluate(model, {name: iter(b) for name, b in _sources(mesh).items()}, mesh, RunClock(0))
+    return evaluate(model, _sources(mesh), mesh, RunClock(0))
 
 
 @pytest.mark.slow
