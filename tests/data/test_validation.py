@@ -127,7 +127,7 @@ def test_nothing_is_kept_in_memory(make_dataset: MakeDataset) -> None:
             assert stream.asked - (turn - 1) * 6250 * 9 == min(number + 1, 1562.5) * 4 * 9
 
 
-@pytest.mark.parametrize("text", ["def f(x):\n    return x + 1\n", "naïve façade – 数据 🙂\n"])
+@pytest.mark.parametrize("text", ["def f(x):\n    return x + 1\n", "naïve façade, 数据 🙂\n"])
 def test_bits_per_byte_of_the_very_targets(text: str, tmp_path: Path) -> None:
     tokenizer = train_tokenizer([text * 3] * 5, 280)
     documents = [[*ids, tokenizer.eod_id] for ids in tokenizer.encode_batch([text * n for n in range(1, 20)])]
