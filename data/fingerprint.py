@@ -44,7 +44,8 @@ def differences(
     """
     one = next(iter(sources.values()))
     now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
-    found = [f"{key} was {saved[key]} and is now {value}" for key, value in now.items() if saved[key] != value]
+    keys = {"seed": "run.seed", "seq_length": "train.sequence_length", "order": "data.order"}
+    found = [f"{keys[key]} was {saved[key]} and is now {value}" for key, value in now.items() if saved[key] != value]
     current = schedule.description()
     if served(saved["phases"], consumed_samples) != served(current, consumed_samples):
         changed = _changed_phase(saved["phases"], current, consumed_samples)

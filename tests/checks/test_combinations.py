@@ -152,7 +152,7 @@ def test_data():
     assert "data.cache_dir=/c has no effect" in refusal({**indexed, "data.cache_dir": "/c"})
     assert "give at least one: 'data.phases=" in refusal({**indexed, "data.phases": []})
     message = refusal({**indexed, "data.phases": phases})
-    assert "(0.5 + 0.4) sum to 0.9; they must sum to 1" in message
+    assert "the fractions of the phases a, b sum to 0.9; they must sum to 1" in message
     assert "data.phases[1].name=a is taken" in refusal({**indexed, "data.phases": [phases[0], phases[0]]})
     one = PhaseConfig("a", 1.0, {"web": 1.0})
     for phase, expected in {
