@@ -42,8 +42,8 @@ def test_a_limit_of_epochs() -> None:
         check_epochs(schedule, sources(), 1)
     assert str(refusal.value) == (
         "the run would go through code (1,601 tokens) 1.12 times by the end of phase broad, where 1 is the limit; "
-        "prose (801 tokens) 1.76 times by the end of phase late, where 1 is the limit: lower their weights in data.phases or "
-        "train.steps, add text, or raise data.max_epochs"
+        "prose (801 tokens) 1.76 times by the end of phase late, where 1 is the limit: lower their weights in "
+        "data.phases or train.steps, add text, or raise data.max_epochs"
     )
     with pytest.raises(ValueError, match=r"prose .* where 1\.5 is the limit"):
         check_epochs(schedule, sources(), {"prose": 1.5})
