@@ -79,6 +79,11 @@ class IndexFile:
         self._whole, self._opening = None, False
 
     @property
+    def size(self) -> int:
+        """Of the `.idx`, in bytes."""
+        return self._file.size
+
+    @property
     def num_documents(self) -> int:
         return self._num_entries - 1
 
