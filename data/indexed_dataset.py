@@ -19,6 +19,9 @@ from data.byte_file import ByteFile, is_url, open_file
 from data.identity import blocks_identity, has_scheme, identity_before
 from data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, IndexFile
 
+CHECKED_BLOCKS = 256
+"""Of an index, when it is opened."""
+_CHECKED_BLOCKS_REMOTE = 2
 # Entries of the index that are computed and written at once.
 _INDEX_BLOCK = 1 << 20
 
@@ -144,17 +147,20 @@ class IndexedDataset:
     """A dataset opened for reading: two files, or two objects of a store (`s3://bucket/prefix`).
 
     Nothing is loaded, and opening takes the same time whatever the size: checked_blocks evenly spaced blocks of the
-    index are looked at (index_file.py), what is read is checked then, and `scripts/check_data.py` checks all.
+    index are looked at (index_file.py; None: 256, of an object 2, its ends), what is read is checked then, and
+    `scripts/check_data.py` checks all.
     remote_cache: the folder where parts of objects are kept (remote.py), default_remote_cache() if None.
 
     Raises FileNotFoundError when a file is missing and ValueError when the two are not a whole dataset. Pickles as what
     it found in them: a loader worker opens the files without checking again, and refuses others in their place.
     """
 
-    def __init__(self, prefix: str | Path, checked_blocks: int = 256, remote_cache: Path | None = None) -> None:
+    def __init__(self, prefix: str | Path, checked_blocks: int | None = None, remote_cache: Path | None = None) -> None:
         self.prefix: str | Path = str(prefix) if is_url(str(prefix)) else Path(prefix)
         self._described = self._open(".idx", remote_cache)
         self._tokens = self._open(".bin", remote_cache)
+        if checked_blocks is None:
+            checked_blocks = _CHECKED_BLOCKS_REMOTE if is_url(str(prefix)) else CHECKED_BLOCKS
         self.index = IndexFile(self._described, checked_blocks)
         self.dtype = self.index.dtype
         self.num_tokens = self.index.num_tokens

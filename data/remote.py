@@ -30,7 +30,7 @@ import fsspec
 from data.cache import default_cache_dir
 
 BLOCK_BYTES = 1 << 20
-RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """How long to wait before each further attempt, within a quarter at random."""
 
 # Less than this share of the disk free, and nothing more is kept.
@@ -90,7 +90,7 @@ class RemoteFile:
             raise ValueError(f"{url}: its server does not say how long it is; copy it to a disk or another store")
         self.size = int(info["size"])
         version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-        key = hashlib.sha256(f"{url}\n{self.size}\n{version}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{url}\n{self.size}\n{version}\n{BLOCK_BYTES}".encode()).hexdigest()[:32]
         self._folder = (cache or default_remote_cache()) / key[:2] / key
         self._folder.mkdir(parents=True, exist_ok=True)
 
