@@ -21,16 +21,17 @@ _TOKENS_BYTES = 1 << 23
 
 @dataclass(frozen=True)
 class Checked:
-    """What was counted in a dataset without a fault. facts: whether a `<prefix>.json` agreed; None: there is none."""
+    """What was counted in a dataset without a fault. agreed: whether there is a `<prefix>.json`, which then
+    says the same."""
 
     documents: int
     tokens: int
     smallest_id: int
     largest_id: int
-    facts: bool | None
+    agreed: bool
 
     def __str__(self) -> str:
-        agreed = "" if self.facts is None else ", as its .json says"
+        agreed = ", as its .json says" if self.agreed else ""
         ids = f"ids {self.smallest_id} to {self.largest_id}"
         return f"{self.documents:,} documents, {self.tokens:,} tokens, {ids}{agreed}"
 
@@ -53,9 +54,11 @@ def check_whole(
     for first in range(0, index.num_documents, _ENTRIES):
         index.check_documents(first, min(first + _ENTRIES, index.num_documents))
         report((12 * index.num_sequences + 8 * first) / total)
+    facts = None if is_url(str(prefix)) else _facts(dataset)
     smallest, largest, digest = _check_tokens(dataset, vocab_size, lambda done: report((index.size + done) / total))
-    agreed = None if is_url(str(prefix)) else _compare_facts(dataset, digest)
-    return Checked(dataset.num_documents, dataset.num_tokens, smallest, largest, agreed)
+    if facts is not None:
+        _compare(dataset, facts, digest)
+    return Checked(dataset.num_documents, dataset.num_tokens, smallest, largest, facts is not None)
 
 
 def _check_tokens(
@@ -102,21 +105,37 @@ class _Starts:
         return int(self._dataset.document_offsets(document, document)[0])
 
 
-def _compare_facts(dataset: IndexedDataset, digest: str) -> bool | None:
-    """Whether there is a `<prefix>.json`. Raises ValueError where it says something else."""
+def _facts(dataset: IndexedDataset) -> dict[str, Any] | None:
+    """What `<prefix>.json` holds, if it is there. Raises ValueError where that is no facts."""
     path = Path(f"{dataset}.json")
     try:
-        facts: Any = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); restore or delete it") from error
     if not isinstance(facts, dict):
         raise ValueError(f"{path} does not hold facts by name; restore or delete it")
+    return facts
+
+
+def _compare(dataset: IndexedDataset, facts: dict[str, Any], digest: str) -> None:
+    """Raise ValueError where the dataset, whose `.bin` has this sha256, is not what the facts say; those that are not
+    there say nothing."""
     found = {"documents": dataset.num_documents, "tokens": dataset.num_tokens}
     for name, count in found.items():
         if name in facts and facts[name] != count:
             raise ValueError(
-                f"{dataset} has {count} {name} where {path} says {facts[name]}: they are not of one dataset"
+                f"{dataset} has {count} {name} where {dataset}.json says {facts[name]}: they are not of one dataset"
             )
-    return True
+    hashes = facts.get("sha256")
+    if not isinstance(hashes, dict):
+        return
+    with open(f"{dataset}.idx", "rb") as file:
+        of_index = hashlib.file_digest(file, "sha256").hexdigest()
+    for ending, actual in (("bin", digest), ("idx", of_index)):
+        if ending in hashes and hashes[ending] != actual:
+            raise ValueError(
+                f"{dataset}.{ending} has the sha256 {actual[:12]} where {dataset}.json says {str(hashes[ending])[:12]}: it "
+                "was changed since it was prepared; copy or prepare the dataset again"
+            )

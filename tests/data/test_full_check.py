@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -34,7 +35,7 @@ def put(path: str, offset: int, data: bytes) -> None:
 
 def test_counts(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = IndexedDataset(prefix)
-    expected = Checked(5001, dataset.num_tokens, 3, 999, None)
+    expected = Checked(5001, dataset.num_tokens, 3, 999, False)
     for entries, size in ((1 << 20, 1 << 23), (7, 64)):  # in one block, and in many
         monkeypatch.setattr(data.full_check, "_ENTRIES", entries)
         monkeypatch.setattr(data.full_check, "_TOKENS_BYTES", size)
@@ -75,11 +76,18 @@ def test_a_fault_that_opening_does_not_look_at(
         check_whole(prefix)
 
 
-def test_facts_beside_it(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_beside_it(prefix: Path) -> None:
     tokens = IndexedDataset(prefix).num_tokens
     facts = Path(f"{prefix}.json")
     facts.write_text(json.dumps({"documents": 5001, "tokens": tokens, "text_bytes": 7}))
-    assert check_whole(prefix).facts is True
+    assert check_whole(prefix).agreed
+    hashes = {ending: hashlib.sha256(Path(f"{prefix}.{ending}").read_bytes()).hexdigest() for ending in ("bin", "idx")}
+    facts.write_text(json.dumps({"documents": 5001, "sha256": hashes}))
+    assert str(check_whole(prefix)).endswith("ids 3 to 999, as its .json says")
+    for ending in hashes:
+        facts.write_text(json.dumps({"sha256": {**hashes, ending: "0" * 64}}))
+        with pytest.raises(ValueError, match=rf"web\.{ending} has the sha256 {hashes[ending][:12]} where .* says 0000"):
+            check_whole(prefix)
     facts.write_text(json.dumps({"documents": 5001, "tokens": tokens + 1}))
     with pytest.raises(ValueError) as fault:
         check_whole(prefix)
