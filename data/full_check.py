@@ -135,7 +135,8 @@ def _compare(dataset: IndexedDataset, facts: dict[str, Any], digest: str) -> Non
         of_index = hashlib.file_digest(file, "sha256").hexdigest()
     for ending, actual in (("bin", digest), ("idx", of_index)):
         if ending in hashes and hashes[ending] != actual:
+            said = str(hashes[ending])[:12]
             raise ValueError(
-                f"{dataset}.{ending} has the sha256 {actual[:12]} where {dataset}.json says {str(hashes[ending])[:12]}: it "
-                "was changed since it was prepared; copy or prepare the dataset again"
+                f"{dataset}.{ending} has the sha256 {actual[:12]} where {dataset}.json says {said}: "
+                "it was changed since it was prepared; copy or prepare the dataset again"
             )
