@@ -75,10 +75,18 @@ def open_indexed(
         _refuse_held_out(f"data.sources.{name}", value, held_out)
     cache = None if remote_cache is None else Path(remote_cache)
     return DataBundle(
-        train={name: open_source(found, cache) for name, found in trained.items()},
-        validation={name: open_source(found, cache) for name, found in held_out.items()},
+        train={name: _opened(f"data.sources.{name}", found, cache) for name, found in trained.items()},
+        validation={name: _opened(f"data.validation.{name}", found, cache) for name, found in held_out.items()},
         tokenizer=opened,
     )
+
+
+def _opened(key: str, found: list[str], remote_cache: Path | None) -> TokenSource:
+    """`open_source`, whose refusals then name the key."""
+    try:
+        return open_source(found, remote_cache)
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSource:

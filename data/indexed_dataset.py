@@ -219,7 +219,7 @@ class IndexedDataset:
         """All tokens of one document, read-only [its length]. Raises IndexError off the end."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} is outside {self.prefix}, which has {self.num_documents}")
-        start, end = self.index.document_offsets(document, document + 1).tolist()
+        start, end = self.index.document_span(document)
         return self.tokens(start, end - start)
 
     def identity(self) -> str:

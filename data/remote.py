@@ -42,6 +42,9 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 _VERSIONS = ("ETag", "etag", "md5Hash", "checksum", "generation", "LastModified", "last_modified", "mtime", "created")
 
 log = logging.getLogger(__name__)
+# They tell of each process where it found its credentials.
+for chatty in ("aiobotocore", "botocore"):
+    logging.getLogger(chatty).setLevel(logging.WARNING)
 Found = TypeVar("Found")
 
 

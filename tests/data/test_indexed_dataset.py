@@ -238,6 +238,8 @@ def test_document_offsets_of_documents_of_several_sequences_and_of_none(tmp_path
     dataset = IndexedDataset(tmp_path / "m")
     assert dataset.document_offsets(0, 5).tolist() == [0, 2, 2, 5, 5, 5]
     assert dataset.document_offsets(3, 5).tolist() == [5, 5, 5]
+    for i in range(5):  # one by one, which goes another way
+        assert dataset.document_offsets(i, i + 1).tolist() == dataset.document_offsets(0, 5).tolist()[i : i + 2]
     assert [dataset.document(i).tolist() for i in range(5)] == [[0, 1], [], [2, 3, 4], [], []]
 
 
