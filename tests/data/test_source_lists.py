@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -155,6 +158,26 @@ def test_a_pattern_must_not_match_what_validates(make_dataset: MakeDataset, tmp_
         "the pattern, or keep held-out files in another folder"
     )
     open_indexed(1000, {"web": f"{tmp_path}/web_[0-9]*"}, held_out)
+
+
+def test_thousands_of_files_need_few_descriptors(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    """In a process that may have 128 files open."""
+    make_dataset("web", 50)
+    for i in range(1000):
+        for ending in ("idx", "bin"):
+            os.link(tmp_path / f"web.{ending}", tmp_path / f"web_{i:04d}.{ending}")
+    script = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+from data.indexed import open_source
+from data.source_lists import prefixes
+source = open_source(prefixes("data.sources.web", "{tmp_path}/web_*"))
+sums = {{int(source.tokens(50 * i, 50).sum()) for i in range(1000)}}
+print(len(source.parts), source.num_tokens, len(sums), len(set(source.part_identities())))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "1000 50000 1 1\n"
 
 
 def test_the_file_of_many_that_is_missing_is_named(make_dataset: MakeDataset, tmp_path: Path) -> None:
