@@ -59,6 +59,8 @@ class IndexFile:
         self._file = file
         # Thousands of small files: one read for all of the checks.
         self._whole = file.peek(0, file.size) if file.size <= _READ_WHOLE else None
+        if self._whole is not None:
+            checked_blocks = max(checked_blocks, _READ_WHOLE // _CHECKED_ENTRIES)
         self._opening = True
         self.dtype, self.num_sequences, self._num_entries = self._read_header()
         self._check_size()

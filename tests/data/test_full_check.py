@@ -70,6 +70,7 @@ def test_a_fault_that_opening_does_not_look_at(
     prefix: Path, offset: int, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_file, "_CHECKED_ENTRIES", 2)
+    monkeypatch.setattr(index_file, "_READ_WHOLE", 0)
     put(f"{prefix}.idx", offset, content)
     IndexedDataset(prefix, checked_blocks=10)
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,8 @@ import pytest
 
 from data.concatenation import Concatenation
 from data.indexed import open_indexed
-from data.indexed_dataset import IndexedDataset
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.samples import SampleSource
 from data.source_lists import entries, prefixes
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -145,6 +146,19 @@ def test_a_source_of_several_files(make_dataset: MakeDataset, tmp_path: Path) ->
     # A list of one is that one, for checkpoints too.
     assert one.identity() == parts[2].identity() and one.parts == [one]
     assert "157 tokens in 3 files" in bundle.summary()
+
+
+def test_samples_are_those_of_one_merged_file(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    parts = [make_dataset(name, size) for name, size in (("a", 300), ("b", 41), ("c", 500))]
+    with IndexedDatasetWriter(tmp_path / "merged", np.uint16) as writer:
+        for part in parts:
+            for document in range(part.num_documents):
+                writer.add_document(part.document(document))
+    bundle = open_indexed(1000, {"many": [str(part) for part in parts], "one": str(tmp_path / "merged")})
+    many, one = (SampleSource("web", bundle.train[name], 16, 0, 1000) for name in ("many", "one"))
+    assert many.num_samples == one.num_samples == 52
+    for sample in range(104):
+        assert np.array_equal(many.sample(sample), one.sample(sample))
 
 
 def test_a_pattern_must_not_match_what_validates(make_dataset: MakeDataset, tmp_path: Path) -> None:
