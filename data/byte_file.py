@@ -54,8 +54,10 @@ class LocalFile:
 
     def read(self, offset: int, length: int) -> bytes:
         # The local name keeps the descriptor open, should another thread close this file meanwhile.
-        descriptor = self._descriptor or self._open()
-        self._was_read = True
+        if (descriptor := self._descriptor) is None:
+            descriptor = self._open()
+        else:
+            self._was_read = True
         try:
             found = os.pread(descriptor.number, length, offset)
             while len(found) < length:  # 2 GiB come at a time, and a network's file system may give less
@@ -114,7 +116,7 @@ class _OpenFiles:
     def add(self, file: LocalFile) -> None:
         with self._lock:
             while len(self._files) >= self._most:
-                # A second chance for each that was read since it was last looked at.
+                # A second chance for each that was read again since it was opened or last looked at.
                 oldest = self._files.popleft()
                 if oldest._was_read and oldest is not file:
                     oldest._was_read = False

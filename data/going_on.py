@@ -71,7 +71,9 @@ def go_on(state: Mapping[str, Any], schedule: PhaseSchedule, sources: Mapping[st
 def check_position(schedule: PhaseSchedule, consumed: int) -> None:
     """Raise ValueError if no step of the schedule begins behind `consumed` samples."""
     try:
-        schedule.steps_before(consumed)
+        steps = schedule.steps_before(consumed)
+        if steps > schedule.num_steps:
+            raise ValueError(f"the run has {schedule.num_steps} steps")
     except ValueError as error:
         size = schedule.spans[0].batch_size
         raise ValueError(

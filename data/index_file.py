@@ -40,6 +40,7 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 
+_PAIR = struct.Struct("<2q")
 _OLDER_MAGIC = b"TNTIDX\x00\x00"
 _CHECKED_ENTRIES = 1024  # of each array, in a block
 _READ_WHOLE = 1 << 16  # bytes of an index that is read in one piece, and checked whole
@@ -58,9 +59,13 @@ class IndexFile:
         self._file = file
         # Thousands of small files: one read for all of the checks.
         self._whole = file.peek(0, file.size) if file.size <= _READ_WHOLE else None
+        if self._whole is not None:
+            checked_blocks = max(checked_blocks, _READ_WHOLE // _CHECKED_ENTRIES)
         self._opening = True
         self.dtype, self.num_sequences, self._num_entries = self._read_header()
         self._check_size()
+        self._pointers_at = HEADER.size + 4 * self.num_sequences
+        self._entries_at = HEADER.size + 12 * self.num_sequences
         pointer, length = self.pointers(self.num_sequences - 1), self.lengths(self.num_sequences - 1)
         self.num_bytes = int(pointer[0]) + int(length[0]) * self.dtype.itemsize
         """Of the `.bin`."""
@@ -79,6 +84,11 @@ class IndexFile:
         self._whole, self._opening = None, False
 
     @property
+    def size(self) -> int:
+        """Of the `.idx`, in bytes."""
+        return self._file.size
+
+    @property
     def num_documents(self) -> int:
         return self._num_entries - 1
 
@@ -88,15 +98,15 @@ class IndexFile:
 
     def lengths(self, first: int, last: int | None = None) -> np.ndarray:
         """Tokens in each of the sequences [first, last), by default of one: int32."""
-        return self._array("<i4", 0, first, last)
+        return self._array("<i4", HEADER.size, first, last)
 
     def pointers(self, first: int, last: int | None = None) -> np.ndarray:
         """Where each of the sequences [first, last), by default one, begins in `.bin`, in bytes: int64."""
-        return self._array("<i8", 4 * self.num_sequences, first, last)
+        return self._array("<i8", self._pointers_at, first, last)
 
     def document_index(self, first: int, last: int) -> np.ndarray:
         """Entries [first, last) of the document index: int64."""
-        return self._array("<i8", 12 * self.num_sequences, first, last)
+        return self._array("<i8", self._entries_at, first, last)
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         """Where the documents [first, last) begin in the stream, and where the last one ends, in tokens: int64
@@ -104,6 +114,8 @@ class IndexFile:
 
         Raises ValueError for entries that cannot be right.
         """
+        if last == first + 1:
+            return np.array(self.document_span(first), np.int64)
         entries = self.document_index(first, last + 1)
         if (entries[1:] < entries[:-1]).any() or entries[0] < 0 or entries[-1] > self.num_sequences:
             self.check_documents(first, last)
@@ -115,11 +127,33 @@ class IndexFile:
         pointers = self._borders(begin, end)
         offsets, odd = np.divmod(pointers, self.dtype.itemsize)
         if pointers[0] < 0 or pointers[-1] > self.num_bytes or (offsets[1:] < offsets[:-1]).any() or odd.any():
-            raise ValueError(
-                f"{self.name}: the pointers of sequences {begin} to {end} cannot be right; the index is damaged "
-                "(scripts/check_data.py finds the place): prepare the dataset again"
-            )
+            raise self._wrong_pointers(begin, end)
         return offsets
+
+    def document_span(self, document: int) -> tuple[int, int]:
+        """Where one document begins and ends in the stream, in tokens: `document_offsets` of one, several times as
+        quick."""
+        begin, end = _PAIR.unpack(self._bytes(self._entries_at + 8 * document, 16))
+        if not 0 <= begin <= end <= self.num_sequences:
+            self.check_documents(document, document + 1)
+        if end < self.num_sequences:
+            if end == begin + 1:
+                start, stop = _PAIR.unpack(self._bytes(self._pointers_at + 8 * begin, 16))
+            else:
+                start, stop = int(self.pointers(begin)[0]), int(self.pointers(end)[0])
+        else:
+            start = self.num_bytes if begin == end else int(self.pointers(begin)[0])
+            stop = self.num_bytes
+        size = self.dtype.itemsize
+        if not 0 <= start <= stop <= self.num_bytes or start % size or stop % size:
+            raise self._wrong_pointers(begin, end)
+        return start // size, stop // size
+
+    def _wrong_pointers(self, first: int, last: int) -> ValueError:
+        return ValueError(
+            f"{self.name}: the pointers of sequences {first} to {last} cannot be right; the index is damaged "
+            "(scripts/check_data.py finds the place): prepare the dataset again"
+        )
 
     def check_sequences(self, first: int, last: int) -> None:
         """Raise ValueError unless the sequences [first, last) lie in `.bin` back to back, up to the next one."""
@@ -159,7 +193,7 @@ class IndexFile:
     def _array(self, dtype: str, offset: int, first: int, last: int | None) -> np.ndarray:
         count = 1 if last is None else last - first
         item = 4 if dtype == "<i4" else 8
-        return np.frombuffer(self._bytes(HEADER.size + offset + first * item, count * item), dtype)
+        return np.frombuffer(self._bytes(offset + first * item, count * item), dtype)
 
     def _bytes(self, offset: int, length: int) -> bytes:
         if self._whole is not None:

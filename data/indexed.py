@@ -9,14 +9,9 @@ from typing import Any
 from data.bundle import DataBundle, TokenSource
 from data.byte_file import is_url
 from data.concatenation import Concatenation, side_by_side
-from data.indexed_dataset import IndexedDataset
+from data.indexed_dataset import CHECKED_BLOCKS, IndexedDataset
 from data.source_lists import entries, is_pattern, prefixes
 from data.tokenizer import load_tokenizer
-
-# Blocks of each index that are checked at the start, shared by the files of a source.
-_CHECKED_BLOCKS = 256
-# An object's blocks come over a network.
-_CHECKED_BLOCKS_REMOTE = 2
 
 
 def check_indexed(data: Any) -> None:
@@ -80,10 +75,18 @@ def open_indexed(
         _refuse_held_out(f"data.sources.{name}", value, held_out)
     cache = None if remote_cache is None else Path(remote_cache)
     return DataBundle(
-        train={name: open_source(found, cache) for name, found in trained.items()},
-        validation={name: open_source(found, cache) for name, found in held_out.items()},
+        train={name: _opened(f"data.sources.{name}", found, cache) for name, found in trained.items()},
+        validation={name: _opened(f"data.validation.{name}", found, cache) for name, found in held_out.items()},
         tokenizer=opened,
     )
+
+
+def _opened(key: str, found: list[str], remote_cache: Path | None) -> TokenSource:
+    """`open_source`, whose refusals then name the key."""
+    try:
+        return open_source(found, remote_cache)
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSource:
@@ -92,10 +95,11 @@ def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSour
     Raises FileNotFoundError, ValueError and OSError as IndexedDataset does, for the first that cannot be opened.
     """
     different = list(dict.fromkeys(found))
-    share = max(2, _CHECKED_BLOCKS // len(different))
+    # Thousands of files together are looked at about as often as one of their size would be.
+    share = max(2, CHECKED_BLOCKS // len(different))
 
     def opened(prefix: str) -> IndexedDataset:
-        return IndexedDataset(prefix, _CHECKED_BLOCKS_REMOTE if is_url(prefix) else share, remote_cache)
+        return IndexedDataset(prefix, None if is_url(prefix) else share, remote_cache)
 
     datasets = dict(zip(different, side_by_side(opened, different), strict=True))
     return datasets[found[0]] if len(found) == 1 else Concatenation([datasets[prefix] for prefix in found])

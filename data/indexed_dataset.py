@@ -19,6 +19,9 @@ from data.byte_file import ByteFile, is_url, open_file
 from data.identity import blocks_identity, has_scheme, identity_before
 from data.index_file import DTYPE_CODES, HEADER, MAGIC, VERSION, IndexFile
 
+CHECKED_BLOCKS = 256
+"""Of an index, when it is opened."""
+_CHECKED_BLOCKS_REMOTE = 2
 # Entries of the index that are computed and written at once.
 _INDEX_BLOCK = 1 << 20
 
@@ -144,25 +147,28 @@ class IndexedDataset:
     """A dataset opened for reading: two files, or two objects of a store (`s3://bucket/prefix`).
 
     Nothing is loaded, and opening takes the same time whatever the size: checked_blocks evenly spaced blocks of the
-    index are looked at (index_file.py), what is read is checked then, and `scripts/check_data.py` checks all.
+    index are looked at (index_file.py; None: 256, of an object 2, its ends), what is read is checked then, and
+    `scripts/check_data.py` checks all.
     remote_cache: the folder where parts of objects are kept (remote.py), default_remote_cache() if None.
 
     Raises FileNotFoundError when a file is missing and ValueError when the two are not a whole dataset. Pickles as what
     it found in them: a loader worker opens the files without checking again, and refuses others in their place.
     """
 
-    def __init__(self, prefix: str | Path, checked_blocks: int = 256, remote_cache: Path | None = None) -> None:
+    def __init__(self, prefix: str | Path, checked_blocks: int | None = None, remote_cache: Path | None = None) -> None:
         self.prefix: str | Path = str(prefix) if is_url(str(prefix)) else Path(prefix)
-        index = self._open(".idx", remote_cache)
+        self._described = self._open(".idx", remote_cache)
         self._tokens = self._open(".bin", remote_cache)
-        self._index = IndexFile(index, checked_blocks)
-        self._index_bytes = index
-        self.dtype = self._index.dtype
-        self.num_tokens = self._index.num_tokens
-        if self._tokens.size != self._index.num_bytes:
+        if checked_blocks is None:
+            checked_blocks = _CHECKED_BLOCKS_REMOTE if is_url(str(prefix)) else CHECKED_BLOCKS
+        self.index = IndexFile(self._described, checked_blocks)
+        self.dtype = self.index.dtype
+        self.num_tokens = self.index.num_tokens
+        if self._tokens.size != self.index.num_bytes:
+            described = self._described.name.rpartition("/")[2]
             raise ValueError(
-                f"{self._tokens.name} has {self._tokens.size} bytes where {index.name.rpartition('/')[2]} describes "
-                f"{self._index.num_bytes}: the two files are not of one dataset or a copy was cut short; copy or "
+                f"{self._tokens.name} has {self._tokens.size} bytes where {described} describes "
+                f"{self.index.num_bytes}: the two files are not of one dataset or a copy was cut short; copy or "
                 "prepare the dataset again"
             )
 
@@ -180,7 +186,7 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        return self._index.num_documents
+        return self.index.num_documents
 
     @property
     def parts(self) -> list[IndexedDataset]:
@@ -221,26 +227,26 @@ class IndexedDataset:
         """
         if not 0 <= first <= last <= self.num_documents:
             raise IndexError(f"documents [{first}, {last}) are outside {self.prefix}, which has {self.num_documents}")
-        return self._index.document_offsets(first, last)
+        return self.index.document_offsets(first, last)
 
     def document(self, document: int) -> np.ndarray:
         """All tokens of one document, read-only [its length]. Raises IndexError off the end."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} is outside {self.prefix}, which has {self.num_documents}")
-        start, end = self._index.document_offsets(document, document + 1).tolist()
+        start, end = self.index.document_span(document)
         return self.tokens(start, end - start)
 
     def identity(self) -> str:
         """A name that two datasets share only if they hold the same tokens (see identity.py); the same wherever the
         files lie."""
-        return blocks_identity(self._index_bytes, self._tokens)
+        return blocks_identity(self._described, self._tokens)
 
     def same_identity(self, saved: str) -> bool:
         """Whether `saved`, of a checkpoint, is of this dataset; also as checkpoints of version 0.2 have it, for which
         all of the index is read."""
         if has_scheme(saved):
             return saved == self.identity()
-        return saved == identity_before(self._index_bytes, self._tokens)
+        return saved == identity_before(self._described, self._tokens)
 
 
 def _code_of(dtype: np.dtype[Any]) -> int:

@@ -22,6 +22,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +32,14 @@ import fsspec
 from data.cache import default_cache_dir
 
 BLOCK_BYTES = 1 << 20
-RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """How long to wait before each further attempt, within a quarter at random."""
 
 # Less than this share of the disk free, and nothing more is kept.
 _FREE_SHARE = 0.05
+# Requests of one large read at a time.
+_THREADS = 8
+_ABANDONED_SECONDS = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What another attempt would not change.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
@@ -42,6 +47,9 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 _VERSIONS = ("ETag", "etag", "md5Hash", "checksum", "generation", "LastModified", "last_modified", "mtime", "created")
 
 log = logging.getLogger(__name__)
+# They tell of each process where it found its credentials.
+for chatty in ("aiobotocore", "botocore"):
+    logging.getLogger(chatty).setLevel(logging.WARNING)
 Found = TypeVar("Found")
 
 
@@ -90,24 +98,25 @@ class RemoteFile:
             raise ValueError(f"{url}: its server does not say how long it is; copy it to a disk or another store")
         self.size = int(info["size"])
         version = next((str(info[name]) for name in _VERSIONS if info.get(name)), "")
-        key = hashlib.sha256(f"{url}\n{self.size}\n{version}".encode()).hexdigest()[:32]
-        self._folder = (cache or default_remote_cache()) / key[:2] / key
+        key = hashlib.sha256(f"{url}\n{self.size}\n{version}\n{BLOCK_BYTES}".encode()).hexdigest()[:32]
+        cache = cache or default_remote_cache()
+        self._folder, self._unfinished = cache / key[:2] / key, cache / "unfinished"
         self._folder.mkdir(parents=True, exist_ok=True)
+        _tidy(self._unfinished)
 
     def read(self, offset: int, length: int) -> bytes:
-        end, blocks = offset + length, []
-        for block in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        end = offset + length
+
+        def part(block: int) -> bytes:
             start = block * BLOCK_BYTES
-            blocks.append(
-                self._part(
-                    self._block(block),
-                    start,
-                    min(start + BLOCK_BYTES, self.size),
-                    max(offset, start),
-                    min(end, start + BLOCK_BYTES),
-                )
-            )
-        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+            stop = start + BLOCK_BYTES
+            return self._part(self._block(block), start, min(stop, self.size), max(offset, start), min(end, stop))
+
+        blocks = range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        if len(blocks) <= 2:  # a sample
+            return b"".join(map(part, blocks))
+        with ThreadPoolExecutor(min(_THREADS, len(blocks))) as pool:
+            return b"".join(pool.map(part, blocks))
 
     def peek(self, offset: int, length: int) -> bytes:
         """The range alone, which is what is kept of it: checks and identities look at the same ones at each start."""
@@ -143,9 +152,10 @@ class RemoteFile:
         return disk.free > _FREE_SHARE * disk.total
 
     def _keep(self, path: Path, content: bytes) -> None:
-        temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
+        temporary = self._unfinished / f"{self._folder.name}-{path.name}-{os.getpid()}-{threading.get_ident()}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (path.parent, self._unfinished):
+                folder.mkdir(parents=True, exist_ok=True)
             with open(temporary, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -159,6 +169,16 @@ class RemoteFile:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+@lru_cache
+def _tidy(unfinished: Path) -> None:
+    """Once a process: rid the folder of blocks that are being written of those whose writers were killed."""
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for path in unfinished.iterdir():
+        with contextlib.suppress(OSError):  # another process tidies, too
+            if path.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
+                path.unlink()
 
 
 def attempted(url: str, ask: Callable[[], Found]) -> Found:

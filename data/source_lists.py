@@ -77,6 +77,8 @@ def _flattened(key: str, value: Any, folder: Path, inside: tuple[Path, ...]) -> 
         )
     elif not isinstance(value, str | os.PathLike) or not str(value).strip():
         raise ValueError(f"{key}={value!r}{place}: expected a path, a pattern, a URL, or a list of these")
+    elif str(value).startswith("file://"):
+        yield str(value).removeprefix("file://")
     elif is_url(str(value)):
         yield str(value)
     elif str(value).endswith(_LISTS):

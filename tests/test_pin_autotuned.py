@@ -136,7 +136,11 @@ def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, calls
     """As it is when the checkpoint is made; the run's folder gets it at the same time."""
     run, saved = run_of(mesh, tmp_path), {}
     run.state_dict = lambda: {"autotuning": run.kernels.state_dict()}
-    run.tokens_per_step, run.optimizer = 480, SimpleNamespace(optimizer=None)
+    run.samples, run.tokens, run.optimizer = (
+        (lambda step: 8 * step),
+        (lambda step: 480 * step),
+        SimpleNamespace(optimizer=None),
+    )
     run.checkpointer = SimpleNamespace(save=lambda step, model, optimizer, trainer, **_: saved.update(trainer))
     if pinned:
         run.kernels.pin(lambda: None, tmp_path, resumed=False)

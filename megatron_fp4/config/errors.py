@@ -36,13 +36,31 @@ def explain_value(error: ValidationError, keys: Mapping[str, Any], directory: Pa
     keys: what was to become the part of a `Config` at `path` (`precision`; without: all of it).
     """
     first = error.errors()[0]
-    location: list[str | int] = [*path, *first["loc"]]
-    value = _value_at(keys, first["loc"])
+    location = _without_branches([*path, *first["loc"]])
+    value = _value_at(keys, location[len(path) :])
     for file in sorted(directory.rglob("*.yaml")):
         with contextlib.suppress(yaml.YAMLError):  # a broken file that the run does not read
             if _value_at(yaml.safe_load(file.read_text()), location[file.parent.name == location[0] :]) == value:
                 return f"{file}: {_wrong_value(first['type'], location, value)}"
     return _wrong_value(first["type"], location, value)
+
+
+def _without_branches(location: Sequence[str | int]) -> list[str | int]:
+    """A place without what pydantic puts behind a key of several types: which of them it means."""
+    found: list[str | int] = []
+    skip = False
+    for part in location:
+        if not skip:
+            found.append(part)
+        skip = not skip and len(_branches(_type_at(found))) > 1
+    return found
+
+
+def _branches(hint: Any) -> list[Any]:
+    """The types that a key may have, null left out."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [branch for branch in typing.get_args(hint) if branch is not types.NoneType]
+    return [hint]
 
 
 def _value_at(keys: Any, location: Sequence[str | int]) -> Any:
@@ -215,6 +233,7 @@ def _type_at(location: Sequence[str | int]) -> Any:
     """The type of the field at a dotted key's parts; None if there is none."""
     hint: Any = Config
     for part in location:
+        hint = next((branch for branch in _branches(hint) if typing.get_origin(branch) in (list, dict)), hint)
         if is_dataclass(hint):
             hint = _hints(hint).get(str(part))
         elif typing.get_origin(hint) in (list, dict):
@@ -245,7 +264,8 @@ def _describe(hint: Any) -> str:
 def _range(hint: Any) -> str:
     """The bounds of an annotated number: `1 or more`, `above 0 and at most 1`."""
     words = {"ge": "{} or more", "gt": "a number above {}", "le": "at most {}", "lt": "below {}"}
-    marks = [mark for field in hint.__metadata__ for mark in getattr(field, "metadata", ())]
+    numbers = [branch for branch in _branches(hint) if typing.get_origin(branch) is typing.Annotated]
+    marks = [mark for number in numbers for field in number.__metadata__ for mark in getattr(field, "metadata", ())]
     bounds = {name: getattr(mark, name) for mark in marks for name in words if hasattr(mark, name)}
     if bounds.keys() == {"ge", "le"}:
         return f"a number between {bounds['ge']} and {bounds['le']}"
@@ -257,4 +277,4 @@ def _such_as(location: Sequence[str | int]) -> str:
     parent = _type_at(location[:-1])
     defaults = {field.name: field.default for field in fields(parent)} if is_dataclass(parent) else {}
     default = defaults.get(str(location[-1]), MISSING)
-    return "" if default is MISSING else f", such as {shown(default)}"
+    return "" if default in (MISSING, None) else f", such as {shown(default)}"

@@ -98,9 +98,9 @@ class PhaseConfig:
 
     name: str = "main"
     fraction: PositiveShare | None = None
+    blend: dict[str, NotNegative] | Literal["tokens"] = field(default_factory=dict)
     steps: AtLeastOne | None = None
     tokens: Positive | None = None
-    blend: dict[str, NotNegative] | Literal["tokens"] = field(default_factory=dict)
     global_batch_size: AtLeastOne | None = None
     sequence_length: AtLeastOne | None = None
 

@@ -158,9 +158,13 @@ def test_data():
     assert "choose data=indexed" in refusal({"data.eod_token": "</s>"})
     assert "'data.sources={web: /data/web}'" in refusal({"data.kind": "indexed"})
     assert "data.cache_dir=/c has no effect" in refusal({**indexed, "data.cache_dir": "/c"})
+    assert "data.remote_cache=/c has no effect without a URL" in refusal({**indexed, "data.remote_cache": "/c"})
+    assert "data.remote_cache=/c has no effect with data.kind=builtin" in refusal({"data.remote_cache": "/c"})
+    assert "data.sources.web=gone.yaml: cannot be read" in refusal({**indexed, "data.sources": {"web": "gone.yaml"}})
+    assert "data.validation.web=x://b/k: x:// is no kind" in refusal({**indexed, "data.validation": {"web": "x://b/k"}})
     assert "give at least one: 'data.phases=" in refusal({**indexed, "data.phases": []})
     message = refusal({**indexed, "data.phases": phases})
-    assert "(0.5 + 0.4) sum to 0.9; they must sum to 1" in message
+    assert "the fractions of the phases a, b sum to 0.9; they must sum to 1" in message
     assert "data.phases[1].name=a is taken" in refusal({**indexed, "data.phases": [phases[0], phases[0]]})
     one = PhaseConfig("a", 1.0, {"web": 1.0})
     for phase, expected in {

@@ -61,6 +61,26 @@ def test_compose_can_be_called_again_and_again_also_after_an_error():
     assert not GlobalHydra.instance().is_initialized()
 
 
+def test_sources_of_several_files():
+    config = make(
+        "data=indexed",
+        "data.sources={web: [/d/a, /d/b], code: /d/code_*, mix: list.yaml, far: s3://bucket/web_?}",
+        "data.sources.more=[/d/c,'/d/[ab]*']",
+        "data.validation={web: [s3://bucket/held_out]}",
+        "data.remote_cache=/fast/cache",
+        "data.phases=[]",
+    )
+    assert config.data.sources == {
+        "web": ["/d/a", "/d/b"],
+        "code": "/d/code_*",
+        "mix": "list.yaml",
+        "far": "s3://bucket/web_?",
+        "more": ["/d/c", "/d/[ab]*"],
+    }
+    assert config.data.validation == {"web": ["s3://bucket/held_out"]}
+    assert config.data.remote_cache == "/fast/cache"
+
+
 def test_overrides_of_every_kind():
     config = make(
         "train.steps=100",
@@ -104,6 +124,11 @@ def test_overrides_of_every_kind():
         ("data.phases=3", ["data.phases=3", "expected a list like [...]"]),
         ("data.phases=[{fraction: x}]", ["data.phases[0].fraction=x", "expected a number"]),
         ("data.cache_dir={a: b}", ["data.cache_dir", "text or null"]),
+        ("data.sources={web: 7}", ["data.sources.web=7", "expected text or a list like [...] whose elements are text"]),
+        ("data.sources={web: []}", ["data.sources.web=[]", "expected text or a list"]),
+        ("data.sources={web: [/d/a, 7]}", ["data.sources.web=[/d/a, 7]", "expected text or a list"]),
+        ("data.sources={web: {/d/a: 0.3}}", ["data.sources.web={/d/a: 0.3}", "expected text or a list"]),
+        ("data.validation={web: null}", ["data.validation.web=null", "give text or a list"]),
         ("data.blends={first: {web: a}}", ["data.blends.first.web=a", "expected a number"]),
         ("model=foo", ["model=foo", "nemotron_h_8b", "tiny"]),
         ("model=nemotron_8b", ["model=nemotron_8b", "did you mean nemotron_h_8b"]),

@@ -54,8 +54,8 @@ def test_they_are_used_and_not_written(config: Config) -> None:
         assert SECRET not in written and "0.8125" not in written and "fallback}" in written
         assert "from_environment" not in written
     saved = as_saved(config)
-    assert saved["data"]["phases"][1] == {"name": "b", "fraction": TEXTS["data.phases[1].fraction"], "blend": TEXTS[
-        "data.phases[1].blend"]}  # fmt: skip
+    texts = {key: TEXTS[f"data.phases[1].{key}"] for key in ("fraction", "blend")}
+    assert saved["data"]["phases"][1] == {**saved["data"]["phases"][1], "name": "b", **texts}
     assert saved["data"]["phases"][0]["fraction"] == 0.5 and saved["train"]["steps"] == config.train.steps
 
 

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import hashlib
 import pickle
 import struct
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data.byte_file import LocalFile
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
+from scripts.benchmark_open import make_dataset
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
 
 
-def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: type = np.uint16) -> IndexedDataset:
+def write(
+    prefix: Path, documents: Sequence[Sequence[int] | np.ndarray] = DOCUMENTS, dtype: type = np.uint16
+) -> IndexedDataset:
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for document in documents:
             writer.add_document(document)
@@ -182,3 +189,81 @@ def test_pickles_as_its_prefix(tmp_path: Path) -> None:
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 1000
     assert np.array_equal(pickle.loads(pickled).tokens(0, 5000), dataset.tokens(0, 5000))
+
+
+def test_identity_is_of_blocks_of_both_files(tmp_path: Path) -> None:
+    """Against the definition, and for files that are larger than the blocks together."""
+    rng = np.random.default_rng(0)
+    dataset = write(tmp_path / "d", [rng.integers(0, 60000, 20) for _ in range(9000)])
+    digest = hashlib.sha256()
+    for ending in ("idx", "bin"):
+        content = (tmp_path / f"d.{ending}").read_bytes()
+        assert len(content) > 16 * 4096
+        digest.update(struct.pack("<Q", len(content)))
+        for i in range(16):
+            start = i * (len(content) - 4096) // 15
+            digest.update(content[start : start + 4096])
+    assert dataset.identity() == f"blocks-1:{digest.hexdigest()}"
+    assert dataset.same_identity(dataset.identity())
+    assert not dataset.same_identity(dataset.identity()[:-1] + "x")
+
+
+@pytest.mark.parametrize("documents", [2, 30])
+def test_an_identity_of_an_older_checkpoint_is_known(tmp_path: Path, documents: int) -> None:
+    """Version 0.2: sha256 of all of .idx, then the first and the last MiB of .bin, which overlap in a small file."""
+    dataset = write(tmp_path / "d", [np.arange(i, i + 20 * documents**2) for i in range(documents)])
+    index, tokens = (tmp_path / "d.idx").read_bytes(), (tmp_path / "d.bin").read_bytes()
+    before = hashlib.sha256(index + tokens[: 1 << 20] + tokens[max(0, len(tokens) - (1 << 20)) :]).hexdigest()
+    assert dataset.same_identity(before)
+    other = write(tmp_path / "e", [np.arange(i, i + 20 * documents**2)[::-1] for i in range(documents)])
+    assert not other.same_identity(before)
+
+
+def test_document_offsets(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "d")
+    assert dataset.document_offsets(0, 3).tolist() == [0, 3, 4, 9]
+    assert dataset.document_offsets(1, 2).tolist() == [3, 4]
+    assert dataset.document_offsets(3, 3).tolist() == [9]
+    assert dataset.document_offsets(0, 3).dtype == np.int64
+    for first, last in ((-1, 1), (2, 1), (0, 4)):
+        with pytest.raises(IndexError, match="outside"):
+            dataset.document_offsets(first, last)
+
+
+def test_document_offsets_of_documents_of_several_sequences_and_of_none(tmp_path: Path) -> None:
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, 3, 6)
+    arrays = struct.pack("<3i", 2, 0, 3) + struct.pack("<3q", 0, 4, 4) + struct.pack("<6q", 0, 2, 2, 3, 3, 3)
+    (tmp_path / "m.idx").write_bytes(header + arrays)
+    (tmp_path / "m.bin").write_bytes(struct.pack("<5H", *range(5)))
+    dataset = IndexedDataset(tmp_path / "m")
+    assert dataset.document_offsets(0, 5).tolist() == [0, 2, 2, 5, 5, 5]
+    assert dataset.document_offsets(3, 5).tolist() == [5, 5, 5]
+    for i in range(5):  # one by one, which goes another way
+        assert dataset.document_offsets(i, i + 1).tolist() == dataset.document_offsets(0, 5).tolist()[i : i + 2]
+    assert [dataset.document(i).tolist() for i in range(5)] == [[0, 1], [], [2, 3, 4], [], []]
+
+
+def test_opening_and_its_identity_read_little_whatever_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    whole = LocalFile.read
+    for name in ("read", "peek"):
+        monkeypatch.setattr(
+            LocalFile, name, lambda self, offset, length: (read.append(length), whole(self, offset, length))[1]
+        )
+    spent = []
+    for documents in (1_000_000, 3_000_000):
+        make_dataset(tmp_path / "d", documents, 0, 0.0)
+        read.clear()
+        tracemalloc.start()
+        dataset = IndexedDataset(tmp_path / "d")
+        dataset.identity()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert dataset.num_documents == documents
+        spent.append((sum(read), len(read)))
+        assert peak < 1 << 20
+    assert spent[0] == spent[1]
+    # 256 blocks of 1024 entries of 4, 8 and 8 bytes, and 32 blocks of 4 KiB.
+    assert 256 * 1024 * 20 + 32 * 4096 <= spent[0][0] <= 256 * 1024 * 20 + 32 * 4096 + 256 * 16 + 100

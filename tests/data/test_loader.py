@@ -13,7 +13,8 @@ import torch
 
 from data.indexed_dataset import IndexedDataset
 from data.loader import MicroBatch, MicroBatchLoader
-from data.phases import Phase, PhaseSchedule
+from data.phase_lengths import Phase
+from data.phases import PhaseSchedule
 from data.samples import SampleSource
 
 MakeDataset = Callable[..., IndexedDataset]
@@ -149,7 +150,7 @@ def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset:
     before.consumed_samples = 15 * GLOBAL_BATCH
     state = before.state_dict()
     resume(state, sources)
-    with pytest.raises(ValueError, match="seed was 5 and is now 6"):
+    with pytest.raises(ValueError, match=r"run\.seed was 5 and is now 6"):
         resume(state, open_sources(make_dataset, seed=6))
     other = PhaseSchedule([Phase("only", 1.0, {"code": 0.7, "prose": 0.3})], NUM_STEPS, GLOBAL_BATCH)
     with pytest.raises(ValueError, match="phases up to sample 120 were"):
@@ -157,7 +158,7 @@ def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset:
     swapped = [Phase(p.name, p.fraction, dict(reversed(p.blend.items()))) for p in PHASES]
     with pytest.raises(ValueError, match="phases up to sample 120 were"):  # ties in the blend fall otherwise
         resume(state, sources, PhaseSchedule(swapped, NUM_STEPS, GLOBAL_BATCH))
-    with pytest.raises(ValueError, match=r"source 'code' had 500 tokens .* and now has 600"):
+    with pytest.raises(ValueError, match=r"source 'code' .* had 500 tokens .* and now has 600"):
         resume(state, open_sources(make_dataset, num_tokens=600))
     other_seed = open_sources(make_dataset, seed=6)
     changed = MicroBatchLoader(schedule(), other_seed, MICRO_BATCH, 0, 1, allow_other_data=True)
@@ -239,7 +240,7 @@ def test_a_position_that_this_run_does_not_have_is_refused(sources: Sources) -> 
 
 
 def test_misuse_is_explained(sources: Sources, make_dataset: MakeDataset) -> None:
-    with pytest.raises(ValueError, match="global batch of 8 samples is not a multiple"):
+    with pytest.raises(ValueError, match="global batch of 8 samples in phase 'broad' is not a multiple"):
         MicroBatchLoader(schedule(), sources, 3, 0, 1)
     with pytest.raises(ValueError, match=r"2 \* 8"):
         MicroBatchLoader(schedule(), sources, 2, 0, 8)

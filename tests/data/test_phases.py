@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
+import random
 from collections import Counter
 
 import pytest
 
 from data.blend import Blend
-from data.phases import Phase, PhaseSchedule
+from data.phase_lengths import Phase
+from data.phases import PhaseSchedule
 
 PHASES = [
     Phase("broad", 0.7, {"code": 0.7, "prose": 0.3}),
@@ -70,11 +73,18 @@ def test_off_the_run() -> None:
         ([Phase("a", 0.5, {"x": 1}), Phase("b", 0.4, {"x": 1})], "sum to 0.9"),
         ([Phase("a", 1.0, {"x": 1}), Phase("b", 0.0, {"x": 1})], "'b' has the fraction 0"),
         ([Phase("a", 1.0, {"x": -1})], "phase 'a': the weight of source 'x'"),
+        ([Phase("a", 1.0)], "phase 'a': a blend needs at least one source"),
+        ([Phase("a", 0.5, {"x": 1}, steps=3)], "'a' has fraction=0.5 and steps=3; give one length"),
+        ([Phase("a", blend={"x": 1}, tokens=0)], "'a' has the tokens 0; it must be positive"),
+        ([Phase("a", blend={"x": 1}), Phase("b", blend={"x": 1})], "phases a and b have no length"),
+        ([Phase("a", blend={"x": 1}, steps=12), Phase("b", blend={"x": 1})], "take 12 steps of 10, so nothing is left"),
+        ([Phase("a", blend={"x": 1}, steps=4), Phase("b", 0.5, {"x": 1})], "take 9 steps in all, and the run has 10"),
+        ([Phase("a", 1.0, {"x": 1}, sequence_length=3)], "'a' has the sequence length 3, which does not divide"),
     ],
 )
 def test_misuse_is_explained(phases: list[Phase], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PhaseSchedule(phases, num_steps=10, global_batch_size=2)
+        PhaseSchedule(phases, num_steps=10, global_batch_size=2, sequence_length=16)
 
 
 def test_a_run_needs_steps() -> None:
@@ -121,12 +131,74 @@ def test_a_blend_under_way_goes_on() -> None:
             seen[location.source] += 1
 
 
-def test_weights_come_back_bit_for_bit() -> None:
-    weights = {"a": 0.6, "b": 0.3, "c": 0.1}  # whose sum is not exactly 1
-    blend = Blend(weights)
-    assert Blend.restored(dict(blend.weights)).weights == blend.weights
-    schedule = PhaseSchedule([Phase("p", 1.0, weights)], 10, 1)
-    for steps in (20, 30, 40):
-        longer = PhaseSchedule([Phase("q", 0.5, {"a": 1}), Phase("p", 0.5, weights)], steps, 1)
-        schedule = longer.behind(schedule.description(), steps // 2 - 1)
-    assert all(dict(span["blend"]) in (dict(blend.weights), {"a": 1.0}) for span in schedule.description())
+def test_lengths_in_steps_tokens_and_the_rest() -> None:
+    phases = [
+        Phase("steps", blend={"a": 1}, steps=7),
+        Phase("tokens", blend={"a": 2, "b": 1}, tokens=2 * 4 * 16 * 10 + 3, global_batch_size=8),  # ten steps
+        Phase("rest", blend={"b": 1}, sequence_length=4),
+        Phase("share", 0.25, {"a": 1}),
+    ]
+    schedule = PhaseSchedule(phases, num_steps=40, global_batch_size=4, sequence_length=16)
+    assert [(span.first_step, span.end_step, span.batch_size) for span in schedule.spans] == [
+        (0, 7, 4),
+        (7, 17, 8),
+        (17, 30, 4),
+        (30, 40, 4),
+    ]
+    assert [span.sequence_length for span in schedule.spans] == [None, None, 4, None]
+    assert schedule.num_samples == 28 + 80 + 52 + 40
+    for step in range(41):
+        assert schedule.steps_before(schedule.samples_before(step)) == step
+    for sample in (1, 29, -4, 201):
+        with pytest.raises(ValueError, match="begins no step"):
+            schedule.steps_before(sample)
+
+
+def test_growing_batches_go_on_with_their_blend() -> None:
+    blend = {"a": 0.7, "b": 0.2, "c": 0.1}
+    ramp = [Phase(f"of {size}", blend=blend, steps=3, global_batch_size=size) for size in (2, 4, 6)]
+    schedule = PhaseSchedule([*ramp, Phase("full", blend=blend)], num_steps=20, global_batch_size=8)
+    alone = Blend(blend)
+    assert [schedule.locate(i)[1:] for i in range(schedule.num_samples)] == [
+        alone.source(i) for i in range(schedule.num_samples)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_position_is_enough_to_go_on(seed: int) -> None:
+    """At any step: in the same phases, and in quite other ones behind it."""
+    draw = random.Random(seed)
+
+    def some_phases() -> list[Phase]:
+        blends = [{"a": 0.7, "b": 0.3}, {"a": 1, "c": 2}, {"b": 1, "a": 0.123456789}]
+        return [
+            Phase(f"p{i}", blend=draw.choice(blends), steps=draw.randint(1, 6), global_batch_size=draw.choice([2, 4]))
+            for i in range(draw.randint(1, 6))
+        ]
+
+    def laid_out(phases: list[Phase]) -> PhaseSchedule:
+        return PhaseSchedule(phases, sum(phase.steps or 0 for phase in phases), 4)
+
+    phases = some_phases()
+    whole = laid_out(phases)
+    consumed = whole.samples_before(draw.randint(0, whole.num_steps))
+    position = json.loads(json.dumps(whole.position(consumed)))
+    again = laid_out(phases)
+    again.stand_at(consumed, position)
+    rest = range(consumed, whole.num_samples)
+    assert [again.locate(i) for i in rest] == [whole.locate(i) for i in rest]
+    assert again.position(consumed) == position
+
+    other = laid_out([*some_phases(), Phase("last", blend={"d": 1}, steps=30)])
+    description = json.loads(json.dumps(whole.description()))
+    behind = other.behind(description, consumed)
+    behind.stand_at(consumed, position)
+    seen = Counter(position["counts"])
+    for i in range(consumed, behind.num_samples):
+        location = behind.locate(i)
+        assert location.ordinal == seen[location.source]
+        seen[location.source] += 1
+    assert dict(seen) == behind.counts(behind.num_samples)
+    assert other.behind(json.loads(json.dumps(behind.description())), consumed).description() == behind.description()
+    steps = whole.steps_before(consumed)
+    assert [behind.samples_before(s) for s in range(steps + 1)] == [whole.samples_before(s) for s in range(steps + 1)]

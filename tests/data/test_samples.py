@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from data.concatenation import Concatenation
 from data.indexed_dataset import IndexedDataset
-from data.samples import SampleSource, num_windows
+from data.orders import num_windows
+from data.samples import ORDERS, Growth, SampleSource
+from tests.data.streams import CountingStream
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -15,30 +19,97 @@ def test_windows_overlap_by_one_and_cover_every_target() -> None:
     assert [num_windows(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
 
 
-def test_an_epoch_is_every_window_once_and_the_next_differs(make_dataset: MakeDataset) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_epoch_is_every_window_once_and_the_next_differs(make_dataset: MakeDataset, order: str) -> None:
     dataset = make_dataset("code", num_tokens=403)
-    source = SampleSource("code", dataset, seq_length=4, seed=1, vocab_size=1000)
+    source = SampleSource("code", dataset, seq_length=4, seed=1, vocab_size=1000, order=order)
     assert source.num_samples == 100
-    epochs = [[source.window(k) for k in range(e * 100, e * 100 + 100)] for e in range(3)]
-    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    epochs = [[tuple(source.sample(k)) for k in range(e * 100, e * 100 + 100)] for e in range(3)]
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    stream = dataset.tokens(0, 403)
-    for k in range(250):
-        start = source.window(k) * 4
-        assert np.array_equal(source.sample(k), stream[start : start + 5])
-        assert source.sample(k).dtype == np.int64
+    everything = Counter(dataset.tokens(0, 403).tolist())
+    for epoch in epochs:
+        targets = Counter(int(token) for sample in epoch for token in sample[1:])
+        assert targets.total() == 400 and not targets - everything
+    assert source.sample(0).dtype == np.int64
+    assert [source.epochs(k) for k in (0, 50, 100, 250)] == [0.0, 0.5, 1.0, 2.5]
 
 
-def test_order_depends_on_seed_and_name_only(make_dataset: MakeDataset) -> None:
+def test_windows_are_those_of_version_0_2(make_dataset: MakeDataset) -> None:
+    """So that a run of that version goes on with data.order=windows."""
+    dataset = make_dataset("code", num_tokens=403)
+    source = SampleSource("code", dataset, seq_length=4, seed=1, vocab_size=1000, order="windows")
+    found = [source.place(k).order.place(*source.place(k)[1:]) for k in (0, 1, 2, 99, 100, 101)]
+    assert found == [67, 8, 0, 41, 28, 72]
+    for k, window in zip((0, 1, 2), found, strict=False):
+        assert np.array_equal(source.sample(k), dataset.tokens(window * 4, 5))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_order_depends_on_seed_and_name_only(make_dataset: MakeDataset, order: str) -> None:
     dataset = make_dataset("code")
 
-    def order(name: str, seed: int) -> list[int]:
-        source = SampleSource(name, dataset, seq_length=4, seed=seed, vocab_size=1000)
-        return [source.window(k) for k in range(300)]
+    def samples(name: str, seed: int) -> list[tuple[int, ...]]:
+        source = SampleSource(name, dataset, seq_length=4, seed=seed, vocab_size=1000, order=order)
+        return [tuple(source.sample(k)) for k in range(120)]
 
-    assert order("code", 1) == order("code", 1)
-    assert order("code", 1) != order("code", 2)
-    assert order("code", 1) != order("prose", 1)
+    assert samples("code", 1) == samples("code", 1)
+    assert samples("code", 1) != samples("code", 2)
+    assert samples("code", 1) != samples("prose", 1)
+
+
+def test_documents_come_along(make_dataset: MakeDataset) -> None:
+    stream = CountingStream([3, 9, 1, 30, 7] * 5)
+    for order in ORDERS:
+        source = SampleSource("code", stream, seq_length=16, seed=1, vocab_size=1000, order=order)
+        for k in range(source.num_samples):
+            tokens, documents = source.sample_and_documents(k)
+            assert documents is not None and np.array_equal(tokens, source.sample(k))
+            assert np.array_equal(np.diff(documents) != 0, np.diff(stream.document[tokens]) != 0)
+
+
+def grown(parts: list[CountingStream], growth: list[Growth], order: str) -> SampleSource:
+    return SampleSource("x", Concatenation(parts), 4, 1, 10**6, order=order, growth=growth)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_source_that_grows_in_the_middle_of_an_epoch(order: str) -> None:
+    """What was, stays; then what was left and what is new, each once; then everything."""
+    parts = [CountingStream([n] * many, first=first) for n, many, first in ((5, 40, 0), (7, 30, 1000), (3, 100, 2000))]
+    first = grown(parts[:1], [], order)
+    windows = [num_windows(part.num_tokens, 4) for part in parts]
+    at, later = windows[0] + 7, windows[0] + 20
+    second = grown(parts[:2], [Growth(0, 1), Growth(at, 2)], order)
+    third = grown(parts, [Growth(0, 1), Growth(at, 2), Growth(later, 3)], order)
+    assert all(np.array_equal(first.sample(k), second.sample(k)) for k in range(at))
+    assert all(np.array_equal(second.sample(k), third.sample(k)) for k in range(later))
+
+    end = windows[0] + sum(windows)  # the second epoch
+    places = [(id(place.order), *place[1:]) for place in map(third.place, range(windows[0], end))]
+    assert len(set(places)) == len(places)
+    assert sorted(Counter(order for order, _, _ in places).values()) == sorted(windows)
+    newest = [i for i in range(later, end) if third.sample(i)[0] >= 2000]
+    assert len(newest) == windows[2]
+    assert max(np.diff([later, *newest, end])) <= -(-(end - later) // windows[2])  # evenly mixed
+    assert [round(third.epochs(k), 12) for k in (0, windows[0], end)] == [0, 1, 2]
+    epochs = [third.epochs(k) for k in range(end + 50)]
+    assert epochs == sorted(epochs)
+    assert third.place(end)[1:] == (2, 0)
+    everything = [third.sample(k) for k in range(end, end + third.num_samples)]
+    assert len({tuple(sample) for sample in everything}) == third.num_samples
+
+
+def test_descriptions_tell_files_apart() -> None:
+    parts = [CountingStream([50], "a"), CountingStream([60], "b")]
+    saved = grown(parts, [], "documents").description()
+    assert saved == {"files": [[50, "a:50"], [60, "b:60"]], "growth": [[0, 2]]}
+
+    def problem(parts: list[CountingStream]) -> str | None:
+        return grown(parts, [], "documents").replaces(saved)
+
+    assert problem(parts) is None
+    assert problem([*parts, CountingStream([9], "c")]) is None
+    assert problem(parts[:1]) == "had 2 files and now has 1; files may only be added, at the end"
+    assert "file 1 of 2, had 50 tokens (identity 50) and now has 60" in (problem(parts[::-1]) or "")
 
 
 def test_misuse_is_explained(make_dataset: MakeDataset) -> None:
@@ -47,6 +118,10 @@ def test_misuse_is_explained(make_dataset: MakeDataset) -> None:
         SampleSource("code", dataset, seq_length=10, seed=0, vocab_size=1000)
     with pytest.raises(ValueError, match="seq_length must be positive"):
         SampleSource("code", dataset, seq_length=0, seed=0, vocab_size=1000)
+    with pytest.raises(ValueError, match=r"data\.order=sorted is not known; choose one of documents, windows"):
+        SampleSource("code", dataset, seq_length=1, seed=0, vocab_size=1000, order="sorted")
+    with pytest.raises(ValueError, match="has 1 files, and the history"):
+        SampleSource("code", dataset, seq_length=1, seed=0, vocab_size=1000, growth=[Growth(0, 2)])
     source = SampleSource("code", dataset, seq_length=9, seed=0, vocab_size=3)
     with pytest.raises(ValueError, match=r"'code'.*vocabulary of 3"):
         source.sample(0)

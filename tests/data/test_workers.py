@@ -22,7 +22,8 @@ RANK = """
 import multiprocessing, os, signal, sys, time, traceback
 from data.indexed_dataset import IndexedDataset
 from data.loader import MicroBatchLoader
-from data.phases import Phase, PhaseSchedule
+from data.phase_lengths import Phase
+from data.phases import PhaseSchedule
 from data.samples import SampleSource
 
 prefix, end = sys.argv[1:]

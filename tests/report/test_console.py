@@ -12,6 +12,7 @@ from megatron_fp4.report.console import (
     ModelPart,
     PhaseRow,
     RunConsole,
+    SourceRow,
     batch_table,
     facts_table,
     model_table,
@@ -171,7 +172,7 @@ def test_recipes_of_one_name_are_told_apart():
 
 def test_batch_table():
     train = TrainConfig(steps=100, global_batch_size=768, micro_batch_size=2, sequence_length=8192)
-    text = shown(batch_table(train, ParallelConfig(tensor=4, replicate=2), world_size=256))
+    text = shown(batch_table(train, ParallelConfig(tensor=4, replicate=2), world_size=256, num_tokens=629_145_600))
     assert "2 replicas x 32 shards x 4 tensor-parallel" in text
     assert "768 sequences / (2 x 64 ranks)" in text
     assert "6,291,456" in text
@@ -180,15 +181,26 @@ def test_batch_table():
     assert " 6 " in accumulation
 
 
-def test_phases_table_shows_normalized_weights():
+def test_phases_table_shows_tokens_and_epochs_by_source():
     rows = [
-        PhaseRow("broad", 1, 420, 1_720_320, {"code": 7.0, "prose": 3.0}),
-        PhaseRow("brief", 421, 420, 0, {"a": 1.0}),
+        PhaseRow(
+            "broad", 1, 420, "8 x 512", 1_720_320, [SourceRow("code", 0.7, 1.5, 1.5), SourceRow("prose", 0.3, 0.5, 0.5)]
+        ),
+        PhaseRow("brief", 421, 420, "8 x 512", 0, []),
+        PhaseRow("late", 421, 500, "1,024 x 512", 1000, [SourceRow("code", 1.0, 0.2, 1.7)]),
     ]
-    text = shown(phases_table(rows))
-    assert "1-420" in text
-    assert "code 70.0%  prose 30.0%" in text
-    assert "none" in text
+    lines = [line.split() for line in shown(phases_table(rows)).splitlines()]
+    assert ["broad", "1-420", "8", "x", "512", "code", "70.00%", "1,204,224", "1.5", "1.5"] in lines
+    assert ["prose", "30.00%", "516,096", "0.5", "0.5"] in lines
+    assert ["brief", "none", "8", "x", "512", "0"] in lines
+    assert ["late", "421-500", "1,024", "x", "512", "code", "100.00%", "1,000", "0.2", "1.7"] in lines
+
+
+def test_phases_of_many_sources_show_those_gone_through_most():
+    sources = [SourceRow(f"s{i}", 0.01, i / 100, i / 100) for i in range(100)]
+    text = shown(phases_table([PhaseRow("all", 1, 10, "8 x 512", 10_000, sources)]))
+    assert "s99" in text and "s85" in text and "s84" not in text
+    assert "85 more" in text and "85.00%" in text
 
 
 def test_facts_table():

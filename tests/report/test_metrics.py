@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import types
+from dataclasses import replace
 from functools import partial
 from unittest.mock import MagicMock
 
@@ -44,14 +45,14 @@ def write(run_dir, start, end, **options):
 def test_every_line_is_an_object_of_its_kind(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.run(0, total_steps=10, decay_start=8)
-        writer.step(metrics(1))
+        writer.step(replace(metrics(1), epochs={"code": 0.5}))
         writer.validation(1, 4096, {"code": 2.0, "prose": 4.0})
         writer.event(1, "switch", target="bf16")
         # Flushed a line at a time: everything is readable before the file is closed.
         records = read_metrics(tmp_path / METRICS_FILE)
     assert [record["kind"] for record in records] == ["run", "step", "validation", "event"]
     assert records[0] == {"kind": "run", "step": 0, "total_steps": 10, "decay_start": 8}
-    assert set(records[1]) == {"kind", *vars(metrics(1))}
+    assert set(records[1]) == {"kind", *vars(metrics(1))} and records[1]["epochs"] == {"code": 0.5}
     assert records[2] == {
         "kind": "validation",
         "step": 1,

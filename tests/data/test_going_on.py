@@ -1,0 +1,185 @@
+"""A run goes on with other phases to come, more files and more steps, and never with another past."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from data.concatenation import Concatenation
+from data.loader import MicroBatchLoader
+from data.phase_lengths import Phase
+from data.phases import PhaseSchedule
+from data.samples import SampleSource
+from data.state_0_2 import _counts
+from tests.data.streams import CountingStream
+
+LENGTH, BATCH = 4, 6
+FILES = [CountingStream([n] * 50, f"file {n}", first=1000 * n) for n in range(5, 10)]
+PHASES = [
+    Phase("a", steps=10, blend={"code": 0.7, "prose": 0.3}),
+    Phase("b", steps=10, blend={"code": 0.5, "prose": 0.5}),
+]
+
+
+def loader(
+    phases: list[Phase] = PHASES,
+    code: list[CountingStream] = FILES[:2],
+    others: tuple[str, ...] = ("prose",),
+    order: str = "documents",
+    **options: Any,
+) -> MicroBatchLoader:
+    streams = {"code": Concatenation(code), **dict.fromkeys(others, FILES[4])}
+    sources = {n: SampleSource(n, stream, LENGTH, 1, 10**6, order) for n, stream in streams.items()}
+    steps = sum(phase.steps or 0 for phase in phases)
+    return MicroBatchLoader(PhaseSchedule(phases, steps, BATCH, LENGTH), sources, 2, 0, 1, num_workers=0, **options)
+
+
+def seen(loader: MicroBatchLoader, start: int, end: int) -> list[list[int]]:
+    """The rows of the steps [start, end)."""
+    rows = []
+    for micro_batches in loader.steps(start, end):
+        for batch in micro_batches:
+            rows += torch.cat([batch.tokens, batch.targets[:, -1:]], dim=1).tolist()
+    return rows
+
+
+def state_after(loader: MicroBatchLoader, steps: int, start: int = 0) -> dict[str, Any]:
+    seen(loader, start, steps)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def resumed(state: dict[str, Any], *arguments: Any, **options: Any) -> MicroBatchLoader:
+    other = loader(*arguments, **options)
+    other.load_state_dict(state)
+    return other
+
+
+def test_unchanged_data_go_on_as_if_nothing_had_been() -> None:
+    state = state_after(loader(), 7)
+    again = resumed(state)
+    assert again.changes == []
+    assert seen(again, 7, 20) == seen(loader(), 7, 20)
+    assert again.state_dict()["position"]["counts"] == loader().schedule.counts(20 * BATCH)
+
+
+def test_new_files_join_where_the_run_stands() -> None:
+    """Twice, the second time while the first ones are still being mixed in: nothing twice, nothing left out."""
+    phases = [Phase("a", blend={"code": 1}, steps=200)]
+    first = loader(phases, FILES[:1])
+    rows = seen(first, 0, 5)
+    second = resumed(state_after(loader(phases, FILES[:1]), 5), phases, FILES[:2])
+    assert second.changes == [
+        "source 'code' has 1 new files of 300 tokens, mixed with what its epoch has left behind its sample 30"
+    ]
+    rows += seen(second, 5, 8)
+    third = resumed(state_after(second, 8, start=5), phases, FILES[:4])
+    rows += seen(third, 8, 100)
+    windows = sum((file.num_tokens - 1) // LENGTH for file in FILES[:4])
+    epoch = Counter(map(tuple, rows[:windows]))
+    assert set(epoch.values()) == {1}
+    assert {token // 1000 for row in rows[30:48] for token in row} == {5, 6}
+    again = resumed(state_after(third, 20, start=8), phases, FILES[:4])  # and a resume without news
+    assert again.changes == []
+    assert seen(again, 20, 100) == rows[20 * BATCH :]
+
+
+def test_a_source_that_gave_nothing_may_be_any() -> None:
+    phases = [PHASES[0], Phase("c", steps=10, blend={"new": 1})]
+    state = state_after(loader(phases, others=("prose", "new")), 5)
+    streams = loader(phases, others=("prose", "new"))
+    streams.sources["new"] = SampleSource("new", FILES[3], LENGTH, 1, 10**6)
+    streams.load_state_dict(state)
+    assert streams.changes == []
+
+
+def test_phases_to_come_change_and_nothing_comes_twice() -> None:
+    state = state_after(loader(), 12)
+    phases = [
+        *PHASES[:1],
+        Phase("b", steps=4, blend={"code": 0.5, "prose": 0.5}),
+        Phase("c", steps=9, blend={"code": 0.2, "prose": 0.4, "new": 0.4}, global_batch_size=12),
+    ]
+    other = resumed(state, phases, others=("prose", "new"))
+    assert len(other.changes) == 1
+    assert other.changes[0].startswith("phases behind sample 72: were b [72, 120) code 0.5, prose 0.5; are b [72, 84)")
+    assert seen(other, 12, 14) == seen(loader(), 12, 14)
+    taken = [other.schedule.locate(i)[1:] for i in range(72, other.schedule.num_samples)]
+    counts = Counter(state["position"]["counts"])
+    for source, ordinal in taken:
+        assert ordinal == counts[source]
+        counts[source] += 1
+    assert other.schedule.num_samples == 14 * BATCH + 9 * 12
+    # Another checkpoint of it goes on by itself.
+    rows = seen(other, 14, 23)
+    assert seen(resumed(state_after(other, 18, start=14), phases, others=("prose", "new")), 18, 23) == rows[4 * 12 :]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"phases": [Phase("a", steps=20, blend={"code": 0.6, "prose": 0.4})]}, "phase 'a' has served samples"),
+        ({"code": FILES[1:3]}, r"source 'code' \(file 6\), file 1 of 2, had 250 tokens .* and now has 300"),
+        ({"code": FILES[:1]}, "source 'code' had 2 files and now has 1; files may only be added, at the end"),
+        ({"phases": [Phase("a", steps=20, blend={"code": 1})], "others": ()}, "source 'prose' is gone"),
+        ({"order": "windows"}, "data.order was documents and is now windows"),
+    ],
+)
+def test_another_past_is_refused(options: dict[str, Any], message: str) -> None:
+    state = state_after(loader(), 7)
+    with pytest.raises(ValueError, match=message):
+        resumed(state, **options)
+    accepted = resumed(state, **options, allow_other_data=True)
+    assert accepted.consumed_samples == 42
+    assert accepted.changes and "the data is other than the checkpoint's" in accepted.changes[0]
+
+
+def test_a_position_within_a_step_is_refused() -> None:
+    state = state_after(loader(), 7)
+    shorter = [Phase("a", steps=6, blend={"code": 0.7, "prose": 0.3})]
+    with pytest.raises(ValueError, match=r"stands after 42 samples.*train.steps=7 or more"):
+        resumed(state, shorter)
+
+
+def test_a_run_of_version_0_2_goes_on() -> None:
+    """Its weights were thousandths in another sequence; what it took is counted as it was."""
+    files = [[FILES[0].num_tokens, FILES[0].identity()], [FILES[4].num_tokens, FILES[4].identity()]]
+    names = ["code", "prose"]
+    state = {
+        "consumed_samples": 84,
+        "fingerprint": {
+            "seed": 1,
+            "seq_length": LENGTH,
+            "sources": {n: {"num_tokens": t, "identity": i} for n, (t, i) in zip(names, files, strict=True)},
+            "phases": [
+                {"name": "a", "start": 0, "end": 60, "blend": [["code", 0.7], ["prose", 0.30000000000000004]]},
+                {"name": "b", "start": 60, "end": 120, "blend": [["code", 0.5], ["prose", 0.5]]},
+            ],
+        },
+    }
+    with pytest.raises(ValueError, match=r"data\.order was windows and is now documents"):
+        resumed(state, code=FILES[:1])
+    other = resumed(state, code=FILES[:1], order="windows")
+    assert other.changes == []
+    counts = Counter(other.schedule.counts(84))
+    assert counts == {"code": 42 + 12, "prose": 18 + 12}
+    for i in range(84, 120):
+        location = other.schedule.locate(i)
+        assert location.ordinal == counts[location.source]
+        counts[location.source] += 1
+    again = resumed(state_after(other, 16, start=14), code=FILES[:1], order="windows")
+    assert seen(again, 16, 20) == seen(other, 16, 20)
+    with pytest.raises(IndexError, match="were another version's"):
+        again.schedule.locate(3)
+
+
+def test_counts_of_version_0_2() -> None:
+    """Megatron's rule over a thousand slots: 0 1 2 0 1 0 2 0 1 0 for halves, thirds and fifths."""
+    sequence = [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
+    for end in range(11):
+        assert _counts([0.5, 0.3, 0.2], end) == [sequence[:end].count(d) for d in range(3)]
+    assert _counts([0.5, 0.3, 0.2], 12_345_678) == [6172839, 3703703, 2469136]
+    assert _counts([0.9985, 0.0015], 1000) == [999, 1]

@@ -1,0 +1,300 @@
+"""Data in an object store: moto's S3 server on this machine, with faults in front of it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import s3fs
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+import data.remote
+from data.indexed import open_indexed, open_source
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.remote import BLOCK_BYTES, RemoteFile, default_remote_cache
+from data.source_lists import prefixes
+
+pytestmark = pytest.mark.slow
+
+BIG, SMALL = "s3://bucket/corpus/big", "s3://bucket/corpus/small"
+NUM_TOKENS = 1_300_000  # of the big one: three blocks of a MiB, the last one not full
+
+
+class Store:
+    """An S3 server whose answers to the requests for objects go through `fault`.
+
+    fault: gets the number of the request, from 0, and its method; says `500`, `403`, `cut` (the connection ends in the
+    middle of the body) or nothing. requests: (method, path, range) of each.
+    """
+
+    def __init__(self) -> None:
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self, threaded=True)
+        self._lock = threading.Lock()
+        self.address = f"http://127.0.0.1:{self._server.server_port}"
+        self.reset()
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def reset(self) -> None:
+        self.fault: Callable[[int, str], str | None] = lambda number, method: None
+        self.requests: list[tuple[str, str, str | None]] = []
+
+    def close(self) -> None:
+        self._server.shutdown()
+
+    def ranges(self) -> list[int]:
+        """How many bytes each request asked for."""
+        found = (re.fullmatch(r"bytes=(\d+)-(\d+)", asked) for _, _, asked in self.requests if asked)
+        return [int(match[2]) - int(match[1]) + 1 for match in found if match]
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append((method, path, environ.get("HTTP_RANGE")))
+        fault = self.fault(number, method)
+        if fault in ("500", "403"):
+            start_response(f"{fault} fault", [("Content-Length", "0")])
+            return [b""]
+        body = self._app(environ, start_response)
+        return self._half(body) if fault == "cut" else body
+
+    def _half(self, body: Iterable[bytes]) -> Iterator[bytes]:
+        content = b"".join(body)
+        yield content[: len(content) // 2]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, Path]]:
+    """The server, and the folder of the files that it has as objects."""
+    folder, store = tmp_path_factory.mktemp("local"), Store()
+    rng = np.random.default_rng(0)
+    for name, documents in (("big", NUM_TOKENS // 100), ("small", 300)):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for _ in range(documents):
+                writer.add_document(rng.integers(0, 1000, 100))
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": store.address,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",  # botocore's own, so that each fault is ours to meet
+        }.items():
+            patch.setenv(name, value)
+        patch.setattr(s3fs.S3FileSystem, "retries", 1)
+        patch.setattr(data.remote, "RETRY_SECONDS", (0.01,) * 5)
+        s3fs.S3FileSystem.clear_instance_cache()
+        client = s3fs.S3FileSystem()
+        client.mkdir("bucket")
+        client.put(str(folder), "bucket/corpus", recursive=True)
+        yield store, folder
+    store.close()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def store(running: tuple[Store, Path]) -> Iterator[Store]:
+    s3fs.S3FileSystem.clear_instance_cache()  # with what it remembers of listings
+    running[0].reset()
+    yield running[0]
+    running[0].reset()
+
+
+@pytest.fixture
+def local(running: tuple[Store, Path]) -> IndexedDataset:
+    return IndexedDataset(running[1] / "big")
+
+
+def test_objects_are_the_files(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    assert (remote.num_tokens, remote.num_documents) == (NUM_TOKENS, NUM_TOKENS // 100)
+    rng = np.random.default_rng(0)
+    for start in (0, BLOCK_BYTES // 2 - 5, NUM_TOKENS - 10, *rng.integers(0, NUM_TOKENS - 10, 50).tolist()):
+        assert np.array_equal(remote.tokens(start, 10), local.tokens(start, 10))
+    assert np.array_equal(remote.tokens(0, NUM_TOKENS), local.tokens(0, NUM_TOKENS))
+    assert np.array_equal(remote.document_offsets(0, 13000), local.document_offsets(0, 13000))
+    assert np.array_equal(remote.document(7), local.document(7))
+    assert remote.identity() == local.identity() and str(remote) == BIG
+    # Ends of the .idx; blocks of both files, which also have what the identity is of.
+    assert len(store.ranges()) == 11 + 1 + 3 and max(store.ranges()) == BLOCK_BYTES
+
+
+def test_what_was_read_is_kept(store: Store, tmp_path: Path) -> None:
+    for again in (False, True):
+        store.requests.clear()
+        remote = IndexedDataset(BIG, remote_cache=tmp_path)
+        remote.identity()
+        for start in (100, 200, 600_000):
+            remote.tokens(start, 10)
+        assert all(method == "HEAD" for method, _, _ in store.requests) == again
+    blocks = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and "-" not in path.name]
+    assert blocks == [BLOCK_BYTES, BLOCK_BYTES]
+
+
+def test_a_pattern_and_a_list(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text(f"- {SMALL}\n- {BIG}.idx\n- {local.prefix}\n")
+    value = f"{tmp_path}/list.yaml"
+    bundle = open_indexed(1000, {"all": "s3://bucket/corp*/*", "mixed": value}, remote_cache=tmp_path / "cache")
+    assert [str(part) for part in bundle.train["all"].parts] == [BIG, SMALL]
+    assert [str(part) for part in bundle.train["mixed"].parts] == [SMALL, BIG, str(local.prefix)]
+    assert np.array_equal(bundle.train["mixed"].tokens(30_000, 2000), local.tokens(0, 2000))
+    with pytest.raises(ValueError, match=r"no file matches s3://bucket/corpus/none_\*\.idx"):
+        prefixes("data.sources.web", "s3://bucket/corpus/none_*")
+
+
+def test_the_default_folder(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    IndexedDataset(SMALL)
+    assert default_remote_cache() == tmp_path / "megatron_fp4" / "remote"
+    assert any(path.is_file() for path in default_remote_cache().rglob("*"))
+
+
+@pytest.mark.parametrize("fault", ["500", "cut"])
+def test_faults_that_pass(
+    store: Store, local: IndexedDataset, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.fault = lambda number, method: fault if number % 3 == 1 or number == 0 else None
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    assert np.array_equal(remote.tokens(0, NUM_TOKENS), local.tokens(0, NUM_TOKENS))
+    assert remote.identity() == local.identity()
+    assert "trying again in" in caplog.text and BIG in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["500", "cut"])
+def test_faults_that_stay_are_one_line(store: Store, tmp_path: Path, fault: str) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    store.fault = lambda number, method: fault
+    with pytest.raises(ConnectionError) as failure:
+        remote.tokens(0, 10)
+    message = str(failure.value)
+    assert message.startswith(f"{BIG}.bin: ") and "\n" not in message and "(6 attempts in " in message
+    assert list((tmp_path / "unfinished").iterdir()) == []
+    store.fault = lambda number, method: None
+    assert len(remote.tokens(0, 10)) == 10
+
+
+def test_what_another_attempt_would_not_change(store: Store, tmp_path: Path) -> None:
+    for prefix in ("s3://bucket/corpus/none", "s3://no-such-bucket/none"):
+        with pytest.raises(FileNotFoundError) as missing:
+            IndexedDataset(prefix, remote_cache=tmp_path)
+        assert str(missing.value) == (
+            f"{prefix}.idx does not exist; a dataset is named by the path of its .idx and .bin without the ending"
+        )
+    asked = len(store.requests)
+    store.fault = lambda number, method: "403"
+    with pytest.raises(PermissionError, match=f"^{SMALL}.idx: "):
+        IndexedDataset(SMALL, remote_cache=tmp_path)
+    assert len(store.requests) <= asked + 3
+
+
+def test_objects_that_are_no_pair(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
+    client = s3fs.S3FileSystem()
+    client.copy("bucket/corpus/big.idx", "bucket/bad/x.idx")
+    with pytest.raises(FileNotFoundError, match=r"bad/x\.bin does not exist"):
+        IndexedDataset("s3://bucket/bad/x", remote_cache=tmp_path)
+    client.pipe_file("bucket/bad/x.bin", local.tokens(0, 1000).tobytes())
+    with pytest.raises(ValueError, match=r"x\.bin has 2000 bytes where x\.idx describes 2600000"):
+        IndexedDataset("s3://bucket/bad/x", remote_cache=tmp_path)
+    client.pipe_file("bucket/bad/x.idx", b"MMIDIDX")
+    with pytest.raises(ValueError, match=r"s3://bucket/bad/x\.idx does not start with Megatron's"):
+        IndexedDataset("s3://bucket/bad/x", remote_cache=tmp_path)
+    with pytest.raises((FileNotFoundError, IsADirectoryError)):
+        RemoteFile("s3://bucket/bad", tmp_path)
+
+
+def test_an_object_that_was_replaced_is_read_anew(store: Store, tmp_path: Path) -> None:
+    client, found = s3fs.S3FileSystem(), []
+    for token in (1, 2):
+        with IndexedDatasetWriter(tmp_path / "n", np.uint16) as writer:
+            writer.add_document([token] * 1000)
+        for ending in ("idx", "bin"):
+            client.put(str(tmp_path / f"n.{ending}"), f"bucket/new/n.{ending}")
+        s3fs.S3FileSystem.clear_instance_cache()
+        found.append(int(IndexedDataset("s3://bucket/new/n", remote_cache=tmp_path / "c").tokens(999, 1)[0]))
+    assert found == [1, 2]
+
+
+def sum_of(dataset: IndexedDataset) -> int:
+    return sum(int(dataset.tokens(start, 1000).sum()) for start in range(0, NUM_TOKENS, 1000))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_processes_share_the_folder(store: Store, local: IndexedDataset, tmp_path: Path, method: str) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    remote.index.check_documents(0, 10)  # connections are open when workers are forked
+    with get_context(method).Pool(2) as pool:
+        assert set(pool.map(sum_of, [remote] * 2, chunksize=1)) == {int(local.tokens(0, NUM_TOKENS).sum())}
+    kept = {path.name: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and "-" not in path.name}
+    assert kept == {"0": BLOCK_BYTES, "1": BLOCK_BYTES, "2": 2 * NUM_TOKENS - 2 * BLOCK_BYTES}
+    assert list((tmp_path / "unfinished").iterdir()) == []
+
+
+def test_a_block_that_a_power_cut_shortened_is_fetched_again(
+    store: Store, local: IndexedDataset, tmp_path: Path
+) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    remote.tokens(0, 10)
+    (block,) = (path for path in tmp_path.rglob("0") if path.is_file())
+    os.truncate(block, 5)
+    assert np.array_equal(remote.tokens(0, 10), local.tokens(0, 10))
+    assert block.stat().st_size == BLOCK_BYTES
+
+
+def test_on_a_full_disk_nothing_is_kept(
+    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000, 951, 49))
+    store.requests.clear()
+    assert np.array_equal(remote.tokens(500, 10), local.tokens(500, 10))
+    assert store.ranges() == [20] and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_disk_that_fills_up_meanwhile(
+    store: Store, local: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = IndexedDataset(BIG, remote_cache=tmp_path)
+
+    def full(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert np.array_equal(remote.tokens(500, 10), local.tokens(500, 10))
+    assert list((tmp_path / "unfinished").iterdir()) == []
+
+
+def test_what_killed_writers_left_is_removed(store: Store, tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    for name, age in (("old", 4000), ("new", 10)):
+        (unfinished / name).touch()
+        os.utime(unfinished / name, (time.time() - age,) * 2)
+    IndexedDataset(SMALL, remote_cache=tmp_path)
+    assert [path.name for path in unfinished.iterdir()] == ["new"]
+
+
+def test_any_store_that_fsspec_knows(local: IndexedDataset, tmp_path: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for ending in ("idx", "bin"):
+        memory.pipe_file(f"/folder/m.{ending}", Path(f"{local.prefix}.{ending}").read_bytes())
+    source = open_source(prefixes("data.sources.m", "memory://folder/m*"), tmp_path)
+    assert source.identity() == local.identity()
