@@ -196,7 +196,7 @@ class IndexedDataset:
     @property
     def num_sequences(self) -> int:
         """A document is one or more of them, or none if it is empty."""
-        return self._index.num_sequences
+        return self.index.num_sequences
 
     def sequence_offsets(self, first: int, last: int) -> np.ndarray:
         """Where the sequences [first, last) begin in the stream, and where the last one ends: int64 [last - first + 1].
@@ -205,7 +205,7 @@ class IndexedDataset:
         """
         if not 0 <= first <= last <= self.num_sequences:
             raise IndexError(f"sequences [{first}, {last}) are outside {self.prefix}, which has {self.num_sequences}")
-        return self._index.sequence_offsets(first, last)
+        return self.index.sequence_offsets(first, last)
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the whole stream, read-only [length] of the file's dtype.
