@@ -27,6 +27,7 @@ import numpy as np
 
 from data.orders import Window
 from data.samples import Growth, Samples
+from data.tokenizer import is_tokenizer, load_tokenizer
 from data.tokenizers.interface import TextTokenizer
 
 _WORD = 1 << 64
@@ -148,7 +149,15 @@ def _spelled(fim: Mapping[str, Any] | None) -> str:
 
 
 def check_fim(data: Any) -> None:
-    """Raise ValueError for sources in a configuration's `data.fim` from which no phase draws."""
+    """Raise ValueError for sources in a configuration's `data.fim` from which no phase draws, or tokens that the
+    tokenizer does not have."""
+    if not data.fim:
+        return
+    if data.kind == "builtin":
+        raise ValueError(
+            f"data.fim={', '.join(data.fim)}: the tokenizer of the built-in corpus has no tokens for it; choose "
+            "data=indexed with a tokenizer that has"
+        )
     drawn = {name for phase in data.phases if phase.blend != "tokens" for name, weight in phase.blend.items() if weight}
     if any(phase.blend == "tokens" for phase in data.phases):
         drawn |= set(data.sources)
@@ -157,6 +166,11 @@ def check_fim(data: Any) -> None:
             raise ValueError(
                 f"data.fim.{name} has no effect: no phase draws from {name}, only from {', '.join(sorted(drawn))}"
             )
+    # A path that leads nowhere has its own message.
+    tokenizer = load_tokenizer(data.tokenizer, data.eod_token) if is_tokenizer(data.tokenizer or "") else None
+    for name, given in data.fim.items():
+        if tokenizer is not None or data.tokenizer is None:
+            fim_tokens(f"data.fim.{name}", given, tokenizer)
 
 
 def with_fim(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -165,7 +166,7 @@ def test_tokens_by_name() -> None:
         fim_tokens("data.fim.code", settings(), None)
 
 
-def test_only_sources_that_are_drawn_from(make_dataset: MakeDataset) -> None:
+def test_only_sources_that_are_drawn_from(make_dataset: MakeDataset, tmp_path: Path) -> None:
     sources = {name: SampleSource(name, make_dataset(name), 64, 3, 1000) for name in ("code", "prose")}
     known = tokenizer("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
     found = with_fim(sources, {"code": settings()}, known)
@@ -173,6 +174,18 @@ def test_only_sources_that_are_drawn_from(make_dataset: MakeDataset) -> None:
     with pytest.raises(ValueError, match=r"data\.fim names web, and the sources are code, prose"):
         with_fim(sources, {"web": settings()}, known)
     phases = [SimpleNamespace(blend={"code": 0.5, "prose": 0.0})]
-    check_fim(SimpleNamespace(phases=phases, sources={}, fim={"code": settings()}))
+
+    def check(**given: object) -> None:
+        check_fim(SimpleNamespace(**{"kind": "indexed", "phases": phases, "sources": {}, "eod_token": None, **given}))
+
+    known.save(tmp_path / "tokenizer.json")
+    check(fim={"code": settings()}, tokenizer=str(tmp_path / "tokenizer.json"))
+    check(fim={})
+    with pytest.raises(ValueError, match=r"data\.fim\.code\.suffix=<tail> is no token of"):
+        check(fim={"code": settings(suffix="<tail>")}, tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"data\.fim\.code names its tokens.*give data\.tokenizer"):
+        check(fim={"code": settings()}, tokenizer=None)
+    with pytest.raises(ValueError, match="tokenizer of the built-in corpus has no tokens for it"):
+        check(fim={"code": settings()}, kind="builtin")
     with pytest.raises(ValueError, match=r"data\.fim\.prose has no effect: no phase draws from prose, only from code"):
-        check_fim(SimpleNamespace(phases=phases, sources={}, fim={"prose": settings()}))
+        check(fim={"prose": settings()}, tokenizer=None)
