@@ -152,6 +152,7 @@ class MicroBatchLoader:
         )
         with signals_held_back():
             micro_batches = iter(loader)
+        setup.started()
         watch = DeliveryWatch(setup, self.timeout_seconds if self.num_workers else 0.0)
         # Should the run end by an exception, multiprocessing stops the workers at exit; see workers.py.
         atexit.register(setup.release)
@@ -172,14 +173,16 @@ class MicroBatchLoader:
         try:
             with watch:
                 yield
-        except (RuntimeError, OSError, EOFError) as error:
+        except Exception as error:  # of a dead worker: whatever its sockets, pipes and half a pickle lead to
             where = (
                 f"no data for step {step + 1} (data-parallel rank {self.dp_rank}, data.num_workers={self.num_workers})"
             )
             if watch.found is not None:
                 waited = f"for {self.timeout_seconds:.0f} s"
                 raise LoaderError(f"{where} {waited}: {watch.found}") from error
-            if self.num_workers and str(error).startswith("DataLoader"):
+            # Errors that a worker met and sent are no sign of its death; only those of the connection are waited on.
+            broken = isinstance(error, (OSError, EOFError)) or str(error).startswith("DataLoader")
+            if self.num_workers and setup.dead(seconds=5.0 if broken else 0.0):
                 raise LoaderError(f"{where}: {error}; {setup.in_words()}") from error
             raise
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray, RawValue
 from pathlib import Path
 from types import FrameType
@@ -48,6 +50,11 @@ class WorkerSetup:
         self._rank_pid = os.getpid()
         self._released = RawValue(ctypes.c_bool, False)
         self._pids = RawArray(ctypes.c_int, max(1, num_workers))
+        self._processes: dict[int | None, BaseProcess] = {}
+
+    def started(self) -> None:
+        """In the rank, when the workers have been started."""
+        self._processes = {process.pid: process for process in multiprocessing.active_children()}
 
     def release(self) -> None:
         """In the rank: from now on SIGTERM ends the workers."""
@@ -59,10 +66,29 @@ class WorkerSetup:
             if pid and Path(f"/proc/{pid}/stat").exists() and _parent(pid) == os.getpid():
                 os.kill(pid, signal.SIGKILL)
 
+    def dead(self, seconds: float) -> bool:
+        """In the rank: whether a worker died, which may show only a moment after its sockets closed. Waits for that up
+        to `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if any(pid and _death(pid) is not None for pid in self._pids):
+                    return True
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(0.01)
+            except RuntimeError:  # from DataLoader's handler of SIGCHLD, wherever the rank is when a worker dies
+                return True
+
     def in_words(self) -> str:
         """In the rank: how each worker that does not simply run stands, with what to do about it."""
         found = []
         for worker, pid in enumerate(self._pids):
+            # multiprocessing may have been first to fetch the exit code, and then has it.
+            code = self._processes[pid].exitcode if pid in self._processes else None
+            if code is not None:
+                found.append(f"worker {worker} (process {pid}) {_ending(code)}")
+                continue
             state = _process_state(pid) if pid else "never started"
             if state == "stopped":
                 found.append(f"worker {worker} (process {pid}) is stopped, `kill -CONT {pid}` lets it go on")
@@ -129,14 +155,34 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+def _death(pid: int) -> str | None:
+    """How the child `pid` ended, in words; None if it lives."""
+    try:
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "is gone, and nobody kept how it ended"
+    if end is None:
+        return None
+    return _ending(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+
+
+def _ending(code: int) -> str:
+    """An exit code in words; a negative one is that of a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    why = " (often because the host had no memory left: look into its kernel log)" * (name == "SIGKILL")
+    return f"is dead: killed by signal {-code}, {name}{why}"
+
+
 def _process_state(pid: int) -> str:
-    """What a process of this host does, in words."""
+    """What the child `pid` does, in words."""
+    if (end := _death(pid)) is not None:
+        return end
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
-        return "is gone: killed, often because the host had no memory left (look into its kernel log)"
-    if letter in "ZX":
-        return "is dead: killed, often because the host had no memory left (look into its kernel log)"
+        return "is gone, and nobody kept how it ended"
     if letter in "Tt":
         return "stopped"
     return "waits for a disk" if letter == "D" else "runs"

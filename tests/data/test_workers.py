@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import pytest
 
 from data.indexed_dataset import IndexedDatasetWriter
-from data.workers import WorkerSetup
+from data.loader import LoaderError, MicroBatchLoader
+from data.phases import Phase, PhaseSchedule
+from data.samples import SampleSource
+from data.workers import DeliveryWatch, WorkerSetup
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
@@ -117,7 +122,10 @@ def test_a_failing_rank_exits_promptly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(signal.SIGSTOP, "is stopped, `kill -CONT {pid}` lets it go on"), (signal.SIGKILL, "killed by signal: Killed")],
+    [
+        (signal.SIGSTOP, "is stopped, `kill -CONT {pid}` lets it go on"),
+        (signal.SIGKILL, "(process {pid}) is dead: killed by signal 9, SIGKILL"),
+    ],
 )
 def test_a_worker_that_delivers_nothing_is_named(tmp_path: Path, number: signal.Signals, words: str) -> None:
     """Instead of waiting for it for ever."""
@@ -129,13 +137,71 @@ def test_a_worker_that_delivers_nothing_is_named(tmp_path: Path, number: signal.
     wait_until_gone(workers, 10)
 
 
-def test_workers_in_words() -> None:
-    setup = WorkerSetup(3)
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    setup._pids[:] = [os.getpid(), child.pid, 0]
-    assert f"worker 1 (process {child.pid}) is dead: killed" in setup.in_words()
-    assert "worker 2 (process 0) never started" in setup.in_words() and "worker 0" not in setup.in_words()
+class Counted:
+    """The stream 0, 1, 2, ..."""
+
+    num_tokens, num_documents = 500, 1
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        return np.arange(start, start + length)
+
+    def identity(self) -> str:
+        return "counted"
+
+
+def a_loader() -> MicroBatchLoader:
+    source = SampleSource("code", Counted(), seq_length=4, seed=0, vocab_size=1000)
+    schedule = PhaseSchedule([Phase("main", 1.0, {"code": 1.0})], num_steps=2, global_batch_size=2)
+    return MicroBatchLoader(schedule, {"code": source}, 1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError(104, "reset"), EOFError(), FileNotFoundError("socket"), UnpicklingError("truncated")]
+)
+def test_any_error_of_a_dead_workers_connection_names_it(error: Exception) -> None:
+    """A worker killed while its rank fetches a batch shows by where in the conversation the rank was. Here its death
+    shows only after the error, as it may."""
+    setup = WorkerSetup(1)
+    child = subprocess.Popen(["sleep", "60"])
+    setup._pids[:] = [child.pid]
+    kill = threading.Timer(0.0 if isinstance(error, UnpicklingError) else 0.2, child.kill)
+    with (
+        pytest.raises(
+            LoaderError, match=rf"step 5.*worker 0 \(process {child.pid}\) is dead: killed by signal 9"
+        ) as at,
+        a_loader()._named_workers(setup, DeliveryWatch(setup, 0.0), 4),
+    ):
+        kill.start()
+        if isinstance(error, UnpicklingError):
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        raise error
+    assert at.value.__cause__ is error
     child.wait()
-    setup._pids[:] = [os.getpid()] * 3
+
+
+def test_an_error_of_living_workers_stays_as_it_is() -> None:
+    setup = WorkerSetup(1)
+    child = subprocess.Popen(["sleep", "60"])
+    setup._pids[:] = [child.pid]
+    with pytest.raises(ValueError, match="token ids"), a_loader()._named_workers(setup, DeliveryWatch(setup, 0.0), 4):
+        raise ValueError("token ids beyond the vocabulary")
+    child.kill()
+    child.wait()
+
+
+def test_workers_in_words() -> None:
+    setup = WorkerSetup(4)
+    killed, failed = (subprocess.Popen(["sh", "-c", end]) for end in ("kill -9 $$", "exit 3"))
+    for child in (killed, failed):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    living = subprocess.Popen(["sleep", "60"])
+    setup._pids[:] = [living.pid, killed.pid, failed.pid, 0]
+    words = setup.in_words()
+    assert f"worker 1 (process {killed.pid}) is dead: killed by signal 9, SIGKILL" in words
+    assert f"worker 2 (process {failed.pid}) ended with exit code 3" in words
+    assert "worker 3 (process 0) never started" in words and "worker 0" not in words
+    setup._pids[:] = [living.pid] * 4
     assert "all of them run" in setup.in_words()
+    for child in (killed, failed, living):
+        child.kill()
+        child.wait()
