@@ -369,7 +369,7 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
         mesh.dp_rank,
         mesh.dp_size,
         data.num_workers,
-        pin_memory=mesh.device.type == "cuda",
+        device=mesh.device,
         prefetch=data.prefetch,
         allow_other_data=config.checkpoint.allow_mismatch,
         # Before the other ranks give up in a collective, and not name the worker.

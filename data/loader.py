@@ -8,21 +8,23 @@ their content nor their order. The whole state is the number of samples consumed
 
 from __future__ import annotations
 
-import atexit
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from data.fingerprint import data_fingerprint, differences, served
+from data.micro_batches import RankMicroBatches, SlotContent
 from data.phases import PhaseSchedule
+from data.prefetch import DeliveryTimeout, Prefetcher
 from data.samples import SampleSource
-from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
+from data.workers import WorkerDiedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +39,7 @@ class MicroBatch:
     targets: torch.Tensor
 
     def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory; DataLoader calls it by this name."""
+        """The same in page-locked memory."""
         return MicroBatch(self.index, self.tokens.pin_memory(), self.targets.pin_memory())
 
 
@@ -45,28 +47,14 @@ class LoaderError(RuntimeError):
     """A loader worker died, or none delivers any more."""
 
 
-class GlobalSamples(Dataset[tuple[int, np.ndarray]]):
-    """The samples of a run by global sample index: item i is (i, int64 [seq_length + 1])."""
-
-    def __init__(self, schedule: PhaseSchedule, sources: Mapping[str, SampleSource]) -> None:
-        self.schedule = schedule
-        self.sources = dict(sources)
-
-    def __len__(self) -> int:
-        return self.schedule.num_samples
-
-    def __getitem__(self, index: int) -> tuple[int, np.ndarray]:
-        location = self.schedule.locate(index)
-        return index, self.sources[location.source].sample(location.ordinal)
-
-
 class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
-    `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers
-    processes prepare `prefetch` micro-batches each ahead of time; with 0 the rank prepares each when it needs
-    it, and prefetch has no meaning. pin_memory is for a rank with a GPU. The global random state is left
-    alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an error that names them.
+    `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers processes
+    prepare the micro-batches of the next `prefetch` steps ahead of time; with 0 the rank prepares each when
+    it needs it, and prefetch has no meaning. device: where the rank will send them; for a GPU they lie in page-locked
+    memory. The global random state is left alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an
+    error that names them.
 
     Raises ValueError when a source is missing or the global batch does not divide into whole rounds of
     micro-batches.
@@ -80,7 +68,7 @@ class MicroBatchLoader:
         dp_rank: int,
         dp_size: int,
         num_workers: int = 1,
-        pin_memory: bool = False,
+        device: torch.device | None = None,
         prefetch: int = 2,
         allow_other_data: bool = False,
         timeout_seconds: float = 0.0,
@@ -112,12 +100,16 @@ class MicroBatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.num_workers = num_workers
-        self.pin_memory = pin_memory
+        self.device = device or torch.device("cpu")
         self.prefetch = prefetch
         self.allow_other_data = allow_other_data
         self.timeout_seconds = timeout_seconds
         self.consumed_samples = 0
         """Global samples handed out so far, by all ranks together, the step in progress included."""
+        self.data_wait = 0.0
+        """Seconds for which the rank waited for the newest step's micro-batches."""
+        self.worker_pids: list[int] = []
+        """Process ids of the workers, while there are some."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -137,59 +129,37 @@ class MicroBatchLoader:
         return self._steps(start_step, end_step)
 
     def _steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
-        setup = WorkerSetup(self.num_workers)
-        loader: DataLoader[Any] = DataLoader(
-            GlobalSamples(self.schedule, self.sources),
-            batch_sampler=_MicroBatchIndices(self, start_step, end_step),
-            collate_fn=self._collate,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch if self.num_workers else None,
-            pin_memory=self.pin_memory,
-            worker_init_fn=setup,
-            # Without its own generator DataLoader draws from the global one, and a resumed run would draw
-            # once more.
-            generator=torch.Generator(),
+        micro_batches = RankMicroBatches(
+            self.schedule, self.sources, self.micro_batch_size, self.dp_rank, self.dp_size, start_step, end_step
         )
-        with signals_held_back():
-            micro_batches = iter(loader)
-        setup.started()
-        watch = DeliveryWatch(setup, self.timeout_seconds if self.num_workers else 0.0)
-        # Should the run end by an exception, multiprocessing stops the workers at exit; see workers.py.
-        atexit.register(setup.release)
-        try:
+        with contextlib.closing(self._reader(micro_batches)) as reader:
+            self.worker_pids = reader.pids
             for step in range(start_step, end_step):
-                with self._named_workers(setup, watch, step):
-                    batch = [next(micro_batches) for _ in range(self.num_micro_batches)]
+                began = time.perf_counter()
+                with self._named_rank(step):
+                    batch = [reader.next(self.timeout_seconds) for _ in range(self.num_micro_batches)]
                 self.consumed_samples = (step + 1) * self.global_batch_size
+                self.data_wait = time.perf_counter() - began
                 yield batch
-        finally:
-            watch.close()
-            setup.release()
-            atexit.unregister(setup.release)
 
-    @contextmanager
-    def _named_workers(self, setup: WorkerSetup, watch: DeliveryWatch, step: int) -> Iterator[None]:
-        """DataLoader says that a worker died or waits for ever, not how they stand."""
+    def _reader(self, micro_batches: RankMicroBatches) -> Prefetcher[MicroBatch] | _InTurn:
+        make = partial(_tensors, micro_batches, self.device)
+        if self.num_workers == 0:
+            return _InTurn(micro_batches, make)
+        slots = -(-self.prefetch * self.num_micro_batches // self.num_workers)
+        return Prefetcher(micro_batches, make, self.num_workers, slots, self.num_micro_batches)
+
+    @contextlib.contextmanager
+    def _named_rank(self, step: int) -> Iterator[None]:
+        """Say where it was that workers died or deliver nothing."""
         try:
-            with watch:
-                yield
-        except Exception as error:  # of a dead worker: whatever its sockets, pipes and half a pickle lead to
-            where = (
-                f"no data for step {step + 1} (data-parallel rank {self.dp_rank}, data.num_workers={self.num_workers})"
-            )
-            if watch.found is not None:
-                waited = f"for {self.timeout_seconds:.0f} s"
-                raise LoaderError(f"{where} {waited}: {watch.found}") from error
-            # Errors that a worker met and sent are no sign of its death; only those of the connection are waited on.
-            broken = isinstance(error, (OSError, EOFError)) or str(error).startswith("DataLoader")
-            if self.num_workers and setup.dead(seconds=5.0 if broken else 0.0):
-                raise LoaderError(f"{where}: {error}; {setup.in_words()}") from error
-            raise
-
-    def _collate(self, samples: Sequence[tuple[int, np.ndarray]]) -> MicroBatch:
-        index = samples[0][0] % self.global_batch_size // self.micro_batch_size
-        tokens = torch.from_numpy(np.stack([tokens for _, tokens in samples]))
-        return MicroBatch(index, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            yield
+        except (WorkerDiedError, DeliveryTimeout) as error:
+            late = f" for {self.timeout_seconds:.0f} s" if isinstance(error, DeliveryTimeout) else ""
+            raise LoaderError(
+                f"no data for step {step + 1}{late} (data-parallel rank {self.dp_rank}, host {socket.gethostname()}, "
+                f"data.num_workers={self.num_workers}): {error}"
+            ) from error
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -230,21 +200,31 @@ class MicroBatchLoader:
         self.consumed_samples = consumed
 
 
-class _MicroBatchIndices:
-    """The global sample indices of a rank's micro-batches, in order, in steps [start_step, end_step)."""
+class _InTurn:
+    """Reads micro-batches when they are asked for: no workers."""
 
-    def __init__(self, loader: MicroBatchLoader, start_step: int, end_step: int) -> None:
-        stride = loader.micro_batch_size * loader.dp_size
-        self._firsts = range(
-            start_step * loader.global_batch_size + loader.dp_rank * loader.micro_batch_size,
-            end_step * loader.global_batch_size,
-            stride,
-        )
-        self._size = loader.micro_batch_size
+    pids: list[int] = []  # noqa: RUF012 - of nobody
 
-    def __len__(self) -> int:
-        return len(self._firsts)
+    def __init__(self, micro_batches: RankMicroBatches, make: Callable[[int, SlotContent], MicroBatch]) -> None:
+        self._micro_batches = micro_batches
+        self._make = make
+        self._slot = np.empty(micro_batches.slot_size, np.int32)
+        self._numbers = iter(range(len(micro_batches)))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in self._firsts:
-            yield list(range(first, first + self._size))
+    def next(self, timeout_seconds: float) -> MicroBatch:
+        """The next micro-batch, however long it takes."""
+        number = next(self._numbers)
+        self._micro_batches.read_into(number, self._slot)
+        return self._make(number, self._micro_batches.content(self._slot))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _tensors(micro_batches: RankMicroBatches, device: torch.device, number: int, content: SlotContent) -> MicroBatch:
+    """Micro-batch `number` from its slot: copied, in page-locked memory if it goes to a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    rows = torch.from_numpy(content.tokens)
+    batch = MicroBatch(micro_batches.index(number), rows[:, :-1].long(), rows[:, 1:].long())
+    return batch.pin_memory() if device.type == "cuda" else batch
