@@ -28,6 +28,7 @@ from data.micro_batches import RankMicroBatches
 
 READY, FAILED = b"+", b"!"
 ERROR_BYTES = 1 << 16
+_LONG_TEXT = 8000  # characters
 _LENGTH = struct.Struct("<Q")
 
 # What launchers, schedulers and terminals send to every process of a job: the rank answers, its workers go on.
@@ -57,8 +58,8 @@ def slots_of(memory: mmap.mmap, micro_batches: RankMicroBatches, num_slots: int)
 
 def write_error(memory: mmap.mmap, error: BaseException) -> None:
     """Leave `error` in a worker's memory for its rank."""
-    text = "".join(traceback.format_exception(error))[-ERROR_BYTES // 4 :]
-    content = b""
+    text = "".join(traceback.format_exception(error))
+    text = text if len(text) <= _LONG_TEXT else f"{text[: _LONG_TEXT // 2]}\n...\n{text[-_LONG_TEXT // 2 :]}"
     try:
         content = pickle.dumps((error, text))
         pickle.loads(content)  # some exceptions pickle and do not unpickle
