@@ -29,6 +29,10 @@ class TokenSource(Protocol):
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Tokens [start, start + length) of the stream, integers [length], the same at every call."""
 
+    def document_offsets(self, first: int, last: int) -> np.ndarray:
+        """Where the documents [first, last) begin in the stream, and where the last of them ends: int64
+        [last - first + 1], ascending. `first` may be `last`: one offset."""
+
     def identity(self) -> str:
         """A name that two sources share only if they hold the same tokens; checkpoints keep it."""
 

@@ -247,6 +247,25 @@ class IndexedDataset:
         start = int(self._pointers[first]) // self.dtype.itemsize
         return self._tokens[start : start + int(self._lengths[first:last].sum(dtype=np.int64))]
 
+    def document_offsets(self, first: int, last: int) -> np.ndarray:
+        """Where the documents [first, last) begin, in tokens, and where the last ends: int64 [last - first + 1].
+
+        Raises IndexError off the end.
+        """
+        if not 0 <= first <= last <= self.num_documents:
+            raise IndexError(f"documents [{first}, {last}) are outside {self.prefix}, which has {self.num_documents}")
+        if first == last:  # what a search asks for, many times
+            sequence = int(self._documents[first])
+            offset = self.num_tokens
+            if sequence < len(self._pointers):
+                offset = int(self._pointers[sequence]) // self.dtype.itemsize
+            return np.array([offset], dtype=np.int64)
+        sequences = self._documents[first : last + 1]
+        # Behind the last sequence there is no pointer.
+        at_end = sequences == len(self._pointers)
+        pointers = self._pointers[np.where(at_end, 0, sequences)] // self.dtype.itemsize
+        return np.where(at_end, self.num_tokens, pointers).astype(np.int64)
+
     def identity(self) -> str:
         """A sha256, the same wherever the files lie: all of `.idx` and the first and last MiB of `.bin`.
 

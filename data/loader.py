@@ -12,13 +12,14 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from data.documents import without_boundaries
 from data.fingerprint import data_fingerprint, differences, served
 from data.micro_batches import RankMicroBatches, SlotContent
 from data.phases import PhaseSchedule
@@ -31,16 +32,44 @@ from data.workers import WorkerDiedError
 class MicroBatch:
     """Micro-batch `index` of its global batch: tokens and targets, int64 [micro_batch_size, seq_length].
 
-    targets[:, t] is the token that follows tokens[:, t]. The index is the same at any data-parallel size.
+    targets[:, t] is the token that follows tokens[:, t], or negative if it does not count. The index is the same at any
+    data-parallel size.
+    documents: int32, the same shape, where they are masked: the number of each token's document in its row, ascending
+    from 0. num_documents: of all rows together. num_targets: how many targets count; None: all.
     """
 
     index: int
     tokens: torch.Tensor
     targets: torch.Tensor
+    documents: torch.Tensor | None = None
+    num_documents: int | None = None
+    num_targets: int | None = None
+
+    @classmethod
+    def of(
+        cls, index: int, samples: torch.Tensor, documents: torch.Tensor | None = None, boundary_loss: bool = True
+    ) -> MicroBatch:
+        """samples: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask them;
+        boundary_loss: whether targets of another document than their token's count."""
+        tokens, targets = samples[:, :-1].long().contiguous(), samples[:, 1:].long().contiguous()
+        if documents is None:
+            return cls(index, tokens, targets)
+        if not boundary_loss:
+            targets = without_boundaries(targets, documents)
+        # Rows begin with document 0 and leave none out.
+        return cls(
+            index,
+            tokens,
+            targets,
+            documents[:, :-1].contiguous(),
+            num_documents=int((documents[:, -2] + 1).sum()),
+            num_targets=None if boundary_loss else int((targets >= 0).sum()),
+        )
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory."""
-        return MicroBatch(self.index, self.tokens.pin_memory(), self.targets.pin_memory())
+        documents = None if self.documents is None else self.documents.pin_memory()
+        return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), documents=documents)
 
 
 class LoaderError(RuntimeError):
@@ -54,7 +83,7 @@ class MicroBatchLoader:
     prepare the micro-batches of the next `prefetch` steps ahead of time; with 0 the rank prepares each when
     it needs it, and prefetch has no meaning. device: where the rank will send them; for a GPU they lie in page-locked
     memory. The global random state is left alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an
-    error that names them.
+    error that names them. masked, boundary_loss: as `data.documents=masked` and `data.boundary_loss`.
 
     Raises ValueError when a source is missing or the global batch does not divide into whole rounds of
     micro-batches.
@@ -72,6 +101,8 @@ class MicroBatchLoader:
         prefetch: int = 2,
         allow_other_data: bool = False,
         timeout_seconds: float = 0.0,
+        masked: bool = False,
+        boundary_loss: bool = True,
     ) -> None:
         global_batch_size = schedule.global_batch_size
         if not 0 <= dp_rank < dp_size:
@@ -104,6 +135,8 @@ class MicroBatchLoader:
         self.prefetch = prefetch
         self.allow_other_data = allow_other_data
         self.timeout_seconds = timeout_seconds
+        self.masked = masked
+        self.boundary_loss = boundary_loss
         self.consumed_samples = 0
         """Global samples handed out so far, by all ranks together, the step in progress included."""
         self.data_wait = 0.0
@@ -130,7 +163,14 @@ class MicroBatchLoader:
 
     def _steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
         micro_batches = RankMicroBatches(
-            self.schedule, self.sources, self.micro_batch_size, self.dp_rank, self.dp_size, start_step, end_step
+            self.schedule,
+            self.sources,
+            self.micro_batch_size,
+            self.dp_rank,
+            self.dp_size,
+            start_step,
+            end_step,
+            self.masked,
         )
         with contextlib.closing(self._reader(micro_batches)) as reader:
             self.worker_pids = reader.pids
@@ -143,7 +183,7 @@ class MicroBatchLoader:
                 yield batch
 
     def _reader(self, micro_batches: RankMicroBatches) -> Prefetcher[MicroBatch] | _InTurn:
-        make = partial(_tensors, micro_batches, self.device)
+        make = partial(_tensors, micro_batches, self.device, self.boundary_loss)
         if self.num_workers == 0:
             return _InTurn(micro_batches, make)
         slots = -(-self.prefetch * self.num_micro_batches // self.num_workers)
@@ -221,10 +261,13 @@ class _InTurn:
         """Nothing is open."""
 
 
-def _tensors(micro_batches: RankMicroBatches, device: torch.device, number: int, content: SlotContent) -> MicroBatch:
-    """Micro-batch `number` from its slot: copied, in page-locked memory if it goes to a GPU."""
+def _tensors(
+    micro_batches: RankMicroBatches, device: torch.device, boundary_loss: bool, number: int, content: SlotContent
+) -> MicroBatch:
+    """Micro-batch `number` from its slot: copied, into page-locked memory if it goes to a GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
-    rows = torch.from_numpy(content.tokens)
-    batch = MicroBatch(micro_batches.index(number), rows[:, :-1].long(), rows[:, 1:].long())
+    # Widening the tokens copies them; of the documents the slot must not keep the only copy.
+    documents = None if content.documents is None else torch.from_numpy(content.documents).clone()
+    batch = MicroBatch.of(micro_batches.index(number), torch.from_numpy(content.tokens), documents, boundary_loss)
     return batch.pin_memory() if device.type == "cuda" else batch

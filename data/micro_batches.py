@@ -1,7 +1,8 @@
 """Which samples each of a rank's micro-batches holds, and reading them; without torch, since loader workers do that.
 
 A micro-batch travels as int32 in one piece of memory, a slot: tokens [micro_batch_size, seq_length + 1], of which
-inputs and targets are two views. Widening to int64 is left to the rank, so that a quarter of the bytes travel.
+inputs and targets are two views, and where documents are masked their numbers, as large. Widening to int64 is left to
+the rank, so that a quarter of the bytes travel.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from data.samples import SampleSource
 
 
 class SlotContent(NamedTuple):
-    """What a slot holds: tokens, int32 [micro_batch_size, seq_length + 1], a view of the slot."""
+    """Views of a slot, int32 [micro_batch_size, seq_length + 1]; documents is None where they are joined."""
 
     tokens: np.ndarray
+    documents: np.ndarray | None
 
 
 class RankMicroBatches:
     """The micro-batches of data-parallel rank dp_rank of dp_size in the steps [start_step, end_step), by number from 0.
 
-    Pickles as what it was made of, so `sources` has to pickle, and small: see `bundle.TokenSource`.
+    masked: with the numbers of their documents. Pickles as what it was made of, so `sources` has to pickle, and small:
+    see `bundle.TokenSource`.
     """
 
     def __init__(
@@ -36,10 +39,12 @@ class RankMicroBatches:
         dp_size: int,
         start_step: int,
         end_step: int,
+        masked: bool = False,
     ) -> None:
         self._schedule = schedule
         self._sources = dict(sources)
         self._size = micro_batch_size
+        self._masked = masked
         self._firsts = range(
             start_step * schedule.global_batch_size + dp_rank * micro_batch_size,
             end_step * schedule.global_batch_size,
@@ -53,7 +58,7 @@ class RankMicroBatches:
     @property
     def slot_size(self) -> int:
         """How many int32 a slot holds."""
-        return self._size * (self._seq_length + 1)
+        return self._size * (self._seq_length + 1) * (2 if self._masked else 1)
 
     def index(self, number: int) -> int:
         """Which micro-batch of its global batch number `number` is."""
@@ -61,11 +66,16 @@ class RankMicroBatches:
 
     def content(self, slot: np.ndarray) -> SlotContent:
         """`slot`, int32 [slot_size], as what it holds."""
-        return SlotContent(slot.reshape(self._size, self._seq_length + 1))
+        parts = slot.reshape(-1, self._size, self._seq_length + 1)
+        return SlotContent(parts[0], parts[1] if self._masked else None)
 
     def read_into(self, number: int, slot: np.ndarray) -> None:
         """Read micro-batch `number` into `slot`, int32 [slot_size]. Raises what the sources raise."""
-        first = self._firsts[number]
-        for sample, row in enumerate(self.content(slot).tokens, start=first):
-            _, source, ordinal = self._schedule.locate(sample)
-            row[:] = self._sources[source].sample(ordinal)
+        tokens, documents = self.content(slot)
+        for row in range(self._size):
+            _, name, ordinal = self._schedule.locate(self._firsts[number] + row)
+            source = self._sources[name]
+            if documents is None:
+                tokens[row] = source.sample(ordinal)
+            else:
+                tokens[row], documents[row] = source.sample_and_documents(ordinal)

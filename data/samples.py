@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from data.bundle import TokenSource
+from data.documents import document_numbers
 from data.permutation import Permutation
 
 
@@ -56,6 +57,12 @@ class SampleSource:
         epoch, position = divmod(sample, self.num_samples)
         # repr() keeps a name with a separator in it from colliding with another (seed, name, epoch).
         return _epoch_order(self.num_samples, f"{self.seed}/{self.name!r}/{epoch}")(position)
+
+    def sample_and_documents(self, sample: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sample k, and for each of its tokens the number, from 0, of its document: both [seq_length + 1], the second
+        int32. (The last token is only a target; its document tells whether it counts.)"""
+        documents = document_numbers(self.stream, self.window(sample) * self.seq_length, self.seq_length + 1)
+        return self.sample(sample), documents
 
     def sample(self, sample: int) -> np.ndarray:
         """Sample k of the source over the whole run: int64 [seq_length + 1].

@@ -102,6 +102,9 @@ class DataConfig:
     sources, validation: name -> path prefix of the `.bin`/`.idx` pair (`indexed` only).
     tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
     eod_token: that tokenizer's end-of-document token; null means `<|endoftext|>`.
+    documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document: attention,
+        Mamba-2's state and convolution stop at boundaries, and positions begin anew behind them).
+    boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
     num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
@@ -112,6 +115,8 @@ class DataConfig:
     validation: dict[str, str] = field(default_factory=dict)
     tokenizer: str | None = None
     eod_token: str | None = None
+    documents: Literal["joined", "masked"] = "joined"
+    boundary_loss: bool = True
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
     num_workers: AtLeastZero = 1

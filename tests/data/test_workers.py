@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -252,11 +253,18 @@ def test_the_wait_is_measured_and_nothing_is_exposed_by_64_micro_batches(tmp_pat
     steps.close()
 
 
+def test_workers_do_without_torch() -> None:
+    """Which takes seconds and hundreds of MB."""
+    program = "import data.worker_process, data.indexed_dataset, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """No process, file, thread or open descriptor, when the steps were not read to their end."""
     steps = a_loader(Counted(), num_workers=2).steps(0, 50)
     next(steps)
     steps.close()
+    gc.collect()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         loader = a_loader(Counted(), num_workers=2)
@@ -265,5 +273,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         pids = loader.worker_pids
         steps.close()
         assert not any(map(is_running, pids))
+    gc.collect()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert not multiprocessing.active_children()
