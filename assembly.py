@@ -390,6 +390,7 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
     Raises ValueError or OSError for what cannot be opened or does not fit.
     """
     train, data, vocab_size = config.train, config.data, config.model.vocab_size
+    masked = data.documents == "masked"
     bundle = KINDS[data.kind].open(data, vocab_size)
     phases = phase_schedule(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
     sources = {
@@ -403,14 +404,24 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
         mesh.dp_rank,
         mesh.dp_size,
         data.num_workers,
-        pin_memory=mesh.device.type == "cuda",
+        device=mesh.device,
         prefetch=data.prefetch,
         allow_other_data=config.checkpoint.allow_mismatch,
         # Before the other ranks give up in a collective, and not name the worker.
         timeout_seconds=0.8 * config.parallel.timeout_seconds,
+        masked=masked,
+        boundary_loss=data.boundary_loss,
     )
     validation = [
-        ValidationSet(name, stream, train.sequence_length, config.validation.num_samples, vocab_size)
+        ValidationSet(
+            name,
+            stream,
+            train.sequence_length,
+            config.validation.num_samples,
+            vocab_size,
+            masked=masked,
+            boundary_loss=data.boundary_loss,
+        )
         for name, stream in bundle.validation.items()
     ]
     return bundle, loader, validation

@@ -311,7 +311,7 @@ def introduce_run(run: Run, start: int) -> None:
         "why this backend": run.backend.reason,
         "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
-        "kernels": describe_execution(model.execution, pattern),
+        "kernels": describe_execution(model.execution, pattern, config.data.documents == "masked"),
         "activation checkpointing": model.execution.recompute,
         "optimizer": run.optimizer.name,
     }
@@ -421,14 +421,14 @@ def pin_autotuned(run: Run, start: int, record: bool = True) -> None:
 
     record: write it down in run.dir.
     """
-    train, mixers = run.config.train, run.model.autotuned_mixers()
+    train, mixers, masked = run.config.train, run.model.autotuned_mixers(), run.config.data.documents == "masked"
     if not (run.config.run.deterministic and mixers):
         return
     dtype, device = getattr(torch, run.config.precision.compute_dtype), run.mesh.device
 
     def rehearse() -> None:
         for mixer in mixers:
-            mixer.rehearse(train.micro_batch_size, train.sequence_length, dtype, device)
+            mixer.rehearse(train.micro_batch_size, train.sequence_length, dtype, device, masked)
 
     for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)

@@ -35,7 +35,7 @@ class TokenSource(Protocol):
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         """Where the documents [first, last) begin in the stream, and where the last one ends, in tokens: int64
-        [last - first + 1]."""
+        [last - first + 1], ascending."""
 
     def identity(self) -> str:
         """A name that two sources share only if they hold the same tokens; checkpoints keep it."""

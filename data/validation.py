@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from data.bundle import TokenSource
+from data.documents import document_numbers
 from data.loader import MicroBatch
 from data.samples import num_windows
 
@@ -22,11 +23,21 @@ from data.samples import num_windows
 class ValidationSet:
     """num_samples windows of seq_length targets each, spread evenly over a held-out source; no target twice.
 
-    A source with fewer windows gives all it has: read `.num_samples`. Raises ValueError for a non-positive
-    argument, a source shorter than one window, or a token id outside the model's vocabulary.
+    A source with fewer windows gives all it has: read `.num_samples`. masked, boundary_loss: as of the loader.
+    Raises ValueError for a non-positive argument, a source shorter than one window, or a token id outside the model's
+    vocabulary.
     """
 
-    def __init__(self, name: str, stream: TokenSource, seq_length: int, num_samples: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        stream: TokenSource,
+        seq_length: int,
+        num_samples: int,
+        vocab_size: int,
+        masked: bool = False,
+        boundary_loss: bool = True,
+    ) -> None:
         if seq_length < 1 or num_samples < 1:
             raise ValueError(
                 f"validation needs windows, got {num_samples} of length {seq_length}; both must be positive"
@@ -50,6 +61,11 @@ class ValidationSet:
                 f"model's vocabulary of {vocab_size}; raise model.vocab_size or prepare the data again"
             )
         self.vocab_size = vocab_size
+        self.boundary_loss = boundary_loss
+        self._documents: torch.Tensor | None = None
+        if masked:
+            numbers = [document_numbers(stream, window * seq_length, seq_length + 1) for window in self.windows]
+            self._documents = torch.from_numpy(np.stack(numbers))
 
     def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[MicroBatch]:
         """This rank's share: micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order.
@@ -61,11 +77,14 @@ class ValidationSet:
             raise ValueError(f"cannot split into micro-batches of {micro_batch_size} for rank {dp_rank} of {dp_size}")
         for index, samples in enumerate(self._samples.split(micro_batch_size)):
             if index % dp_size == dp_rank:
-                yield MicroBatch(index, samples[:, :-1].contiguous(), samples[:, 1:].contiguous())
+                rows = slice(index * micro_batch_size, index * micro_batch_size + len(samples))
+                documents = None if self._documents is None else self._documents[rows]
+                yield MicroBatch.of(index, samples, documents, self.boundary_loss)
 
     def target_counts(self) -> torch.Tensor:
-        """How often each token is a target, int64 [vocab_size]; the sum over several sets pools them."""
-        return torch.bincount(self._samples[:, 1:].flatten(), minlength=self.vocab_size)
+        """How often each token is a target that counts, int64 [vocab_size]; the sum over several sets pools them."""
+        [whole] = self.batches(self.num_samples, 0, 1)
+        return torch.bincount(whole.targets[whole.targets >= 0], minlength=self.vocab_size)
 
 
 def unigram_entropy(token_counts: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
+from models.documents import Documents
 from models.execution import PLAIN, Execution
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
 from models.rope import apply_rope, rope_tables
@@ -39,14 +40,18 @@ class Attention(Mixer):
         self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=config.num_kv_heads)
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
 
-    def forward(self, x_td: Tensor, sequence_length: int, fetched: None = None) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], each sequence on its own."""
+    def forward(
+        self, x_td: Tensor, sequence_length: int, fetched: None = None, documents: Documents | None = None
+    ) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], each sequence (with `documents`: each document) on its own."""
         qkv_td = self.qkv_proj(x_td)
         tables: tuple[Tensor, ...] = ()
-        if self.rope_base is not None:
+        if self.rope_base is not None and documents is not None:
+            tables = documents.rope_tables(self.head_dim, self.rope_base)
+        elif self.rope_base is not None:
             tables = rope_tables(sequence_length, self.head_dim, self.rope_base, qkv_td.device)
         q, k, v = self._split(qkv_td, sequence_length, self.heads_per_group, self.head_dim, *tables)
-        return self.out_proj(self._attend(q, k, v).flatten(2).flatten(0, 1))
+        return self.out_proj(self._attend(q, k, v, documents).flatten(2).flatten(0, 1))
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -75,12 +80,15 @@ class Attention(Mixer):
 
     @classmethod
     def flops_per_token(cls, config: ModelConfig, sequence_length: int) -> int:
-        """The causal half of two products with [S, S] matrices of scores."""
+        """The causal half of two products with [S, S] matrices of scores, also where documents are masked."""
         return 2 * sequence_length * config.num_query_heads * config.head_dim
 
     @classmethod
-    def describe_kernels(cls, execution: Execution) -> list[str]:
+    def describe_kernels(cls, execution: Execution, masked: bool = False) -> list[str]:
         """Which of PyTorch's."""
+        if masked:
+            kernel = "Flash of variable length" if execution.compiled else "its own choice, with a mask"
+            return [f"attention within documents: {kernel}"]
         kernel = "cuDNN, else Flash" if execution.compiled else "its own choice"
         if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
             kernel = "Flash (deterministic)"

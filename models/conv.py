@@ -7,6 +7,8 @@ projections before and behind want them, and on a CPU this is several times fast
 whatever the input's dtype; only the input is kept for the backward pass, which computes the sum before SiLU again.
 On CUDA causal-conv1d has a kernel for the whole.
 
+Given the number of every token's document (models/documents.py), x of another document counts as zero too.
+
 Shapes: b batch, s sequence, c channels of this rank, k taps.
 """
 
@@ -25,16 +27,24 @@ from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from models.initialization import Rule, uniform
 
 
-def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
-    """The formula at the top of this file: [batch, sequence, channels] -> the same shape, in the weight's dtype."""
-    return _CausalConvSiLU.apply(x_bsc, weight_ck, bias_c)  # type: ignore[return-value]
+def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
+    """The formula at the top of this file: [batch, sequence, channels] -> the same shape, in the weight's dtype.
+
+    documents_bs: int32, the number of each token's document, ascending in a row; None: a row is one document.
+    """
+    return _CausalConvSiLU.apply(x_bsc, weight_ck, bias_c, documents_bs)  # type: ignore[return-value]
 
 
-def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
-    """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums."""
+def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
+    """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums.
+
+    It takes documents with the channels innermost only, as they are here: int32, contiguous, never negative.
+    """
     from causal_conv1d import causal_conv1d_fn
 
-    y_bcs: Tensor = causal_conv1d_fn(x_bsc.contiguous().transpose(1, 2), weight_ck, bias_c, activation="silu")
+    y_bcs: Tensor = causal_conv1d_fn(
+        x_bsc.contiguous().transpose(1, 2), weight_ck, bias_c, seq_idx=documents_bs, activation="silu"
+    )
     return y_bcs.transpose(1, 2)
 
 
@@ -61,36 +71,62 @@ class CausalConv(nn.Module):
         """Weight and bias of this rank's channels, FP32."""
         return local_parameter(self.weight, torch.float32), local_parameter(self.bias, torch.float32)
 
-    def forward(self, x_bsc: Tensor) -> Tensor:
+    def forward(self, x_bsc: Tensor, documents_bs: Tensor | None = None) -> Tensor:
         """[batch, sequence, channels / tp], any dtype -> the same shape, FP32 (causal-conv1d: the input's dtype)."""
-        return self.function(x_bsc, *self.local_parameters())
+        return self.function(x_bsc, *self.local_parameters(), documents_bs)
 
 
-def _shifted_sum(padded_bsc: Tensor, taps_kc: Tensor, start: Tensor) -> Tensor:
-    """start + sum_k taps_k padded[:, k : k + s]: a correlation along the sequence."""
-    length = padded_bsc.shape[1] - taps_kc.shape[0] + 1
-    total = torch.addcmul(start, padded_bsc[:, :length], taps_kc[0])
+class _Shifts:
+    """A padded input [b, s + width - 1, c] as each tap sees it: [b, s, c], zero where that is another document.
+
+    documents_bs: padded likewise, with a number that no document has; None: a row is one document. of: the index, in
+    the padded rows, of the first token of the unpadded ones.
+    """
+
+    def __init__(self, padded: Tensor, width: int, documents: Tensor | None, of: int) -> None:
+        self.padded, self.length, self.documents, self.of = padded, padded.shape[1] - width + 1, documents, of
+
+    def __getitem__(self, k: int) -> Tensor:
+        part = self.padded[:, k : k + self.length]
+        if self.documents is None:
+            return part
+        there, here = (self.documents[:, place : place + self.length] for place in (k, self.of))
+        return part.where((there == here)[..., None], 0)
+
+
+def _shifted_sum(shifts: _Shifts, taps_kc: Tensor, start: Tensor) -> Tensor:
+    """start + sum_k taps_k shifts[k]: a correlation along the sequence."""
+    total = torch.addcmul(start, shifts[0], taps_kc[0])
     for k in range(1, taps_kc.shape[0]):
-        total.addcmul_(padded_bsc[:, k : k + length], taps_kc[k])
+        total.addcmul_(shifts[k], taps_kc[k])
     return total
 
 
 class _CausalConvSiLU(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        padded = F.pad(x.to(weight.dtype), (0, 0, weight.shape[1] - 1, 0))
-        return F.silu(_shifted_sum(padded, weight.t().contiguous(), bias), inplace=True)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, documents: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, documents)
+        shifts = _past(x, weight, documents)
+        return F.silu(_shifted_sum(shifts, weight.t().contiguous(), bias), inplace=True)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, weight, bias = ctx.saved_tensors
-        width, length = weight.shape[1], x.shape[1]
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, documents = ctx.saved_tensors
+        width = weight.shape[1]
         taps = weight.t().contiguous()
-        padded = F.pad(x.to(weight.dtype), (0, 0, width - 1, 0))
-        total = _shifted_sum(padded, taps, bias)
+        shifts = _past(x, weight, documents)
+        total = _shifted_sum(shifts, taps, bias)
         gradient = torch.ops.aten.silu_backward(grad_outputs[0], total)
         # The gradient runs back in time: the last tap meets the newest input.
-        dx = _shifted_sum(F.pad(gradient, (0, 0, 0, width - 1)), taps.flip(0), torch.zeros_like(bias))
-        dweight = [(padded[:, k : k + length] * gradient).sum((0, 1)) for k in range(width)]
-        return dx.to(x.dtype), torch.stack(dweight, 1), gradient.sum((0, 1))
+        documents_after = None if documents is None else F.pad(documents, (0, width - 1), value=-1)
+        future = _Shifts(F.pad(gradient, (0, 0, 0, width - 1)), width, documents_after, 0)
+        dx = _shifted_sum(future, taps.flip(0), torch.zeros_like(bias))
+        dweight = [(shifts[k] * gradient).sum((0, 1)) for k in range(width)]
+        return dx.to(x.dtype), torch.stack(dweight, 1), gradient.sum((0, 1)), None
+
+
+def _past(x: Tensor, weight: Tensor, documents: Tensor | None) -> _Shifts:
+    """The input as each tap sees it, in the weight's dtype."""
+    before = weight.shape[1] - 1
+    documents_before = None if documents is None else F.pad(documents, (before, 0), value=-1)
+    return _Shifts(F.pad(x.to(weight.dtype), (0, 0, before, 0)), before + 1, documents_before, before)

@@ -7,6 +7,7 @@ path differs from it by roundings to BF16.
     Mamba-2's scan          models/ssd.py, FP32       mamba-ssm, BF16 in and out, FP32 sums and states
     Mamba-2's convolution   models/conv.py, FP32      causal-conv1d, BF16 in and out
     attention               PyTorch's own choice      cuDNN, else FlashAttention, ...
+      within documents        the same, with a mask     FlashAttention of variable length
     norms, squared ReLU,    eager                     torch.compile of the small pure functions
     RoPE
     softmax of the loss     eager                     Triton, in place

@@ -62,9 +62,9 @@ def agreed_execution(execution: Execution) -> Execution:
     return execution
 
 
-def describe_execution(execution: Execution, pattern: str) -> str:
-    """One line for the log: what runs for the blocks in `pattern`."""
-    parts = [line for mixer in mixers_of(pattern) for line in mixer.describe_kernels(execution)]
+def describe_execution(execution: Execution, pattern: str, masked: bool = False) -> str:
+    """One line for the log: what runs for the blocks in `pattern`. masked: whether documents are masked."""
+    parts = [line for mixer in mixers_of(pattern) for line in mixer.describe_kernels(execution, masked)]
     parts.append(f"norms and activations: {'torch.compile' if execution.compiled else 'torch'}")
     parts.append(f"loss: {'Triton' if execution.compiled else 'torch'}")
     return ", ".join(parts)

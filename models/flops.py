@@ -9,7 +9,9 @@ A multiplication with its addition counts 2. Per token, forward, with hidden siz
                                              is the recurrence's cost (the chunked scan does more arithmetic).
     head        2 h V                        V: vocabulary
 
-Embedding look-up, norms and the convolution are not counted. The backward pass costs twice the forward pass.
+Embedding look-up, norms and the convolution are not counted. The backward pass costs twice the forward pass. Where
+documents are masked, attention counts as if they were not: what is left out would differ from batch to batch, and runs
+could not be compared by it. With short documents and long sequences the reported TFLOP/s are then too high.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ Each character of the pattern is one block, `h = h + mixer(norm(h))`:
 The hidden state between blocks is token-major, h_td [tokens, hidden] in the compute dtype, tokens = batch * sequence
 with the sequence inside. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the tokens;
 a mixer's first projection gathers them and its second scatters them again, so mixers see whole sequences.
+
+A sequence holds several documents. Told which token is of which, mixers keep them apart (models/documents.py);
+everything between mixers knows single tokens only.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from megatron_fp4.parallel.collectives import enter_tensor_parallel
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.mesh import ParallelMesh
+from models.documents import Documents
 from models.execution import PLAIN, Execution
 from models.mixer import Mixer
 from models.norm import RMSNorm
@@ -42,7 +46,7 @@ class Block(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.mixer: Mixer = MIXERS[letter](config, mesh, execution)
 
-    def forward(self, h_td: Tensor, sequence_length: int) -> Tensor:
+    def forward(self, h_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
         """[tokens (local with sequence parallelism), hidden] -> the same."""
         # FSDP2 gathers these by themselves, which must not happen again in the middle of the backward pass.
         fetched = self.mixer.fetch()
@@ -50,14 +54,14 @@ class Block(nn.Module):
         if recompute == "block" and torch.is_grad_enabled():
             # Nothing is drawn from a generator here: what is random depends on the run's clock alone.
             return checkpoint(
-                self._forward, h_td, sequence_length, fetched, use_reentrant=False, preserve_rng_state=False
+                self._forward, h_td, sequence_length, fetched, documents, use_reentrant=False, preserve_rng_state=False
             )
         with keeping_promises() if recompute == "selective" else nullcontext():
-            return self._forward(h_td, sequence_length, fetched)
+            return self._forward(h_td, sequence_length, fetched, documents)
 
-    def _forward(self, h_td: Tensor, sequence_length: int, fetched: Any) -> Tensor:
+    def _forward(self, h_td: Tensor, sequence_length: int, fetched: Any, documents: Documents | None) -> Tensor:
         norm = self.execution.cheap(self.norm.function)
-        return h_td + self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, fetched)
+        return h_td + self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, fetched, documents)
 
 
 class HybridModel(nn.Module):
@@ -73,20 +77,42 @@ class HybridModel(nn.Module):
         self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        *,
+        num_documents: int | None = None,
+        num_targets: int | None = None,
+    ) -> Tensor:
         """tokens, targets: int64 [batch, sequence], the same on all tensor-parallel ranks.
 
         With targets: the mean loss over tokens, FP32, 0-dim, in nats. Without: logits [batch, sequence, vocab / tp].
+
+        documents: int32 [batch, sequence], the number of each token's document in its row, ascending from 0; no token
+        then sees another document. None: a row is one document. num_documents: of all rows together; without it, fused
+        attention waits for the GPU to tell. num_targets: how many targets count, where negative ones do not; the mean
+        is over these, and 0 if there are none. None: all count.
         """
+        within = None if documents is None else Documents(documents, num_documents)
         h_td = self.embedding(tokens)
         for block in self.blocks:
-            h_td = block(h_td, tokens.shape[1])
+            h_td = block(h_td, tokens.shape[1], within)
         h_td = self.final_norm(h_td)
         if targets is None:
             return self.head(h_td).unflatten(0, tokens.shape)
         h_td = enter_tensor_parallel(h_td, self.mesh)
         head, loss = self.head, self.execution.kernel("loss", head_cross_entropy)
-        return loss(h_td, head.weight, targets.flatten(), head.first, self.mesh, fused=self.execution.compiled)
+        return loss(
+            h_td,
+            head.weight,
+            targets.flatten(),
+            head.first,
+            self.mesh,
+            fused=self.execution.compiled,
+            num_targets=num_targets,
+        )
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
         """Name and module of every linear that a precision plan decides about, in order of execution."""

@@ -27,6 +27,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
 from models.conv import CausalConv, causal_conv_silu, fused_conv_silu
+from models.documents import Documents
 from models.execution import PLAIN, Execution, FusedKernel
 from models.initialization import Draws, Rule, ones
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
@@ -128,13 +129,20 @@ class Mamba2(Mixer):
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
         self._scan = execution.kernel("scan", plain_scan)
 
-    def forward(self, x_td: Tensor, sequence_length: int, fetched: SSMTensors | None = None) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], each sequence on its own."""
+    def forward(
+        self,
+        x_td: Tensor,
+        sequence_length: int,
+        fetched: SSMTensors | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], each sequence (with `documents`: each document) on its own."""
         projected_td = self.in_proj(x_td)
         ssm = self.fetch() if fetched is None else fetched
         parameters = (*self.conv.local_parameters(), self.norm.local_weight(), *ssm)
         between = self.execution.cheap(self._between_projections)
-        return self.out_proj(between(projected_td, sequence_length, *parameters))
+        numbers = None if documents is None else documents.numbers
+        return self.out_proj(between(projected_td, sequence_length, numbers, *parameters))
 
     def fetch(self) -> SSMTensors:
         """Never rounded."""
@@ -149,6 +157,7 @@ class Mamba2(Mixer):
         self,
         projected_td: Tensor,
         sequence_length: int,
+        documents_bs: Tensor | None,
         conv_weight_ck: Tensor,
         conv_bias_c: Tensor,
         norm_weight_d: Tensor,
@@ -159,7 +168,7 @@ class Mamba2(Mixer):
         groups, inner, state = self.num_local_groups, self.heads_per_group * self.head_dim, self.state_dim
         projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
         z, xbc, dt = projected.split([inner, inner + 2 * state, self.heads_per_group], -1)
-        xbc = self.conv.function(xbc.flatten(2), conv_weight_ck, conv_bias_c).unflatten(-1, (groups, -1))
+        xbc = self.conv.function(xbc.flatten(2), conv_weight_ck, conv_bias_c, documents_bs).unflatten(-1, (groups, -1))
         x, b, c = xbc.split([inner, state, state], -1)
         inputs = ScanInputs(
             x_bshp=x.reshape(*x.shape[:2], -1, self.head_dim),
@@ -170,7 +179,7 @@ class Mamba2(Mixer):
             d_h=ssm.d_h,
             dt_bias_h=ssm.dt_bias_h,
         )
-        y_bshp = self._scan(inputs, self.chunk_size)
+        y_bshp = self._scan(inputs, self.chunk_size, documents_bs)
         # A copy of z is kept for the backward pass, not all of `projected` with z in it.
         return self.norm.function(y_bshp, z.contiguous(), norm_weight_d)
 
@@ -179,7 +188,9 @@ class Mamba2(Mixer):
         """mamba-ssm's scan is."""
         return self._scan is not plain_scan
 
-    def rehearse(self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device) -> None:
+    def rehearse(
+        self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device, masked: bool = False
+    ) -> None:
         """The scan."""
         groups, heads = self.num_local_groups, self.num_local_groups * self.heads_per_group
         from_conv = torch.float32 if self.conv.function is causal_conv_silu else compute_dtype
@@ -197,8 +208,10 @@ class Mamba2(Mixer):
             d_h=constant(1.0, heads),
             dt_bias_h=constant(-4.0, heads),
         )
+        # With documents the kernels are others, and Triton's keys too.
+        documents_bs = torch.zeros(rows, dtype=torch.int32, device=device) if masked else None
         with torch.enable_grad():
-            y_bshp = self._scan(inputs, self.chunk_size)
+            y_bshp = self._scan(inputs, self.chunk_size, documents_bs)
             torch.autograd.grad(y_bshp, inputs, torch.ones_like(y_bshp))
 
     @classmethod

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
+from models.documents import Documents
 from models.execution import PLAIN, Execution, FusedKernel
 
 
@@ -42,10 +43,13 @@ class Mixer(nn.Module, ABC):
                 raise ConfigError(f"parallel.tensor={mesh.tp_size} does not divide {key}={value}; lower the former")
 
     @abstractmethod
-    def forward(self, x_td: Tensor, sequence_length: int, fetched: Any = None) -> Tensor:
+    def forward(
+        self, x_td: Tensor, sequence_length: int, fetched: Any = None, documents: Documents | None = None
+    ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], each sequence of `sequence_length` tokens on its own.
 
-        fetched: what `fetch` returned, if it was called already.
+        fetched: what `fetch` returned, if it was called already. documents: where no token is to see another document
+        than its own, which these are; None: a sequence is one document.
         """
 
     @classmethod
@@ -74,8 +78,8 @@ class Mixer(nn.Module, ABC):
         return 0
 
     @classmethod
-    def describe_kernels(cls, execution: Execution) -> list[str]:
-        """For the log: which kernel computes what."""
+    def describe_kernels(cls, execution: Execution, masked: bool = False) -> list[str]:
+        """For the log: which kernel computes what. masked: whether documents are."""
         return [f"{k.title}: {k.package if k.part in execution.kernels else 'torch'}" for k in cls.fused]
 
     def fp32_units(self) -> list[nn.Module]:
@@ -91,10 +95,12 @@ class Mixer(nn.Module, ABC):
         """Whether some kernel here measures, when it first runs, how it runs fastest."""
         return False
 
-    def rehearse(self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device) -> None:
+    def rehearse(
+        self, batch: int, sequence_length: int, compute_dtype: torch.dtype, device: torch.device, masked: bool = False
+    ) -> None:
         """Run the autotuned kernels forward and backward on constants, in the shapes and dtypes that the run will have.
 
-        Needs no parameters, changes nothing, draws nothing.
+        masked: whether the run masks documents. Needs no parameters, changes nothing, draws nothing.
         """
 
 

@@ -15,6 +15,7 @@ from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
+from models.documents import Documents
 from models.execution import PLAIN, Execution
 from models.mixer import Mixer, input_projection, output_projection
 
@@ -41,7 +42,9 @@ class MLP(Mixer):
         self.up_proj = ColumnParallelLinear(up.in_features, up.out_features, mesh)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
 
-    def forward(self, x_td: Tensor, sequence_length: int, fetched: None = None) -> Tensor:
+    def forward(
+        self, x_td: Tensor, sequence_length: int, fetched: None = None, documents: Documents | None = None
+    ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
         return self.down_proj(self._activation(self.up_proj(x_td)))
 

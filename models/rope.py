@@ -24,7 +24,10 @@ def rope_tables(sequence_length: int, head_dim: int, base: float, device: torch.
 
 
 def apply_rope(x_bshd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
-    """Rotate each pair (x_i, x_{i + d/2}) by its position's angle; computed in the tables' dtype, returned in x's."""
+    """Rotate each pair (x_i, x_{i + d/2}) by its position's angle; computed in the tables' dtype, returned in x's.
+
+    cos_sd, sin_sd: [sequence, head_dim / 2] for all rows, or [batch, sequence, head_dim / 2].
+    """
     first, second = x_bshd.to(cos_sd.dtype).chunk(2, -1)
-    cos, sin = cos_sd[:, None], sin_sd[:, None]
+    cos, sin = cos_sd.unsqueeze(-2), sin_sd.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_bshd.dtype)

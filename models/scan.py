@@ -32,16 +32,25 @@ class ScanInputs(NamedTuple):
     dt_bias_h: Tensor
 
 
-def plain_scan(inputs: ScanInputs, chunk_size: int) -> Tensor:
-    """y [b, s, h, p] of the formulas above in plain PyTorch; all FP32 but `dt_bsh`, which may be BF16."""
+def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
+    """y [b, s, h, p] of the formulas above in plain PyTorch; all FP32 but `dt_bsh`, which may be BF16.
+
+    documents_bs: int32, the number of each token's document, ascending in a row; None: a row is one document.
+    """
     x, dt, a, b, c, d, dt_bias = inputs
     dt = F.softplus(dt.to(torch.float32) + dt_bias)
-    return torch.addcmul(ssd_scan(x, dt, a, b, c, chunk_size), x, d[:, None])
+    return torch.addcmul(ssd_scan(x, dt, a, b, c, chunk_size, documents_bs), x, d[:, None])
 
 
-def fused_scan(inputs: ScanInputs, chunk_size: int) -> Tensor:
-    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out."""
+def fused_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
+    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out.
+
+    They take a state over from the chunk before if its last token and the token in question have the same number, so a
+    number must not come back later in a row; a negative one means padding.
+    """
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
     x, dt, a, b, c, d, dt_bias = inputs
-    return mamba_chunk_scan_combined(x, dt, a, b, c, chunk_size, D=d, dt_bias=dt_bias, dt_softplus=True)
+    return mamba_chunk_scan_combined(
+        x, dt, a, b, c, chunk_size, D=d, dt_bias=dt_bias, seq_idx=documents_bs, dt_softplus=True
+    )

@@ -1,6 +1,14 @@
 """Scaled dot product attention by PyTorch's kernels, deterministic where that is asked for.
 
-Shapes: b batch, s sequence, g KV heads of this rank, d head dimension.
+Where documents are masked (models/documents.py), a query sees the keys of its own document up to itself:
+
+    attend          a mask of the whole [s, s] matrix, of which all is computed: the reference
+    attend_fused    FlashAttention-2 of variable length: documents of all rows as if they were rows of their own. What
+                    it computes is what lies within documents, in tiles of 64 to 128 queries, so short documents cost
+                    less than whole rows do. Shapes are static but for the list of boundaries. (cuDNN, which is faster
+                    on whole rows from Hopper on, would need another layout.)
+
+Shapes: b batch, s sequence, t = b s tokens, g KV heads of this rank, d head dimension, n documents.
 """
 
 from __future__ import annotations
@@ -12,31 +20,67 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from models.documents import Documents
 
-def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
+# What FlashAttention-2 takes: a head dimension that is a multiple of the first number (others are padded), and at most
+# the second.
+FLASH_HEAD_MULTIPLE, FLASH_HEAD_LIMIT = 8, 256
+
+
+def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents | None = None) -> Tensor:
     """Causal attention [b, s, heads, d] by the kernel that PyTorch chooses; query heads share KV heads in order."""
-    return _attend(q_bshd, k_bsgd, v_bsgd, ())
+    return _attend(q_bshd, k_bsgd, v_bsgd, (), documents)
 
 
-def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> Tensor:
-    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can."""
-    return _attend(q_bshd, k_bsgd, v_bsgd, (SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC))
+def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents | None = None) -> Tensor:
+    """`attend` by cuDNN's kernel, the fastest from Hopper on, where it can; by FlashAttention's within documents."""
+    if documents is not None and q_bshd.shape[-1] <= FLASH_HEAD_LIMIT:
+        return _attend_within_documents(q_bshd, k_bsgd, v_bsgd, documents)
+    return _attend(q_bshd, k_bsgd, v_bsgd, (SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC), documents)
 
 
 # cuDNN's backward pass is not among them.
 _DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 
 
-def _attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, order: tuple[SDPBackend, ...]) -> Tensor:
+def _attend(
+    q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, order: tuple[SDPBackend, ...], documents: Documents | None
+) -> Tensor:
     """order: kernels to try in turn; none: PyTorch's choice. Where it was asked for determinism, that goes first."""
     deterministic = q_bshd.is_cuda and torch.are_deterministic_algorithms_enabled()
     order = _DETERMINISTIC if deterministic else order
     q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
+    grouped, mask = q.shape[1] > k.shape[1], None if documents is None else documents.mask
+    if mask is not None and q.is_cuda and grouped:  # kernels that take a mask know no groups there
+        k, v, grouped = *(t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v)), False
     with sdpa_kernel(list(order), set_priority=True) if order else contextlib.nullcontext():
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
     if deterministic and torch.is_deterministic_algorithms_warn_only_enabled():
         _make_deterministic(y)
     return y.transpose(1, 2)
+
+
+def _attend_within_documents(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents) -> Tensor:
+    (batch, length, _, dim), extra = q_bshd.shape, -q_bshd.shape[-1] % FLASH_HEAD_MULTIPLE
+    q, k, v = (F.pad(t, (0, extra)) if extra else t for t in (q_bshd, k_bsgd, v_bsgd))
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    y = flash_of_variable_length(q, k, v, documents.boundaries, length, dim**-0.5)
+    if torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled():
+        _make_deterministic(y)
+    return y[..., :dim].unflatten(0, (batch, length))
+
+
+def flash_of_variable_length(
+    q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor, boundaries: Tensor, longest: int, scale: float
+) -> Tensor:
+    """Causal attention [t, heads, d] within each span between two `boundaries`, by PyTorch's FlashAttention-2 (CUDA).
+
+    q, k, v: BF16 or FP16, a contiguous head dimension as `FLASH_HEAD_MULTIPLE` and `FLASH_HEAD_LIMIT` say. boundaries:
+    int32 [n + 1], contiguous, on the same device, ascending from 0 to t. longest: no span is longer. scale: of scores.
+    """
+    # What torch.nn.attention.varlen calls, whose own arguments change from version to version.
+    flash = torch.ops.aten._flash_attention_forward
+    return flash(q_thd, k_tgd, v_tgd, boundaries, boundaries, longest, longest, 0.0, True, False, scale=scale)[0]
 
 
 def _make_deterministic(y: Tensor) -> None:
@@ -45,7 +89,7 @@ def _make_deterministic(y: Tensor) -> None:
     for _ in range(3):  # some kernels' results are sliced
         if node is None:
             return
-        if "ScaledDotProduct" in node.name():
+        if "ScaledDotProduct" in node.name() or "FlashAttention" in node.name():
             node.register_prehook(lambda _: torch.use_deterministic_algorithms(True, warn_only=False))
             node.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))
             return

@@ -24,6 +24,12 @@ small) and computes the [l, l] matrices again, so that they never exist for more
 A token's own part of y_t and du_t does not depend on any decay, would cancel there, and where decays are fast is nearly
 all of both: it stays out of these products, which would be its rounding error otherwise.
 
+Documents (models/documents.py) end the recurrence: S is zero before the first token of each. Then the running sum cum
+begins anew with every document (the triangle of ones that makes it has zeros between documents), a token sees only its
+own document inside its chunk and, from the past, the state of a document that it goes on with; a chunk's state is that
+of the document with which it ends, and a chunk passes a state on if the whole of it is of one document with what came
+before. mamba-ssm's kernels do the same, by comparing the numbers of documents in the same places.
+
 Everything is computed in the dtype of `x`: FP32 in training, FP64 in tests.
 
 Shapes: b batch, s sequence, h heads, p head dimension, g state groups, n state dimension, r heads per group,
@@ -40,11 +46,20 @@ from torch import Tensor
 from torch.autograd import Function
 
 
-def ssd_scan(x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor, chunk_size: int) -> Tensor:
+def ssd_scan(
+    x_bshp: Tensor,
+    dt_bsh: Tensor,
+    a_h: Tensor,
+    b_bsgn: Tensor,
+    c_bsgn: Tensor,
+    chunk_size: int,
+    documents_bs: Tensor | None = None,
+) -> Tensor:
     """y [batch, sequence, heads, head_dim] of the recurrence above, by chunks of `chunk_size` tokens.
 
     x_bshp: [batch, sequence, heads, head_dim]. dt_bsh: positive step sizes. a_h: negative decay rates.
-    b_bsgn, c_bsgn: [batch, sequence, groups, state]. All of one dtype; any sequence length.
+    b_bsgn, c_bsgn: [batch, sequence, groups, state]. All of one dtype; any sequence length. documents_bs: int32, the
+    number of each token's document, ascending in a row and not negative; None: a row is one document.
     """
     length = x_bshp.shape[1]
     chunk_size = min(chunk_size, length)
@@ -53,11 +68,19 @@ def ssd_scan(x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn
         # Steps of size zero neither decay the state nor add to it.
         x_bshp, b_bsgn, c_bsgn = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x_bshp, b_bsgn, c_bsgn))
         dt_bsh = F.pad(dt_bsh, (0, 0, 0, extra))
-    y: Tensor = _SsdScan.apply(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size)  # type: ignore[assignment]
+        documents_bs = None if documents_bs is None else F.pad(documents_bs, (0, extra), value=-1)
+    y: Tensor = _SsdScan.apply(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size, documents_bs)  # type: ignore[assignment]
     return y[:, :length] if extra else y
 
 
-def ssd_recurrence(x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor) -> Tensor:
+def ssd_recurrence(
+    x_bshp: Tensor,
+    dt_bsh: Tensor,
+    a_h: Tensor,
+    b_bsgn: Tensor,
+    c_bsgn: Tensor,
+    documents_bs: Tensor | None = None,
+) -> Tensor:
     """The same as `ssd_scan`, token by token: the reference, in any dtype, differentiable by autograd."""
     repeats = x_bshp.shape[2] // b_bsgn.shape[2]
     b_bshn, c_bshn = b_bsgn.repeat_interleave(repeats, 2), c_bsgn.repeat_interleave(repeats, 2)
@@ -65,6 +88,8 @@ def ssd_recurrence(x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, 
     outputs = []
     for t in range(x_bshp.shape[1]):
         decay_bh = (dt_bsh[:, t] * a_h).exp()
+        if documents_bs is not None and t > 0:
+            decay_bh = decay_bh * (documents_bs[:, t] == documents_bs[:, t - 1])[:, None]
         update_bhp = dt_bsh[:, t, :, None] * x_bshp[:, t]
         state_bhpn = decay_bh[..., None, None] * state_bhpn + update_bhp[..., None] * b_bshn[:, t, :, None]
         outputs.append((state_bhpn * c_bshn[:, t, :, None]).sum(-1))
@@ -73,30 +98,39 @@ def ssd_recurrence(x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, 
 
 class _SsdScan(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int) -> Tensor:
-        parts = _Chunks(x, dt, a, b, c, chunk_size)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        chunk_size: int,
+        documents: Tensor | None,
+    ) -> Tensor:
+        parts = _Chunks(x, dt, a, b, c, chunk_size, documents)
         y_inside = parts.decays().mul_(parts.scores_before()) @ parts.u_by_head()
         states = parts.b.mT @ parts.weighted_u_by_group()
         _accumulate_states(states.unflatten(-1, parts.r_p), parts.chunk_decay)
         y_past = (parts.c @ states).unflatten(-1, parts.r_p).transpose(3, 4)
         y_before, y = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        torch.addcmul(y_inside, y_past, parts.cum.exp()[..., None], out=parts.by_head(y_before))
+        torch.addcmul(y_inside, y_past, parts.past_decay()[..., None], out=parts.by_head(y_before))
         own_scale = parts.own_scores() * parts.dt
         torch.addcmul(parts.by_head(y_before), parts.by_head(x), own_scale[..., None], out=parts.by_head(y))
-        ctx.save_for_backward(x, dt, a, b, c, y_before, states)
+        ctx.save_for_backward(x, dt, a, b, c, documents, y_before, states)
         ctx.chunk_size = chunk_size
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, a, b, c, y_before, states = ctx.saved_tensors
-        parts = _Chunks(x, dt, a, b, c, ctx.chunk_size)
+        x, dt, a, b, c, documents, y_before, states = ctx.saved_tensors
+        parts = _Chunks(x, dt, a, b, c, ctx.chunk_size, documents)
         dy_by_head, x_by_head = parts.by_head(grad_outputs[0]), parts.by_head(x)
         dy = dy_by_head.contiguous()
 
         # Its own token and inside a chunk: y = (C . B) u + (scores * decays) u.
         decays, own_scores = parts.decays(), parts.own_scores()
-        dscores = (dy @ parts.u_by_head().mT).mul_(decays).sum(3).tril_()
+        dscores = parts.same_document_((dy @ parts.u_by_head().mT).mul_(decays).sum(3).tril_())
         du = decays.mul_(parts.scores_before()).mT @ dy
         dc, db = dscores @ parts.b, dscores.mT @ parts.c
         x_du_inside = (du * x_by_head).sum(-1)
@@ -104,7 +138,7 @@ class _SsdScan(Function):
         du.addcmul_(dy, own_scores[..., None])
 
         # From the past: y += exp(cum) (C S).
-        dy_decayed = _product(parts.by_group(grad_outputs[0]), parts.cum.exp().mT[..., None]).flatten(-2)
+        dy_decayed = _product(parts.by_group(grad_outputs[0]), parts.past_decay().mT[..., None]).flatten(-2)
         dc += dy_decayed @ states.mT
         dstates = parts.c.mT @ dy_decayed
 
@@ -128,7 +162,7 @@ class _SsdScan(Function):
         torch.mul(du, parts.dt[..., None], out=parts.by_head(dx))
         x_du = x_du_inside.add_(x_du_own).add_(x_du_states)
         torch.addcmul(x_du, dw, parts.a, out=parts.by_head(ddt))
-        return dx, ddt, da, parts.ungroup(db), parts.ungroup(dc), None
+        return dx, ddt, da, parts.ungroup(db), parts.ungroup(dc), None, None
 
 
 class _Chunks:
@@ -138,7 +172,9 @@ class _Chunks:
     [l, r, p] "by group" (one wide matrix for all the heads that share B and C).
     """
 
-    def __init__(self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int) -> None:
+    def __init__(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, chunk_size: int, documents_bs: Tensor | None
+    ) -> None:
         self.chunk_size, self.num_groups = chunk_size, b.shape[2]
         self.r_p = (x.shape[2] // self.num_groups, x.shape[3])
         self.x = x
@@ -147,8 +183,20 @@ class _Chunks:
         self.b, self.c = (t.unflatten(1, (-1, chunk_size)).transpose(2, 3).contiguous() for t in (b, c))
         # Running sums as products with a triangle of ones: `cumsum` has no deterministic kernel on CUDA.
         self.ones_lm = x.new_ones(chunk_size, chunk_size).tril()
-        self.cum = (self.dt * self.a) @ self.ones_lm.t()
+        self.masked = documents_bs is not None
+        if documents_bs is not None:
+            documents_bkl = documents_bs.unflatten(1, (-1, chunk_size))
+            same = documents_bkl[..., :, None] == documents_bkl[..., None, :]
+            self.ones_lm = (self.ones_lm * same)[:, :, None]  # [b, k, 1, l, m]
+            last_bk = documents_bkl[..., -1]
+            before_bk = F.pad(last_bk[:, :-1], (1, 0), value=-1)  # nothing comes before the first chunk
+            # Of the document that the chunk before ended with; of the one that this chunk ends with: [b, k, 1, 1, l].
+            self.from_past = (documents_bkl == before_bk[..., None])[:, :, None, None]
+            self.to_end = (documents_bkl == last_bk[..., None])[:, :, None, None]
+        self.cum = (self.dt * self.a) @ self.ones_lm.mT
         self.chunk_decay = self.cum[..., -1].exp()
+        if self.masked:
+            self.chunk_decay *= self.from_past[..., -1]
 
     def by_head(self, t_bsh: Tensor) -> Tensor:
         """[b, s, h, ...] -> view [b, k, g, r, l, ...]."""
@@ -169,15 +217,27 @@ class _Chunks:
     def scores_before(self) -> Tensor:
         """C B^T where m < l, else 0: [b, k, g, 1, l, m]."""
         # Masked here, once for all heads of a group, rather than in every head's decays.
-        return (self.c @ self.b.mT).tril_(-1)[:, :, :, None]
+        return self.same_document_((self.c @ self.b.mT).tril_(-1))[:, :, :, None]
+
+    def same_document_(self, t_bkglm: Tensor) -> Tensor:
+        """In place: zero where l and m are of different documents."""
+        return t_bkglm.mul_(self.ones_lm) if self.masked else t_bkglm
 
     def own_scores(self) -> Tensor:
         """C . B of each token, [b, k, g, 1, l]."""
         return (self.c * self.b).sum(-1)[:, :, :, None]
 
     def decay_to_end(self) -> Tensor:
-        """exp(cum_last - cum), [b, k, g, r, l]."""
-        return (self.cum[..., -1:] - self.cum).exp_()
+        """exp(cum_last - cum), [b, k, g, r, l]; zero for other documents than that which the chunk ends with."""
+        to_end = self.cum[..., -1:] - self.cum
+        if self.masked:  # before the exponential: between documents the difference may be large
+            to_end.masked_fill_(~self.to_end, -torch.inf)
+        return to_end.exp_()
+
+    def past_decay(self) -> Tensor:
+        """exp(cum), [b, k, g, r, l]; zero for other documents than that which the chunk before ended with."""
+        decay = self.cum.exp()
+        return decay.mul_(self.from_past) if self.masked else decay
 
     def u_by_head(self) -> Tensor:
         """dt x, [b, k, g, r, l, p]."""

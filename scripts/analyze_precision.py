@@ -42,7 +42,7 @@ from megatron_fp4.measure.ranking import (
 )
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
-from megatron_fp4.training.accumulate import accumulate
+from megatron_fp4.training.accumulate import ALONE, accumulate
 
 
 def main(arguments: list[str]) -> int:
@@ -145,7 +145,7 @@ def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
         for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):
             run.controller.clock.step = step
             for micro_batch in micro_batches[:left]:
-                accumulate(run.model, [micro_batch], run.mesh, run.controller.clock, num_micro_batches=1)
+                accumulate(run.model, [micro_batch], run.mesh, run.controller.clock, whole=ALONE)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1

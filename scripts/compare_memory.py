@@ -192,18 +192,26 @@ class _MicroBatch:
     index: int
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None
+    num_documents: int | None
+    num_targets: int | None
 
 
 def random_micro_batches(config: Config, mesh: ParallelMesh, step: int) -> list[_MicroBatch]:
-    """This rank's share of a step of random tokens, in pinned memory as the loader's on a GPU."""
-    train = config.train
+    """This rank's share of a step of random tokens, in pinned memory as the loader's on a GPU; where documents are
+    masked, each row is one."""
+    train, masked = config.train, config.data.documents == "masked"
+    num_documents = train.micro_batch_size if masked else None
+    num_targets = None if config.data.boundary_loss else train.micro_batch_size * train.sequence_length
     batches = []
     for index in range(mesh.dp_rank, train.global_batch_size // train.micro_batch_size, mesh.dp_size):
         generator = torch.Generator().manual_seed(1000 * step + index)
         shape = (train.micro_batch_size, train.sequence_length + 1)
         text = torch.randint(config.model.vocab_size, shape, generator=generator)
-        halves = [t.contiguous() for t in (text[:, :-1], text[:, 1:])]
-        batches.append(_MicroBatch(index, *(t.pin_memory() if mesh.device.type == "cuda" else t for t in halves)))
+        parts = [text[:, :-1].contiguous(), text[:, 1:].contiguous()]
+        parts += [torch.zeros(parts[0].shape, dtype=torch.int32)] if masked else []
+        tokens, targets, *documents = (t.pin_memory() if mesh.device.type == "cuda" else t for t in parts)
+        batches.append(_MicroBatch(index, tokens, targets, next(iter(documents), None), num_documents, num_targets))
     return batches
 
 

@@ -68,6 +68,8 @@ CASES: dict[str, tuple[int, str]] = {
     "tensor parallel": (2, "parallel.tensor=2 precision.diagnostics.interval=2"),
     "tensor parallel, amax of shards": (2, "parallel.tensor=2 precision.amax=shard parallel.sequence=false"),
     "data parallel": (2, "precision.switch.when=gradient_noise precision.switch.interval=2"),
+    "masked documents": (1, "data.documents=masked model.rope=true"),
+    "masked documents, no boundary loss": (2, "data.documents=masked data.boundary_loss=false"),
     "data parallel, resharded": (2, "parallel.reshard=true train.activation_checkpointing=selective"),
 }
 

@@ -107,7 +107,7 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
     mamba = run.model.blocks[1].mixer
     seen: dict[str, Any] = {}
 
-    def scan(inputs: ScanInputs, chunk_size: int) -> torch.Tensor:
+    def scan(inputs: ScanInputs, chunk_size: int, documents_bs: torch.Tensor | None = None) -> torch.Tensor:
         seen.update({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in inputs._asdict().items()})
         return plain_scan(ScanInputs(*(tensor.float() for tensor in inputs)), chunk_size).to(inputs.x_bshp.dtype)
 

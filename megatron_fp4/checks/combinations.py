@@ -133,6 +133,11 @@ def _data(data: DataConfig, check_kind: Callable[[DataConfig], None]) -> None:
         check_kind(data)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if not data.boundary_loss and data.documents != "masked":
+        raise ConfigError(
+            f"data.boundary_loss=false has no effect with data.documents={data.documents}; set data.documents=masked, "
+            "or leave it at true"
+        )
     if not data.phases:
         raise ConfigError("data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'")
     names = [phase.name for phase in data.phases]

@@ -122,6 +122,9 @@ class DataConfig:
         already).
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
+    documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document: attention,
+        Mamba-2's state and convolution stop at boundaries, and positions begin anew behind them).
+    boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
     num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
@@ -135,6 +138,8 @@ class DataConfig:
     eod_token: str | None = None
     order: Literal["documents", "windows"] = "documents"
     max_epochs: Positive | dict[str, Positive] | None = None
+    documents: Literal["joined", "masked"] = "joined"
+    boundary_loss: bool = True
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
     num_workers: AtLeastZero = 1

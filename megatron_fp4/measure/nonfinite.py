@@ -12,7 +12,7 @@ from torch import nn
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.training.accumulate import MicroBatch, accumulate
+from megatron_fp4.training.accumulate import ALONE, GlobalBatch, MicroBatch, accumulate, global_batch_of
 
 
 @dataclass
@@ -51,13 +51,13 @@ class NonFiniteReport:
 
 
 def find_nonfinite(
-    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock, num_micro_batches: int = 1
+    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock, whole: GlobalBatch = ALONE
 ) -> NonFiniteReport:
     """Run forward and backward of one micro-batch again and report where numbers stop being finite.
 
     All ranks must call it together (FSDP gathers and reduces), each with a micro-batch of its own. The clock's
-    step must still be that of the failed step, so that stochastic rounding repeats itself. num_micro_batches: of the
-    step's global batch, by which the loss is divided as in the step. Gradients are dropped.
+    step must still be that of the failed step, so that stochastic rounding repeats itself. whole: the step's global
+    batch, of whose loss this is a part as in the step. Gradients are dropped.
     """
     report = NonFiniteReport(weights=[n for n, p in model.named_parameters() if not _is_finite(p)])
 
@@ -79,7 +79,7 @@ def find_nonfinite(
         module.register_forward_hook(watch(name or "the model (its loss)")) for name, module in model.named_modules()
     ]
     try:
-        accumulate(model, [micro_batch], mesh, clock, num_micro_batches=num_micro_batches)
+        accumulate(model, [micro_batch], mesh, clock, whole=whole)
     finally:
         for handle in handles:
             handle.remove()
@@ -97,9 +97,9 @@ def diagnose_nonfinite(
 
     All ranks must call it together, with equally many micro-batches.
     """
-    mine = []
+    mine, whole = [], global_batch_of(micro_batches, mesh)
     for micro_batch in micro_batches:
-        report = find_nonfinite(model, micro_batch, mesh, clock, len(micro_batches) * mesh.dp_size)
+        report = find_nonfinite(model, micro_batch, mesh, clock, whole)
         mine.append((f"rank {mesh.rank}, micro-batch {micro_batch.index}", report))
     of_ranks: list[list[tuple[str, NonFiniteReport]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine)

@@ -40,7 +40,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.training.accumulate import MicroBatch, accumulate
+from megatron_fp4.training.accumulate import GlobalBatch, MicroBatch, accumulate, global_batch_of
 
 
 class ReplayError(WrongNumbersError):
@@ -109,25 +109,19 @@ class Replay:
         clock.step = step
         try:
             # Divided as in the step: the computation is the one that is about to be trained on.
-            count = len(micro_batches) * self._mesh.dp_size
-            once, again = (self._compute(micro_batches[0], count) for _ in range(2))
+            whole = global_batch_of(micro_batches, self._mesh)
+            once, again = (self._compute(micro_batches[0], whole) for _ in range(2))
         finally:
             clock.step, clock.micro_batch = before
         return self._compare(step, micro_batches[0].index, once, again)
 
-    def _compute(self, micro_batch: MicroBatch, num_micro_batches: int) -> _Trace:
+    def _compute(self, micro_batch: MicroBatch, whole: GlobalBatch) -> _Trace:
         trace = _Trace()
         for name, parameter in self._model.named_parameters():
             trace.add(f"weights of {name}", parameter)
         self._forget()
         with trace.of(self._model):
-            accumulate(
-                self._model,
-                [micro_batch],
-                self._mesh,
-                self._controller.clock,
-                num_micro_batches=num_micro_batches,
-            )
+            accumulate(self._model, [micro_batch], self._mesh, self._controller.clock, whole=whole)
         self._forget()
         return trace
 

@@ -44,15 +44,20 @@ def diagnose_spike(
         parameter.grad = None
     dist.all_reduce(squares)
 
-    mine = [(loss.item(), batch.index, mesh.rank) for loss, batch in zip(losses, micro_batches, strict=True)]
-    of_ranks: list[list[tuple[float, int, int]]] = [[] for _ in range(mesh.world_size)]
+    mine = [
+        # A micro-batch weighs as much as it has targets that count.
+        (loss.item(), batch.index, mesh.rank, batch.targets.numel() if batch.num_targets is None else batch.num_targets)
+        for loss, batch in zip(losses, micro_batches, strict=True)
+    ]
+    of_ranks: list[list[tuple[float, int, int, int]]] = [[] for _ in range(mesh.world_size)]
     dist.all_gather_object(of_ranks, mine if mesh.tp_rank == 0 else [])
     found = sorted((entry for entries in of_ranks for entry in entries), reverse=True)
-    loss, norm = math.fsum(entry[0] for entry in found) / len(found), math.sqrt(squares.sum().item())
+    num_targets = max(sum(entry[3] for entry in found), 1)
+    loss, norm = math.fsum(entry[0] * entry[3] for entry in found) / num_targets, math.sqrt(squares.sum().item())
     # Sums in another order: the last bits may differ, a machine that errs does not stay within them.
     again = math.isclose(loss, result.loss, rel_tol=1e-5) and math.isclose(norm, result.grad_norm, rel_tol=1e-4)
     verdict = "as before" if again else "NOT as before: suspect a device that does not repeat its results"
-    worst = ", ".join(f"{value:.4g} in micro-batch {index} on rank {rank}" for value, index, rank in found[:_LISTED])
+    worst = ", ".join(f"{value:.4g} in micro-batch {index} on rank {rank}" for value, index, rank, _ in found[:_LISTED])
     middle = statistics.median(entry[0] for entry in found)
     order = squares.argsort(descending=True)[:_LISTED].tolist()
     names, total = list(named), max(squares.sum().item(), math.ulp(0.0))

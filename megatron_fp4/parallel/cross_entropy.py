@@ -9,6 +9,9 @@ the gradient of the loss (1 over tokens, 1 over micro-batches) multiplies FP32 n
 CPU's product of BF16 matrices is rounded already, and one in FP32 takes four times as long: there dx is rounded again,
 which changes nothing as long as tokens times micro-batches is a power of two.)
 
+Targets below zero do not count: their tokens have no loss and no gradient, and the mean is over the others. How many
+these are must be told, so that nobody waits for a GPU to count them.
+
 The vocabulary is sharded over tensor-parallel ranks, which exchange three numbers per token (maximum, sum of
 exponentials, target logit); the logits stay where they are.
 
@@ -44,13 +47,15 @@ def head_cross_entropy(
     fused: bool = False,
     chunk_tokens: int | None = None,
     kernels: LossKernels | None = None,
+    num_targets: int | None = None,
 ) -> Tensor:
     """Mean loss (FP32, 0-dim) of `targets_t` (int64 [tokens], global vocabulary ids) under the logits x W^T.
 
     x_td: [tokens, hidden], all tokens on every tensor-parallel rank. weight: parameter [vocab, hidden] (a DTensor with
     its rows sharded, or a plain tensor), of which this rank holds the rows from id `first` on; its gradient is FP32.
     fused: Triton for the softmax (CUDA only). chunk_tokens: tokens per chunk; None: as many as fit in 1 GiB of logits.
-    kernels: who computes; None: `fused` decides, on the device of `x_td`.
+    kernels: who computes; None: `fused` decides, on the device of `x_td`. num_targets: how many targets are not
+    negative, where some may be; the mean is over these, and 0 if there are none. None: all count.
     The result can be differentiated once.
     """
     accept_fp32_gradient(weight)
@@ -62,7 +67,9 @@ def head_cross_entropy(
     if kernels is None:
         assert x_td.is_cuda or not fused, "Triton's kernels need CUDA"
         kernels = CudaLossKernels(fused) if x_td.is_cuda else LossKernels()
-    return _HeadCrossEntropy.apply(x_td, weight, targets_t, first, mesh, kernels, chunk_tokens, needed)  # type: ignore[return-value]
+    return _HeadCrossEntropy.apply(  # type: ignore[return-value]
+        x_td, weight, targets_t, first, mesh, kernels, chunk_tokens, needed, num_targets
+    )
 
 
 class LossKernels:
@@ -145,8 +152,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
         kernels: LossKernels,
         chunk_tokens: int,
         needed: bool,
+        num_targets: int | None,
     ) -> Tensor:
         ctx.spec = gradient_spec(weight)
+        uncounted = None if num_targets is None else (targets < 0)[:, None]
         w_vd, num_tokens = local_part(weight).to(x.dtype), x.shape[0]
         losses = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
         dx = torch.empty(x.shape, dtype=kernels.gradient_dtype(x.dtype), device=x.device) if needed else None
@@ -157,19 +166,25 @@ class _HeadCrossEntropy(torch.autograd.Function):
             losses[chunk] = kernels.losses(logits, targets[chunk] - first, mesh)
             if dx is not None:  # logits is their gradient now
                 dx[chunk] = kernels.product(logits, w_vd)
-                dw = kernels.add_product(dw, logits.t(), x[chunk])
+                # Rows of x are left out rather than rows of logits, which are so much wider.
+                rows = x[chunk] if uncounted is None else x[chunk].masked_fill(uncounted[chunk], 0)
+                dw = kernels.add_product(dw, logits.t(), rows)
             del logits  # before the next chunk's are made
-        ctx.gradients, ctx.dtype, ctx.num_tokens = (dx, dw), x.dtype, num_tokens
-        return losses.mean()
+        if num_targets is None or uncounted is None:
+            ctx.gradients, ctx.dtype, ctx.num_targets = (dx, dw), x.dtype, num_tokens
+            return losses.mean()
+        dx = None if dx is None else dx.masked_fill_(uncounted, 0)
+        ctx.gradients, ctx.dtype, ctx.num_targets = (dx, dw), x.dtype, max(num_targets, 1)
+        return losses.masked_fill_(uncounted[:, 0], 0).sum() / ctx.num_targets
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         assert ctx.gradients is not None, "the loss was differentiated twice, and its gradients are kept for once"
         dx, dw = ctx.gradients
         ctx.gradients = None
-        scale = grad_outputs[0].to(torch.float32) / ctx.num_tokens
+        scale = grad_outputs[0].to(torch.float32) / ctx.num_targets
         dx, dw = dx.to(torch.float32).mul_(scale).to(ctx.dtype), gradient_of(dw.mul_(scale), ctx.spec)
-        return dx, dw, None, None, None, None, None, None
+        return dx, dw, None, None, None, None, None, None, None
 
 
 def over_ranks(maximum: Tensor, total: Tensor, target: Tensor, mesh: ParallelMesh) -> tuple[Tensor, Tensor, Tensor]:

@@ -122,6 +122,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
             ledger.messages.clear()
             ledger.restart_peak()
             watch.passes.clear()
+            clock.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
             memory = watch.memory(ledger.peak_bytes, accumulates=shown > 1)
         names = _axis_names(mesh)
@@ -141,11 +142,25 @@ class _MicroBatch:
     index: int
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None
+    num_documents: int | None
+    num_targets: int | None
 
 
 def _micro_batches(config: Config, count: int) -> list[_MicroBatch]:
+    """Of rows that are one document each, where documents are masked."""
     shape = (config.train.micro_batch_size, config.train.sequence_length)
-    return [_MicroBatch(i, *(torch.zeros(shape, dtype=torch.int64) for _ in range(2))) for i in range(count)]
+    batches = []
+    for index in range(count):
+        tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        masked = config.data.documents == "masked"
+        documents = torch.zeros(shape, dtype=torch.int32) if masked else None
+        num_documents, num_targets = (
+            shape[0] if masked else None,
+            None if config.data.boundary_loss else targets.numel(),
+        )
+        batches.append(_MicroBatch(index, tokens, targets, documents, num_documents, num_targets))
+    return batches
 
 
 @dataclass(frozen=True)

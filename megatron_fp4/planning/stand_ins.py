@@ -18,6 +18,7 @@ from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entr
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import split_heads
+from models.documents import Documents
 from models.execution import Execution
 from models.execution_choice import choose_execution
 from models.scan import ScanInputs
@@ -34,7 +35,8 @@ def planned_execution(config: Config) -> Execution:
 
 
 class _OneKernel(torch.autograd.Function):
-    """A function as one kernel each way, without temporaries; it keeps its inputs, or with `keeps` off nothing."""
+    """A function as one kernel each way, without temporaries; it keeps its inputs, or with `keeps` off only those that
+    have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], keeps: bool, *arguments: Any) -> Any:
@@ -42,7 +44,8 @@ class _OneKernel(torch.autograd.Function):
         meta = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
         made = function(*meta)
         device = next(a.device for a in arguments if isinstance(a, Tensor))
-        ctx.save_for_backward(*(a for a in arguments if keeps and isinstance(a, Tensor)))
+        kept = zip(arguments, ctx.needs_input_grad[2:], strict=True)
+        ctx.save_for_backward(*(a for a, needed in kept if isinstance(a, Tensor) and (keeps or not needed)))
         ctx.inputs, ctx.device = meta, device
         outputs = [_empty(t, device) for t in (made if isinstance(made, tuple) else [made])]
         return tuple(outputs) if isinstance(made, tuple) else outputs[0]
@@ -60,18 +63,18 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
 
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as torch.compile makes it."""
-    # Splitting heads moves numbers about and turns them: the backward pass needs none of them.
+    # Splitting heads moves numbers about and turns them: the backward pass needs none of them, only the angles.
     return lambda *arguments: _OneKernel.apply(function, function is not split_heads, *arguments)
 
 
-def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor) -> Tensor:
+def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
     """causal-conv1d's kernel."""
-    return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c)  # type: ignore[return-value]
+    return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c, documents_bs)  # type: ignore[return-value]
 
 
-def scan(inputs: ScanInputs, chunk_size: int) -> Tensor:
+def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
     """mamba-ssm's kernels."""
-    return _Scan.apply(chunk_size, *inputs)  # type: ignore[return-value]
+    return _Scan.apply(chunk_size, documents_bs, *inputs)  # type: ignore[return-value]
 
 
 class _Scan(torch.autograd.Function):
@@ -79,7 +82,7 @@ class _Scan(torch.autograd.Function):
     C B^T of every chunk (FP32) in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, chunk_size: int, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, chunk_size: int, documents: Tensor | None, *inputs: Tensor) -> Tensor:
         x, dt, _, b, *_ = inputs
         chunks = x.shape[0] * -(-x.shape[1] // chunk_size)
         ctx.states, ctx.products = chunks * x.shape[2] * x.shape[3] * b.shape[3], chunks * b.shape[2] * chunk_size**2
@@ -89,12 +92,12 @@ class _Scan(torch.autograd.Function):
         products = x.new_empty(ctx.products, dtype=torch.float32)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         del steps, states, products
-        ctx.save_for_backward(y, sums, *inputs)
+        ctx.save_for_backward(y, sums, documents, *inputs)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        y, sums, *inputs = ctx.saved_tensors
+        y, sums, _, *inputs = ctx.saved_tensors
         again = [torch.empty_like(sums) for _ in range(2)]
         products = sums.new_empty(ctx.products)
         # The states, the same passed on, and their gradient; then the latter two in the dtype of x as well.
@@ -102,15 +105,22 @@ class _Scan(torch.autograd.Function):
         rounded = [y.new_empty(ctx.states) for _ in range(2)]
         del passed, gradient
         gradients = [
-            _empty(t, t.device) if needed else None for t, needed in zip(inputs, ctx.needs_input_grad[1:], strict=True)
+            _empty(t, t.device) if needed else None for t, needed in zip(inputs, ctx.needs_input_grad[2:], strict=True)
         ]
         del again, products, rounded
-        return None, *gradients
+        return None, None, *gradients
 
 
-def attention(deterministic: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """FlashAttention of q [b, s, heads, d], k and v. deterministic: costs its backward pass memory."""
-    return lambda q, k, v: _Attention.apply(q, k, v, deterministic)  # type: ignore[return-value]
+def attention(deterministic: bool) -> Callable[..., Tensor]:
+    """FlashAttention of q [b, s, heads, d], k and v. deterministic: costs its backward pass memory.
+
+    Within documents it needs 128 rows of dq more for each document, which are not counted.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        return _Attention.apply(q, k, v, deterministic)  # type: ignore[return-value]
+
+    return attend
 
 
 class _Attention(torch.autograd.Function):

@@ -1,11 +1,22 @@
-"""Forward and backward over micro-batches: what a training step, a measurement and a search for NaN all do."""
+"""Forward and backward over micro-batches: what a training step, a measurement and a search for NaN all do.
+
+The loss of a global batch is the mean over its targets. Where all targets count, every micro-batch has equally many and
+their means are averaged. Where some do not (`data.boundary_loss=false`), the mean is
+
+    (sum of the losses of all targets that count) / (their number),     both over the global batch,
+
+so that every one of them weighs the same however the batch is cut into micro-batches and ranks: ranks add up how many
+they have before the first backward pass, and a micro-batch's mean is weighted by its share of that number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,6 +37,47 @@ class MicroBatch(Protocol):
     @property
     def targets(self) -> Tensor: ...  # int64, the same shape
 
+    @property
+    def documents(self) -> Tensor | None: ...  # int32, the same shape: numbers of documents, if they are masked
+
+    @property
+    def num_documents(self) -> int | None: ...  # of all rows together, if they are masked
+
+    @property
+    def num_targets(self) -> int | None: ...  # how many targets count, where negative ones do not; None: all do
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """What a micro-batch is a part of. num_targets: how many targets of the global batch count, int64 0-dim on the
+    device; None: all do."""
+
+    num_micro_batches: int
+    num_targets: Tensor | None = None
+
+    def weight(self, micro_batch: MicroBatch) -> Tensor:
+        """The share of the targets that count, FP64 0-dim; only where not all do. 0 if there are none at all."""
+        assert self.num_targets is not None and micro_batch.num_targets is not None
+        return micro_batch.num_targets / self.num_targets.clamp(min=1).to(torch.float64)
+
+
+ALONE = GlobalBatch(1)
+"""For a micro-batch of which only its own mean is wanted."""
+
+
+def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
+    """The global batch that data-parallel ranks have `micro_batches` of, equally many each. Collective if not all
+    targets count."""
+    # The backward pass of a micro-batch must not depend on how many ranks share the work.
+    num_micro_batches = len(micro_batches) * mesh.dp_size
+    counts = [batch.num_targets for batch in micro_batches if batch.num_targets is not None]
+    if not counts:
+        return GlobalBatch(num_micro_batches)
+    assert len(counts) == len(micro_batches), "micro-batches of one run are all of one kind"
+    num_targets = torch.tensor(sum(counts)).to(mesh.device, non_blocking=True)
+    dist.all_reduce(num_targets, group=mesh.dp_group)
+    return GlobalBatch(num_micro_batches, num_targets)
+
 
 def accumulate(
     model: nn.Module,
@@ -33,23 +85,22 @@ def accumulate(
     mesh: ParallelMesh,
     clock: RunClock,
     *,
-    num_micro_batches: int | None = None,
+    whole: GlobalBatch | None = None,
     reshard: bool = False,
     progress: Progress | None = None,
 ) -> Tensor:
     """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim.
 
-    Both are sums over this rank's micro-batches, divided by `num_micro_batches`: None counts those of all data-parallel
-    ranks, equally many each, so that the sums over ranks are means over the global batch. FSDP adds the gradients up
-    over ranks, once, after the last micro-batch; what is replicated over tensor-parallel ranks is the caller's to add
-    up (`gradients.sum_replicated_gradients`).
+    Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
+    the global batch (see the top of this file); None: `global_batch_of(micro_batches, mesh)`, which all ranks then call
+    together. FSDP adds the gradients up over ranks, once, after the last micro-batch; what is replicated over
+    tensor-parallel ranks is the caller's to add up (`gradients.sum_replicated_gradients`).
 
-    model(tokens, targets) returns a micro-batch's mean loss (0-dim FP32). clock: its step is the caller's to set.
-    reshard: also free gathered parameters between micro-batches. progress: is told which micro-batch it is.
+    model: as `loss_of` calls it. clock: its step is the caller's to set. reshard: also free gathered parameters between
+    micro-batches. progress: is told which micro-batch it is.
     """
-    if num_micro_batches is None:
-        # Of the global batch: the backward pass of a micro-batch must not depend on how many ranks share the work.
-        num_micro_batches = len(micro_batches) * mesh.dp_size
+    if whole is None:
+        whole = global_batch_of(micro_batches, mesh)
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for position, micro_batch in enumerate(micro_batches, start=1):
         if progress is not None:
@@ -60,16 +111,30 @@ def accumulate(
             model.set_is_last_backward(is_last)
             # The optimizer updates shards, so the last backward must leave only them.
             model.set_reshard_after_backward(is_last or reshard)
-        loss = loss_of(model, micro_batch.index, micro_batch.tokens, micro_batch.targets, mesh, clock)
-        (loss / num_micro_batches).backward()
-        loss_sum += loss.detach()
-    return loss_sum / num_micro_batches
+        loss = loss_of(model, micro_batch, mesh, clock)
+        if whole.num_targets is None:
+            (loss / whole.num_micro_batches).backward()
+            loss_sum += loss.detach()
+        else:
+            weight = whole.weight(micro_batch)
+            (loss * weight.to(loss.dtype)).backward()
+            loss_sum += loss.detach() * weight
+    return loss_sum / whole.num_micro_batches if whole.num_targets is None else loss_sum
 
 
-def loss_of(
-    model: nn.Module, index: int, tokens: Tensor, targets: Tensor, mesh: ParallelMesh, clock: RunClock
-) -> Tensor:
-    """The forward pass of micro-batch `index`: its mean loss, FP32 0-dim. tokens, targets: int64 [rows, sequence]."""
-    clock.micro_batch = index
-    loss: Tensor = model(tokens.to(mesh.device, non_blocking=True), targets.to(mesh.device, non_blocking=True))
+def loss_of(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> Tensor:
+    """The forward pass of a micro-batch: its mean loss over the targets that count, FP32 0-dim, 0 if none does.
+
+    model(tokens, targets), with `documents`, `num_documents` and `num_targets` by name where there are any, as
+    models/hybrid.py has them.
+    """
+    clock.micro_batch = micro_batch.index
+    options: dict[str, Tensor | int | None] = {}
+    if micro_batch.documents is not None:
+        options["documents"] = micro_batch.documents.to(mesh.device, non_blocking=True)
+        options["num_documents"] = micro_batch.num_documents
+    if micro_batch.num_targets is not None:
+        options["num_targets"] = micro_batch.num_targets
+    tokens, targets = (t.to(mesh.device, non_blocking=True) for t in (micro_batch.tokens, micro_batch.targets))
+    loss: Tensor = model(tokens, targets, **options)
     return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,18 +24,18 @@ def evaluate(
     clock: RunClock,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Mean NLL per token, in nats, of each source; the same numbers on all ranks.
+    """Mean NLL per target that counts, in nats, of each source; the same numbers on all ranks.
 
-    model(tokens, targets) returns the mean loss over the micro-batch's targets. sources: the same names in the
-    same order on all ranks, this data-parallel rank's micro-batches of each. Ranks may have different numbers of
+    model: as `accumulate.loss_of` calls it. sources: the same names in the same order on all ranks, this data-parallel
+    rank's micro-batches of each, all with documents or all without. Ranks may have different numbers of
     them, also none, and micro-batches different numbers of rows. Sums are FP64. Training is not disturbed: mode and
     clock are as before afterwards, and parameters are sharded. progress: is told that this rank gets on.
 
-    Raises ValueError if a source has no tokens on any rank.
+    Raises ValueError if a source has no targets that count on any rank.
     """
     batches = {name: list(micro_batches) for name, micro_batches in sources.items()}
     counts, filler = _common_shape(batches, mesh)
-    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=mesh.device)  # NLL, tokens
+    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=mesh.device)  # NLL, targets
 
     was_training, step, micro_batch = model.training, clock.step, clock.micro_batch
     model.eval()
@@ -43,12 +44,12 @@ def evaluate(
             for batch in mine:
                 if progress is not None:
                     progress.alive()
-                num_tokens = batch.targets.numel()
-                row[0] += loss_of(model, batch.index, batch.tokens, batch.targets, mesh, clock).double() * num_tokens
-                row[1] += num_tokens
+                num_targets = batch.targets.numel() if batch.num_targets is None else batch.num_targets
+                row[0] += loss_of(model, batch, mesh, clock).double() * num_targets
+                row[1] += num_targets
             # FSDP gathers parameters in every forward, which all ranks must take part in.
             for _ in range(count - len(mine)):
-                loss_of(model, 0, filler, filler, mesh, clock)
+                loss_of(model, filler, mesh, clock)
     finally:
         model.train(was_training)
         clock.step, clock.micro_batch = step, micro_batch
@@ -56,22 +57,36 @@ def evaluate(
 
     dist.all_reduce(sums, group=mesh.dp_group)
     losses: dict[str, float] = {}
-    for name, (nll, num_tokens) in zip(batches, sums.tolist(), strict=True):
-        if num_tokens == 0:
-            raise ValueError(f"validation source {name!r} has no tokens; give it data or leave it out")
-        losses[name] = nll / num_tokens
+    for name, (nll, num_targets) in zip(batches, sums.tolist(), strict=True):
+        if num_targets == 0:
+            raise ValueError(f"validation source {name!r} has no tokens that count; give it data or leave it out")
+        losses[name] = nll / num_targets
     return losses
 
 
-def _common_shape(batches: Mapping[str, Sequence[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], torch.Tensor]:
-    """How many forwards of each source every rank runs, and tokens for those that count nothing, zeros in the shape
-    of the largest micro-batch."""
-    shapes = [batch.tokens.shape for mine in batches.values() for batch in mine]
-    rows, length = (max((shape[dim] for shape in shapes), default=0) for dim in (0, 1))
-    agreed = torch.tensor([rows, length, *map(len, batches.values())], device=mesh.device)
+@dataclass(frozen=True)
+class _Filler:
+    """A micro-batch that counts nothing."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+    num_documents: int | None
+    index: int = 0
+    num_targets: int | None = None
+
+
+def _common_shape(batches: Mapping[str, Sequence[MicroBatch]], mesh: ParallelMesh) -> tuple[list[int], _Filler]:
+    """How many forwards of each source every rank runs, and the micro-batch for those that count nothing: zeros in the
+    shape of the largest, with documents if others have them, since these run other kernels."""
+    all_of_them = [batch for mine in batches.values() for batch in mine]
+    rows, length = (max((batch.tokens.shape[dim] for batch in all_of_them), default=0) for dim in (0, 1))
+    masked = any(batch.documents is not None for batch in all_of_them)
+    agreed = torch.tensor([rows, length, masked, *map(len, batches.values())], device=mesh.device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.dp_group)
-    rows, length, *counts = agreed.tolist()
-    return counts, torch.zeros(rows, length, dtype=torch.int64)
+    rows, length, masked, *counts = agreed.tolist()
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    return counts, _Filler(tokens, tokens, tokens.to(torch.int32) if masked else None, rows if masked else None)
 
 
 def _reshard(model: nn.Module) -> None:

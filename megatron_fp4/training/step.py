@@ -3,6 +3,7 @@
 The step talks to other ranks twice beyond what the model and FSDP do: the sum over the tensor axis (with sequence
 parallelism only) and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and what ranks request (to
 stop, to save, ...). Reading these is its only host sync. Since all ranks read the same, they clip, skip and stop alike.
+Where not all targets count (accumulate.py), one number goes before: how many do.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ NO_REQUESTS = StepRequests()
 class StepResult:
     """What a step did; the same on all ranks.
 
-    loss: mean NLL in nats over the global batch, before the update. grad_norm: global L2 norm before clipping.
+    loss: mean NLL in nats over the targets of the global batch that count, before the update. grad_norm: global L2 norm
+    before clipping.
     skipped: weights and optimizer are as they were, because loss or norm was not finite or, with `spike`, was refused.
     requests: of any rank.
     """
@@ -71,9 +73,9 @@ def train_step(
     accept: Callable[[float, float], bool] | None = None,
     progress: Progress | None = None,
 ) -> StepResult:
-    """Update `model` once, with the mean gradient over the micro-batches of all data-parallel ranks.
+    """Update `model` once, with the mean gradient over the global batch (accumulate.py says what that is).
 
-    model(tokens, targets) returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's, equally
+    model(tokens, targets, ...) returns the micro-batch's mean loss (0-dim FP32). micro_batches: this rank's, equally
     many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
     parameters between micro-batches. requests: this rank's. accept: of finite loss and norm (`StepResult`), the same on
     all ranks, whether to update; None: always. progress: is told where in the step this rank is.

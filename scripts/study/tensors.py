@@ -23,7 +23,7 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
-from megatron_fp4.training.accumulate import accumulate
+from megatron_fp4.training.accumulate import ALONE, accumulate
 from megatron_fp4.training.step import train_step
 
 if TYPE_CHECKING:
@@ -188,6 +188,6 @@ def look_inside(run: Run, start: int) -> tuple[dict[str, dict[str, Tensor]], dic
 def forward_backward(run: Run, step: int, batch: Any) -> None:
     """One micro-batch through the model and back; gradients are thrown away."""
     run.controller.clock.step = step
-    accumulate(run.model, [batch], run.mesh, run.controller.clock, num_micro_batches=1)
+    accumulate(run.model, [batch], run.mesh, run.controller.clock, whole=ALONE)
     for parameter in run.model.parameters():
         parameter.grad = None

@@ -51,6 +51,9 @@ SCHEDULE = [
     ({"precision.switch.when": "soon"}, "precision.switch.when=soon", "before_decay"),
     ({"precision.switch.when": "700"}, "precision.switch.when=700", "train.steps=300"),
 ]
+DOCUMENTS = [
+    ({"data.boundary_loss": False}, "data.boundary_loss=false", "set data.documents=masked"),
+]
 PATHS = [
     ({"run.dir": " "}, "run.dir is empty", "runs/first"),
     ({"run.device": "cuda"}, "run.device=cuda", "run.device=auto or cpu"),
@@ -77,11 +80,16 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "value", "remedy"), [*MODEL, *SCHEDULE, *PATHS])
+@pytest.mark.parametrize(("changes", "value", "remedy"), [*MODEL, *SCHEDULE, *DOCUMENTS, *PATHS])
 def test_refusals_name_the_value_and_the_remedy(changes, value, remedy):
     message = refusal(changes)
     assert value in message
     assert remedy in message
+
+
+def test_masked_documents_with_and_without_their_boundaries():
+    for boundary_loss in (True, False):
+        validate(changed(composed(), {"data.documents": "masked", "data.boundary_loss": boundary_loss}), 1, "cpu")
 
 
 def test_unused_mixers_are_not_checked():

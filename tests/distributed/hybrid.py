@@ -90,6 +90,9 @@ class MicroBatch:
     index: int
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None = None
+    num_documents: int | None = None
+    num_targets: int | None = None
 
 
 @dataclass
@@ -133,7 +136,28 @@ def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: Run
     return model
 
 
-def train(rank: int, layout: Layout, precision: str, steps: int = 5) -> Result:
+def masked_micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_batches) -> list[MicroBatch]:
+    """The same text in documents of a few tokens in some micro-batches and of whole rows in others; targets of another
+    document do not count, so that micro-batches have from a third to all of theirs."""
+    masked = []
+    for batch in micro_batches(step, mesh, number):
+        generator = torch.Generator().manual_seed(2000 * step + batch.index)
+        begins = torch.rand(ROWS, LENGTH + 1, generator=generator) < (0.7, 0.0, 0.1, 0.4)[batch.index % 4]
+        documents = begins.index_fill(1, torch.tensor(0), False).cumsum(1, dtype=torch.int32)
+        targets = batch.targets.masked_fill(documents[:, 1:] != documents[:, :-1], -1)
+        numbers = documents[:, :-1].contiguous()
+        count = int((numbers[:, -1] + 1).sum())
+        masked.append(MicroBatch(batch.index, batch.tokens, targets, numbers, count, int((targets >= 0).sum())))
+    return masked
+
+
+def train(
+    rank: int,
+    layout: Layout,
+    precision: str,
+    steps: int = 5,
+    batches: Callable[[int, ParallelMesh, int], list[MicroBatch]] = micro_batches,
+) -> Result:
     """Train `steps` steps; every rank of the layout calls it."""
     mesh, clock = layout.mesh(), RunClock(seed=11)
     model = sharded_model(layout, mesh, RECIPES[precision], clock)
@@ -152,7 +176,7 @@ def train(rank: int, layout: Layout, precision: str, steps: int = 5) -> Result:
     for step in range(steps):
         with recorded(model, clock, result.codes) if step == 0 else nullcontext():
             done = train_step(
-                model, optimizer, micro_batches(step, mesh, layout.num_micro_batches), mesh, clock,
+                model, optimizer, batches(step, mesh, layout.num_micro_batches), mesh, clock,
                 step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
             )  # fmt: skip
         result.losses.append(done.loss)

@@ -67,6 +67,25 @@ def test_chunks_change_only_the_order_of_sums(mesh):
     torch.testing.assert_close(dw, chunked_dw, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_targets_that_do_not_count(mesh, chunk):
+    x, weight, targets = draws()
+    targets[::3] = -1
+    counted = int((targets >= 0).sum())
+    loss = head_cross_entropy(x, weight, targets, 0, mesh, chunk_tokens=chunk, num_targets=counted)
+    (loss / 3).backward()
+    kept = targets >= 0
+    expected, dx, dw = in_fp64(x[kept], weight, targets[kept], 1 / 3)
+    torch.testing.assert_close(loss.double(), expected)
+    torch.testing.assert_close(x.grad[kept].double(), dx, rtol=1e-4, atol=1e-8)
+    assert (x.grad[~kept] == 0).all()
+    torch.testing.assert_close(weight.grad.double(), dw, rtol=1e-4, atol=1e-7)
+    none = head_cross_entropy(x, weight, torch.full_like(targets, -1), 0, mesh, chunk_tokens=chunk, num_targets=0)
+    x.grad = weight.grad = None
+    none.backward()
+    assert none == 0 and (x.grad == 0).all() and (weight.grad == 0).all()
+
+
 def test_large_logits_and_confident_tokens(mesh):
     x, weight, targets = draws()
     with torch.no_grad():
@@ -86,12 +105,15 @@ def test_nothing_is_kept_without_gradients_and_nan_is_not_lost(mesh):
         assert head_cross_entropy(x, weight, targets, 0, mesh).isnan()
 
 
-def sharded(rank: int, chunk: int | None) -> tuple[float, Tensor, Tensor]:
+def sharded(rank: int, chunk: int | None, uncounted: int = 0) -> tuple[float, Tensor, Tensor]:
+    """uncounted: how many targets at the beginning do not count."""
     mesh = build_mesh(ParallelConfig(tensor=2, sequence=False), torch.device("cpu"))
     x, weight, targets = draws()
+    targets[:uncounted] = -1
     parameter, rows = new_parameter((WORDS, HIDDEN), mesh, 0), WORDS // 2
     parameter.data._local_tensor.copy_(weight.detach()[rank * rows : (rank + 1) * rows])
-    loss = head_cross_entropy(x, parameter, targets, rank * rows, mesh, chunk_tokens=chunk)
+    options = {"num_targets": TOKENS - uncounted} if uncounted else {}
+    loss = head_cross_entropy(x, parameter, targets, rank * rows, mesh, chunk_tokens=chunk, **options)
     (loss / 3).backward()
     return loss.item(), x.grad, whole(parameter.grad)
 
@@ -104,4 +126,15 @@ def test_a_sharded_vocabulary(chunk):
     assert loss == other_loss and torch.equal(dw, other_dw)
     assert abs(loss - expected.item()) < 1e-5
     torch.testing.assert_close((dx_first + dx_second).double(), dx, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(dw.double(), expected_dw, rtol=1e-4, atol=1e-7)
+
+
+def test_targets_that_do_not_count_under_a_sharded_vocabulary():
+    (loss, dx_first, dw), (other_loss, dx_second, other_dw) = launch(sharded, 2, 16, 11)
+    x, weight, targets = draws()
+    expected, dx, expected_dw = in_fp64(x[11:], weight, targets[11:], 1 / 3)
+    assert loss == other_loss and torch.equal(dw, other_dw)
+    assert abs(loss - expected.item()) < 1e-5
+    assert (dx_first[:11] == 0).all() and (dx_second[:11] == 0).all()
+    torch.testing.assert_close((dx_first + dx_second)[11:].double(), dx, rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(dw.double(), expected_dw, rtol=1e-4, atol=1e-7)

@@ -34,7 +34,12 @@ LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_hea
 
 
 def run(
-    world_size: int, sequences: int = 64, precision: str = "nvfp4", model: ModelConfig = MODEL, **changes: object
+    world_size: int,
+    sequences: int = 64,
+    precision: str = "nvfp4",
+    model: ModelConfig = MODEL,
+    overrides: tuple[str, ...] = (),
+    **changes: object,
 ) -> object:
     """The dry run of `model`, in a process of its own: it needs the process group to itself."""
     program = (
@@ -47,7 +52,7 @@ def run(
         "result = dry_run(config, world_size, lambda *parts: sharded_model(config, *parts), execution)\n"
         "sys.stdout.buffer.write(pickle.dumps(result))\n"
     )
-    base: Config = compose_config([f"precision={precision}"], ROOT / "configs")
+    base: Config = compose_config([f"precision={precision}", *overrides], ROOT / "configs")
     train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, sequence_length=128)
     config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
     config = replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
@@ -164,3 +169,16 @@ def test_the_command_prints_memory_messages_and_time():
     done = subprocess.run([*command, "parallel.tensor=3"], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 2
     assert "parallel.tensor=3" in done.stderr
+
+
+def test_masked_documents_cost_a_message_and_tables() -> None:
+    """One all-reduce of one int64 a step where not every target counts; RoPE's tables are a micro-batch's own."""
+    model = replace(MODEL, rope=True)
+    joined = run(2, model=model)
+    masked = run(2, model=model, overrides=("data.documents=masked", "data.boundary_loss=false"))
+    added = {message: count for message, count in masked.messages.items() if count != joined.messages.get(message)}
+    assert [(m.operation, m.num_bytes, count) for m, count in added.items()] == [("all-reduce", 8, 1)]
+    assert joined.messages.keys() <= masked.messages.keys()
+    # For the backward pass: cosine and sine of 8 angles of each token, FP32, once for all blocks. (The numbers of the
+    # documents are the micro-batch's own.)
+    assert masked.memory.activations - joined.memory.activations == 128 * 8 * 2 * 4

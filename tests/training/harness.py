@@ -129,6 +129,9 @@ class ToyBatch:
     index: int
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None = None
+    num_documents: int | None = None
+    num_targets: int | None = None
 
 
 def toy_batches(step: int, mesh: ParallelMesh, num_global: int = 4, rows: int = 2) -> list[ToyBatch]:

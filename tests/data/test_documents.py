@@ -1,0 +1,149 @@
+"""Which document each token is of, from the index on disk to the micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.documents import UNCOUNTED, document_numbers
+from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.loader import MicroBatch, MicroBatchLoader
+from data.phases import Phase, PhaseSchedule
+from data.samples import SampleSource
+from data.validation import ValidationSet
+
+MakeDataset = Callable[..., IndexedDataset]
+LENGTH = 12
+
+
+def lengths_of(dataset: IndexedDataset) -> list[int]:
+    return [len(dataset.document(document)) for document in range(dataset.num_documents)]
+
+
+def expected(dataset: IndexedDataset, start: int, length: int) -> list[int]:
+    """By hand: the documents of the tokens, numbered anew."""
+    owners = np.repeat(np.arange(dataset.num_documents), lengths_of(dataset))[start : start + length]
+    return (np.unique(owners, return_inverse=True)[1]).tolist()
+
+
+def test_offsets_are_those_of_the_documents(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset("code", 500)
+    ends = [0, *np.cumsum(lengths_of(dataset)).tolist()]
+    offsets = dataset.document_offsets(0, dataset.num_documents)
+    assert offsets.tolist() == ends and offsets.dtype == np.int64
+    assert dataset.document_offsets(3, 6).tolist() == ends[3:7]
+    assert [dataset.document_offsets(d, d).tolist() for d in (0, 5, len(ends) - 1)] == [[0], [ends[5]], [500]]
+    for first, last in ((-1, 2), (4, 3), (0, len(ends))):
+        with pytest.raises(IndexError, match="outside"):
+            dataset.document_offsets(first, last)
+
+
+def test_every_window_at_every_place(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset("code", 300)
+    assert min(lengths_of(dataset)) < 5 and len(lengths_of(dataset)) > 5
+    for length in (1, 2, 13, 90):
+        for start in range(300 - length + 1):
+            numbers = document_numbers(dataset, start, length)
+            assert numbers.dtype == np.int32 and numbers.tolist() == expected(dataset, start, length)
+
+
+def test_documents_of_one_token_and_of_several_sequences(tmp_path: Path) -> None:
+    """Megatron's files may have both, and empty documents too."""
+    with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
+        for length in (1, 1, 4, 1, 2, 3):
+            writer.add_document(np.arange(length))
+    index = bytearray((tmp_path / "web.idx").read_bytes())
+    documents = np.array([0, 1, 1, 3, 5, 6, 6], dtype="<i8")  # 1 | empty | 1 + 4 | 1 + 2 | 3 | empty
+    index[-8 * 7 :] = documents.tobytes()
+    (tmp_path / "web.idx").write_bytes(index)
+    dataset = IndexedDataset(tmp_path / "web")
+    assert dataset.document_offsets(0, 6).tolist() == [0, 1, 1, 6, 9, 12, 12]
+    assert document_numbers(dataset, 0, 12).tolist() == [0, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert document_numbers(dataset, 1, 5).tolist() == [0] * 5
+    assert document_numbers(dataset, 5, 5).tolist() == [0, 1, 1, 1, 2]
+
+
+def test_a_sample_and_its_documents(make_dataset: MakeDataset) -> None:
+    dataset = make_dataset("code", 400)
+    source = SampleSource("code", dataset, LENGTH, seed=1, vocab_size=1000)
+    for k in range(2 * source.num_samples):
+        tokens, documents = source.sample_and_documents(k)
+        assert np.array_equal(tokens, source.sample(k))
+        assert documents.tolist() == expected(dataset, source.window(k) * LENGTH, LENGTH + 1)
+
+
+def loader(make_dataset: MakeDataset, **options: bool) -> MicroBatchLoader:
+    sources = {"code": SampleSource("code", make_dataset("code", 900), LENGTH, seed=1, vocab_size=1000)}
+    return MicroBatchLoader(PhaseSchedule([Phase("all", 1.0, {"code": 1.0})], 12, 4), sources, 2, 0, 1, 0, **options)
+
+
+def batches(make_dataset: MakeDataset, **options: bool) -> list[MicroBatch]:
+    return [batch for step in loader(make_dataset, **options).steps(0, 12) for batch in step]
+
+
+def test_micro_batches(make_dataset: MakeDataset) -> None:
+    joined, masked = batches(make_dataset), batches(make_dataset, masked=True)
+    uncounted = batches(make_dataset, masked=True, boundary_loss=False)
+    source, at_the_end = loader(make_dataset).sources["code"], 0
+    for step_and_place, (a, b, c) in enumerate(zip(joined, masked, uncounted, strict=True)):
+        assert a.documents is a.num_documents is a.num_targets is b.num_targets is None
+        assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+        assert torch.equal(a.tokens, c.tokens) and torch.equal(b.documents, c.documents)
+        rows = [source.sample_and_documents(2 * step_and_place + row)[1] for row in range(2)]
+        assert b.documents.dtype == torch.int32 and b.documents.is_contiguous()
+        assert b.documents.tolist() == [row[:-1].tolist() for row in rows]
+        assert b.num_documents == sum(len(set(row[:-1].tolist())) for row in rows)
+        boundary = torch.tensor(np.stack([row[1:] != row[:-1] for row in rows]))
+        assert torch.equal(c.targets, torch.where(boundary, UNCOUNTED, a.targets))
+        assert c.num_targets == 2 * LENGTH - int(boundary.sum())
+        at_the_end += int(boundary[:, -1].sum())
+    assert at_the_end > 0, "a last target of another document is among them"
+
+
+@pytest.mark.slow
+def test_workers_send_documents_too(make_dataset: MakeDataset) -> None:
+    """Of single rows, too, which are contiguous whatever is cut off them."""
+    for size in (1, 2):
+        here, there = (loader(make_dataset, masked=True, boundary_loss=False) for _ in range(2))
+        there.num_workers, here.micro_batch_size, there.micro_batch_size = 2, size, size
+        for one, other in zip(list(here.steps(0, 12)), list(there.steps(0, 12)), strict=True):
+            assert len(one) == len(other) == 4 // size
+            for a, b in zip(one, other, strict=True):
+                assert (a.index, a.num_documents, a.num_targets) == (b.index, b.num_documents, b.num_targets)
+                assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+                assert torch.equal(a.documents, b.documents)
+
+
+def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch, make_dataset: MakeDataset) -> None:
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor.clone())[1])
+    batch = batches(make_dataset, masked=True, boundary_loss=False)[0]
+    again = batch.pin_memory()
+    assert len(pinned) == 3 and torch.equal(again.documents, batch.documents)
+    numbers = [(b.index, b.num_documents, b.num_targets) for b in (batch, again)]
+    assert numbers[0] == numbers[1]
+    pinned.clear()
+    assert batches(make_dataset)[0].pin_memory().documents is None and len(pinned) == 2
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 8])
+def test_validation_sets(make_dataset: MakeDataset, micro_batch_size: int) -> None:
+    dataset = make_dataset("code", 400)
+    sets = [ValidationSet("code", dataset, LENGTH, 7, 1000, *options) for options in ((), (True,), (True, False))]
+    joined, masked, uncounted = (
+        [batch for rank in range(2) for batch in one.batches(micro_batch_size, rank, 2)] for one in sets
+    )
+    assert all(a.documents is None and torch.equal(a.targets, b.targets) for a, b in zip(joined, masked, strict=True))
+    for batch in [*masked, *uncounted]:
+        first = batch.index * micro_batch_size
+        for row, window in zip(batch.documents, sets[1].windows[first:], strict=False):
+            assert row.tolist() == expected(dataset, window * LENGTH, LENGTH)
+    counts = [one.target_counts() for one in sets]
+    assert torch.equal(counts[0], counts[1]) and counts[0].sum() == 7 * LENGTH
+    assert counts[2].sum() == sum(batch.num_targets for batch in uncounted) < 7 * LENGTH
+    boundaries = sum(int((batch.targets < 0).sum()) for batch in uncounted)
+    assert counts[2].sum() == 7 * LENGTH - boundaries

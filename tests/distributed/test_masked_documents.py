@@ -1,0 +1,93 @@
+"""Masked documents on every mesh: as one process has them, and every target that counts weighs the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron_fp4.measure.nonfinite import diagnose_nonfinite
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.accumulate import accumulate
+from megatron_fp4.training.evaluate import evaluate
+from tests.distributed.hybrid import (
+    LAYOUTS,
+    ONE,
+    RECIPES,
+    Layout,
+    MicroBatch,
+    Result,
+    masked_micro_batches,
+    relative_error,
+    sharded_model,
+    train,
+    whole,
+)
+from tests.training.harness import alone, launch
+
+pytestmark = pytest.mark.slow
+STEPS = 3
+
+
+def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
+    """Training in FP32, and the held-out loss of an untrained model over unequal shares."""
+    result = train(rank, layout, "fp32", STEPS, masked_micro_batches)
+    mesh, clock = layout.mesh(), RunClock(seed=0)
+    model, mine = sharded_model(layout, mesh, RECIPES["fp32"], clock), masked_micro_batches(9, mesh)
+    assert "every micro-batch is finite" in diagnose_nonfinite(model, mine, mesh, clock)
+    held_out = {"all": mine, "three": [batch for batch in mine if batch.index < 3], "one": mine[: mesh.dp_rank == 0]}
+    return result, evaluate(model, held_out, mesh, clock)
+
+
+@pytest.fixture(scope="module")
+def one() -> tuple[Result, dict[str, float]]:
+    return launch(trained, 1, ONE)[0]
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2_without_sequence_parallel", "dp2", "tp2_hsdp2"])
+def test_a_mesh_is_one_process(one, name):
+    layout, (expected, held_out) = LAYOUTS[name], one
+    for result, losses in launch(trained, layout.world, layout):
+        assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert result.norms == pytest.approx(expected.norms, rel=1e-5)
+        for key in expected.gradients:
+            assert relative_error(result.gradients[key], expected.gradients[key]) < 1e-5, key
+        assert losses == pytest.approx(held_out, rel=1e-5)
+
+
+def reference(batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean over all targets that count, from the logits of all micro-batches as one, and its gradients."""
+    tokens, targets, documents = (
+        torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets", "documents")
+    )
+    with alone():
+        model = sharded_model(ONE, ONE.mesh(), RECIPES["fp32"], RunClock(seed=11))
+        loss = F.cross_entropy(model(tokens, documents=documents).flatten(0, 1), targets.flatten(), ignore_index=-1)
+        loss.backward()
+        return loss.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def test_every_target_that_counts_weighs_the_same(one):
+    """Against `cross_entropy` of PyTorch over the whole global batch at once."""
+    with alone():
+        batches = masked_micro_batches(0, ONE.mesh())
+    counts = [batch.num_targets for batch in batches]
+    assert min(counts) < max(counts) / 2  # the mean of micro-batches' means would be another number
+    loss, gradients = reference(batches)
+    assert one[0].losses[0] == pytest.approx(loss, rel=1e-5)
+    clipping = min(1.0, 1.0 / one[0].norms[0])
+    for name, gradient in gradients.items():
+        assert relative_error(one[0].gradients[name], gradient * clipping) < 1e-5, name
+
+
+def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():
+    with alone():
+        mesh, clock = ONE.mesh(), RunClock(seed=0)
+        model = sharded_model(ONE, mesh, RECIPES["fp32"], clock)
+        some = masked_micro_batches(0, mesh)[0]
+        none = MicroBatch(0, some.tokens, torch.full_like(some.targets, -1), some.documents, some.num_documents, 0)
+        assert accumulate(model, [none], mesh, clock) == 0
+        assert all((whole(p.grad) == 0).all() for p in model.parameters())
+        # Beside another it changes nothing.
+        alone_loss = accumulate(model, [some], mesh, clock)
+        assert accumulate(model, [some, none], mesh, clock) == alone_loss > 0

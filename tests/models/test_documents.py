@@ -1,0 +1,210 @@
+"""Masked documents: every document of a row comes out as it does alone, forward and backward."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.conv import causal_conv_silu
+from models.documents import Documents, count_documents
+from models.execution import Execution
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from models.rope import apply_rope, rope_tables
+from models.sdpa import attend
+from models.ssd import ssd_recurrence, ssd_scan
+from tests.models.builders import build, local, small_config
+
+# Chunks of the scan are 8 tokens: boundaries at their ends, in their middle, several in one, and of length 1.
+LENGTHS = [[5, 1, 1, 9, 5], [21], [1] * 21, [8, 8, 5], [20, 1], [1, 20], [3, 12, 6]]
+
+
+def numbers_of(lengths: list[list[int]]) -> Tensor:
+    """int32 [rows, sum of lengths]."""
+    rows = [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    return torch.stack(rows).to(torch.int32)
+
+
+def spans(lengths: list[list[int]]) -> list[tuple[int, slice]]:
+    """(row, its tokens) of every document."""
+    found = []
+    for row, own in enumerate(lengths):
+        ends = list(itertools.accumulate(own))
+        found += [(row, slice(end - length, end)) for end, length in zip(ends, own, strict=True)]
+    return found
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_where_documents_begin():
+    lengths = [[3, 1, 2], [6], [1, 4, 1]]
+    documents = Documents(numbers_of(lengths))
+    assert documents.positions.tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 0]]
+    assert documents.boundaries.tolist() == [0, 3, 4, 6, 12, 13, 17, 18]
+    assert documents.boundaries.dtype == documents.numbers.dtype == torch.int32
+    assert count_documents(documents.numbers) == 7
+    assert torch.equal(Documents(numbers_of(lengths), 7).boundaries, documents.boundaries)
+    # Numbers may begin anywhere and leave some out.
+    assert torch.equal(Documents(numbers_of(lengths) * 3 + 2).boundaries, documents.boundaries)
+    for row, q, k in itertools.product(range(3), range(6), range(6)):
+        own = next(span for r, span in spans(lengths) if r == row and span.start <= q < span.stop)
+        assert documents.mask[row, 0, q, k] == (own.start <= k <= q)
+
+
+def test_other_types_are_refused():
+    with pytest.raises(AssertionError, match="int32"):
+        Documents(torch.zeros(2, 3, dtype=torch.int64))
+
+
+def same_as_alone(function, tensors: list[Tensor], lengths: list[list[int]], *, shared: int = 0):
+    """Value and gradients of `function(*tensors, documents)`, each row of `lengths`, against each document by itself.
+
+    The last `shared` tensors are parameters; their gradients are sums over documents.
+    """
+    tensors = [t.requires_grad_() for t in tensors]
+    own, parameters = tensors[: len(tensors) - shared], tensors[len(tensors) - shared :]
+    y = function(*tensors, numbers_of(lengths))
+    weights = randn(*y.shape, seed=7).to(y.dtype)
+    actual = torch.autograd.grad((y * weights).sum(), tensors)
+    totals = [torch.zeros_like(p) for p in parameters]
+    equal = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
+    for row, span in spans(lengths):
+        alone = [t[row : row + 1, span].detach().requires_grad_() for t in own]
+        expected = function(*alone, *parameters, None)
+        equal(y[row : row + 1, span], expected)
+        gradients = torch.autograd.grad((expected * weights[row : row + 1, span]).sum(), [*alone, *parameters])
+        for a, e in zip(actual, gradients[: len(own)], strict=False):
+            equal(a[row : row + 1, span], e)
+        for total, gradient in zip(totals, gradients[len(own) :], strict=True):
+            total += gradient
+    for a, e in zip(actual[len(own) :], totals, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_convolution(width):
+    same_as_alone(causal_conv_silu, [randn(len(LENGTHS), 21, 6), randn(6, width), randn(6)], LENGTHS, shared=2)
+
+
+def scan_inputs(batch: int, length: int, dt_max: float = 0.5) -> list[Tensor]:
+    heads, groups, state = 4, 2, 3
+    dt = randn(batch, length, heads, seed=3).abs() * dt_max + 1e-3
+    b, c = (randn(batch, length, groups, state, seed=seed) for seed in (4, 5))
+    return [randn(batch, length, heads, 5, seed=2), dt, b, c, -randn(heads, seed=6).abs() * 5 - 0.1]
+
+
+def scan(chunk_size: int):
+    return lambda x, dt, b, c, a, documents: ssd_scan(x, dt, a, b, c, chunk_size, documents)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 8, 64])
+def test_scan(chunk_size):
+    same_as_alone(scan(chunk_size), scan_inputs(len(LENGTHS), 21), LENGTHS, shared=1)
+
+
+def test_scan_with_a_boundary_at_every_place_of_a_chunk():
+    """Also at every distance from the end, which is no multiple of the chunk."""
+    same_as_alone(scan(8), scan_inputs(26, 27), [[place, 27 - place] for place in range(1, 27)], shared=1)
+
+
+def test_scan_equals_the_recurrence_with_documents():
+    x, dt, b, c, a = (t.requires_grad_() for t in scan_inputs(len(LENGTHS), 21))
+    numbers, tensors = numbers_of(LENGTHS), [x, dt, a, b, c]
+    actual, expected = ssd_scan(*tensors, 8, numbers), ssd_recurrence(*tensors, numbers)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
+    pairs = [torch.autograd.grad(y.sin().sum(), tensors) for y in (actual, expected)]
+    for one, other in zip(*pairs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    assert not torch.allclose(expected, ssd_recurrence(*tensors), rtol=1e-3)
+
+
+def test_scan_between_documents_of_very_different_decay_stays_finite():
+    """The sums of decays differ by thousands there; what an exponential would make of it must not matter."""
+    x, dt, b, c, a = scan_inputs(1, 24)
+    dt[:, 4:12] = 1e3
+    for boundary in range(1, 24):
+        same_as_alone(scan(8), [x, dt, b, c, a], [[boundary, 24 - boundary]], shared=1)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention(kv_heads):
+    tensors = [randn(len(LENGTHS), 21, heads, 8, seed=heads) for heads in (4, kv_heads, kv_heads)]
+    same_as_alone(lambda q, k, v, n: attend(q, k, v, None if n is None else Documents(n)), tensors, LENGTHS)
+
+
+def test_rope_has_the_same_bits():
+    x, numbers = randn(len(LENGTHS), 21, 3, 8), numbers_of(LENGTHS)
+    y = apply_rope(x, *Documents(numbers).rope_tables(8, 100.0))
+    for row, span in spans(LENGTHS):
+        tables = rope_tables(span.stop - span.start, 8, 100.0, "cpu")
+        assert torch.equal(y[row : row + 1, span], apply_rope(x[row : row + 1, span], *tables))
+
+
+def model_and_text(mesh: Any, pattern: str, lengths: list[list[int]], **changes: Any) -> tuple[HybridModel, Tensor]:
+    config = small_config(pattern=pattern, rope=True, init_std=0.2, **changes)
+    rows, length = len(lengths), sum(lengths[0])
+    text = torch.randint(0, config.vocab_size, (rows, length + 1), generator=torch.Generator().manual_seed(1))
+    return build(config, mesh, seed=3), text
+
+
+@pytest.mark.parametrize("pattern", ["M", "*", "-", "M-*-M-", "*M*M", "MMM", "**-"])
+def test_logits_of_a_document_are_those_of_the_document_alone(mesh, pattern):
+    model, text = model_and_text(mesh, pattern, LENGTHS)
+    with torch.no_grad():
+        logits = model(text[:, :-1], documents=numbers_of(LENGTHS))
+        joined = model(text[:, :-1])
+        for row, span in spans(LENGTHS):
+            alone = model(text[row : row + 1, span])
+            torch.testing.assert_close(logits[row : row + 1, span], alone, rtol=2e-4, atol=2e-4)
+    if {*pattern} != {"-"}:
+        assert (logits - joined).abs().max() > 0.05
+    # A row that is one document is what it was.
+    torch.testing.assert_close(logits[1], joined[1], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("pattern", ["M", "*", "M-*-M-"])
+def test_gradients_are_those_of_the_documents_alone(mesh, pattern):
+    """Of a mean over all tokens, the mean over documents weighted by their lengths."""
+    lengths = LENGTHS[:1] + LENGTHS[3:5]
+    model, text = model_and_text(mesh, pattern, lengths)
+    tokens, targets = text[:, :-1], text[:, 1:]
+    model(tokens, targets, numbers_of(lengths)).backward()
+    together = {name: local(p.grad).clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for row, span in spans(lengths):
+        share = (span.stop - span.start) / tokens.numel()
+        (model(tokens[row : row + 1, span], targets[row : row + 1, span]) * share).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(together[name], local(parameter.grad), rtol=1e-3, atol=2e-6, msg=name)
+
+
+def test_no_document_has_a_gradient_from_another(mesh):
+    """Not even a rounding error of one: the loss of the later document alone moves nothing that the first one said."""
+    lengths = [[11, 9, 17]]
+    model, text = model_and_text(mesh, "M-*-", lengths)
+    seen: list[Tensor] = []
+    model.embedding.register_forward_hook(lambda module, inputs, h: (h.retain_grad(), seen.append(h))[0])
+    targets = text[:, 1:].clone()
+    targets[:, :20] = -1
+    model(text[:, :-1], targets, numbers_of(lengths), num_targets=17).backward()
+    assert (seen[0].grad[:20] == 0).all() and (seen[0].grad[20:] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_recomputation_changes_no_bit(mesh, recompute):
+    config = small_config(rope=True)
+    text = model_and_text(mesh, "M", LENGTHS)[1]
+    gradients = []
+    for how in ("none", recompute):
+        model = build_model(config, mesh, torch.bfloat16, Execution(recompute=how))
+        initialize(model, config, 0)
+        model(text[:, :-1], text[:, 1:], numbers_of(LENGTHS)).backward()
+        gradients.append([local(p.grad) for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
