@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass
 class Counted:
-    """The stream 0, 1, 2, ...
+    """The stream 0, 1, 2, ..., one document.
 
     seconds: how long each reading takes. log: a file that gets a byte for each reading. fails_at: that token cannot be
     read, by `error`, None for a TwoArgumentsError; blocks: reading waits for ever, after the log.
@@ -25,6 +25,13 @@ class Counted:
     error: Exception | None = None
     blocks: bool = False
     num_documents: int = 1
+
+    @property
+    def parts(self) -> list[Counted]:
+        return [self]
+
+    def document_offsets(self, first: int, last: int) -> np.ndarray:
+        return np.array([0, self.num_tokens])[first : last + 1]
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         if self.log is not None:
@@ -44,6 +51,9 @@ class Counted:
 
     def identity(self) -> str:
         return f"counted {self.num_tokens}"
+
+    def same_identity(self, saved: str) -> bool:
+        return saved == self.identity()
 
 
 class TwoArgumentsError(Exception):
