@@ -121,6 +121,13 @@ def test_workers_send_documents_too(make_dataset: MakeDataset) -> None:
                 assert torch.equal(a.documents, b.documents)
 
 
+@pytest.mark.parametrize("numbers", [[1, 1, 2], [0, 2, 2], [0, 1, 0]])
+def test_other_numbers_are_a_mistake_of_ours(numbers: list[int]) -> None:
+    """Kernels are told how many documents there are, and would read beyond them."""
+    with pytest.raises(AssertionError, match="in each row"):
+        MicroBatch.of(0, torch.zeros(1, 3, dtype=torch.int64), torch.tensor([numbers], dtype=torch.int32))
+
+
 def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch, make_dataset: MakeDataset) -> None:
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor.clone())[1])
