@@ -214,6 +214,7 @@ class Run:
             "reshard": self.config.parallel.reshard,
             "accept": self.spikes.accept,
             "progress": self.progress,
+            "data_wait": self.loader.data_wait,
         }
 
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
@@ -231,6 +232,7 @@ class Run:
             skipped=result.skipped,
             phase=self.phase(step),
             plan=self.plan_name,
+            data_wait=result.data_wait,
         )
 
     def state_dict(self) -> dict[str, Any]:
