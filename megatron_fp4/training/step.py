@@ -48,8 +48,8 @@ class StepResult:
     loss: mean NLL in nats over the targets of the global batch that count, before the update. grad_norm: global L2 norm
     before clipping.
     skipped: weights and optimizer are as they were, because loss or norm was not finite or, with `spike`, was refused.
-    requests: of any rank. data_wait: seconds for which the rank that waited longest waited for its micro-batches; of many
-    ranks within a tenth (`_longest`).
+    requests: of any rank. data_wait: seconds for which the rank that waited longest waited for its micro-batches; of
+    many ranks within a tenth (`_longest`).
     """
 
     loss: float
@@ -96,7 +96,13 @@ def train_step(
     # All ranks of a tensor-parallel group have the same loss; it counts once.
     counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
     requested = loss.new_tensor(requests)
-    totals = torch.cat((torch.stack((counted_loss, squared_norm_share(parameters, mesh))), requested, loss.new_tensor(_powers(data_wait))))
+    totals = torch.cat(
+        (
+            torch.stack((counted_loss, squared_norm_share(parameters, mesh))),
+            requested,
+            loss.new_tensor(_powers(data_wait)),
+        )
+    )
     dist.all_reduce(totals)
     mean_loss, squared_norm, *counts, low, high = totals.tolist()
 
@@ -111,12 +117,14 @@ def train_step(
         optimizer.step()
         clock.weights_version += 1
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike, _longest(low, high))
+    return StepResult(
+        mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike, _longest(low, high)
+    )
 
 
-# A maximum out of sums, so that the step's one all-reduce gives it too: of positive numbers, the sum of their 57th powers
-# over that of their 56th (Lehmer's mean) is never more than the largest, and it itself where it stands alone or all are
-# equal; of 1,024 numbers it is at worst 8% less. The powers of 10 us to 10,000 s are FP64 numbers, and so are their sums.
+# A maximum out of sums, so that the step's one all-reduce gives it too: of positive numbers, the sum of their 57th
+# powers over that of their 56th (Lehmer's mean) is never more than the largest, and it itself where it stands alone or
+# all are equal; of 1,024 numbers it is at worst 8% less. The powers of 10 us to 10,000 s and their sums fit into FP64.
 _POWER = 56
 _LEAST_WAIT, _MOST_WAIT = 1e-5, 1e4
 
