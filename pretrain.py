@@ -200,7 +200,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         return start, losses
     batches = run.progress.loading(run.loader.steps(start, steps := config.train.steps), start + 1)
     for step, batch in enumerate(batches, start=start):
-        began, done = time.perf_counter(), step + 1
+        began, done = time.perf_counter() - run.loader.data_wait, step + 1
         run.progress.at(done, "before the step")
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
