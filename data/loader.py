@@ -199,6 +199,7 @@ class MicroBatchLoader:
                     batch = [reader.next(self.timeout_seconds) for _ in range(self.num_micro_batches(step))]
                 self.consumed_samples = self.schedule.samples_before(step + 1)
                 self.data_wait = time.perf_counter() - began
+                self.schedule.advance(self.consumed_samples)
                 yield batch
 
     def _reader(self, micro_batches: RankMicroBatches) -> Prefetcher[MicroBatch] | _InTurn:
