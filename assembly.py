@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from data.agreement import agreed
 from data.bundle import DataBundle
-from data.fim import with_fim
+from data.fim_settings import with_fim
 from data.kinds import KINDS, check_kind
 from data.loader import MicroBatchLoader
 from data.megatron_schedule import MegatronSchedule, held_out_by_split, megatron_run, open_megatron
@@ -240,6 +241,7 @@ class Run:
             "reshard": self.config.parallel.reshard,
             "accept": self.spikes.accept,
             "progress": self.progress,
+            "data_wait": self.loader.data_wait,
         }
 
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
@@ -257,6 +259,7 @@ class Run:
             skipped=result.skipped,
             phase=self.phase(step),
             plan=self.plan_name,
+            data_wait=result.data_wait,
             epochs=self.epochs(step + 1) if self.log.active and (step + 1) % self.config.logging.interval == 0 else {},
         )
 
@@ -338,7 +341,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
     execution = agreed_execution(execution_of(config))
     model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
     with configuration_errors():
-        bundle, loader, validation = open_run_data(config, mesh)
+        bundle, loader, validation = agreed(lambda: open_run_data(config, mesh), data_facts, is_refusal)
         measures = yardsticks(validation, bundle, mesh)
         # Which data was consumed is in the loader's state; there, a source may join later, here nothing may change.
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
@@ -422,7 +425,7 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
         mesh.dp_rank,
         mesh.dp_size,
         data.num_workers,
-        pin_memory=mesh.device.type == "cuda",
+        device=mesh.device,
         prefetch=data.prefetch,
         allow_other_data=config.checkpoint.allow_mismatch,
         # Before the other ranks give up in a collective, and not name the worker.
@@ -460,16 +463,33 @@ def yardsticks(validation: list[ValidationSet], bundle: DataBundle, mesh: Parall
     return found
 
 
+def data_facts(opened: tuple[DataBundle, MicroBatchLoader, list[ValidationSet]]) -> dict[str, dict[str, Any]]:
+    """What has to be the same data on all ranks, by what it is: JSON values."""
+    bundle, loader, _ = opened
+    fingerprint = dict(loader.fingerprint)
+    sources = fingerprint.pop("sources")
+    facts = {f"source {name}": dict(source) for name, source in sources.items()}
+    for name, stream in bundle.validation.items():
+        facts[f"validation source {name}"] = {"num_tokens": stream.num_tokens, "identity": stream.identity()}
+    tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
+    return {**facts, "a tokenizer": {"fingerprint": tokenizer}, "a configuration": fingerprint}
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether opening data, plans or checkpoints failed by something that the user has to mend. What a disk or network
+    fails at is not."""
+    return isinstance(error, ValueError) or (isinstance(error, OSError) and is_users_to_mend(error))
+
+
 @contextlib.contextmanager
 def configuration_errors(prefix: str = "") -> Iterator[None]:
-    """What opening data, plans and checkpoints refuses is the user's to mend: a ConfigError, not a traceback. What a
-    disk or network fails at passes as it is."""
+    """What opening data, plans and checkpoints refuses (`is_refusal`) is a ConfigError, not a traceback."""
     try:
         yield
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
-        if isinstance(error, OSError) and not is_users_to_mend(error):
+        if not is_refusal(error):
             raise
         raise ConfigError(f"{prefix}{error}") from error
 

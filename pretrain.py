@@ -200,7 +200,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         return start, losses
     batches = run.progress.loading(run.loader.steps(start, steps := config.train.steps), start + 1)
     for step, batch in enumerate(batches, start=start):
-        began, done = time.perf_counter(), step + 1
+        began, done = time.perf_counter() - run.loader.data_wait, step + 1
         run.progress.at(done, "before the step")
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
@@ -425,10 +425,13 @@ def pin_autotuned(run: Run, start: int, record: bool = True) -> None:
     if not (run.config.run.deterministic and mixers):
         return
     dtype, device = getattr(torch, run.config.precision.compute_dtype), run.mesh.device
+    lengths = {span.sequence_length or train.sequence_length: None for span in run.phases.spans}
 
     def rehearse() -> None:
         for mixer in mixers:
-            mixer.rehearse(train.micro_batch_size, train.sequence_length, dtype, device, masked)
+            for length in lengths:
+                rows = train.micro_batch_size * train.sequence_length // length
+                mixer.rehearse(rows, length, dtype, device, masked)
 
     for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)

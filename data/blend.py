@@ -88,6 +88,11 @@ class Blend:
         """How many of the samples [0, end) come from source `name`."""
         return self.counts(end)[self._index[name]] if name in self._index else 0
 
+    def advance(self, index: int) -> None:
+        """Walk up to sample `index`, if the sequence is walked."""
+        if self._table is None:
+            self._walk_to(index % self.period)
+
     def remember(self, index: int, counts: Sequence[int]) -> None:
         """Take it from the caller that `counts(index)` is this, so that nothing before has to be walked any more."""
         if self._table is None:

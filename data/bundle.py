@@ -39,7 +39,7 @@ class TokenSource(Protocol):
 
     def document_offsets(self, first: int, last: int) -> np.ndarray:
         """Where the documents [first, last) begin in the stream, and where the last one ends, in tokens: int64
-        [last - first + 1]."""
+        [last - first + 1], ascending."""
 
     def sequence_offsets(self, first: int, last: int) -> np.ndarray:
         """The same of the sequences [first, last)."""

@@ -7,11 +7,14 @@ they come, a document of which the sample holds only a part included. Empty docu
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from data.bundle import TokenSource
+
+if TYPE_CHECKING:  # loader workers do without
+    import torch
 
 UNCOUNTED = -1
 """A target that does not count: its token has no loss, and the mean is over the others."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from data.builtin import check_builtin, open_builtin
 from data.bundle import DataBundle
-from data.fim import check_fim
+from data.fim_settings import check_fim
 from data.indexed import check_indexed, open_indexed
 from data.megatron_schedule import check_megatron
 

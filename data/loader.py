@@ -8,28 +8,31 @@ their content nor their order. The whole state is the number of samples consumed
 
 from __future__ import annotations
 
-import atexit
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 from data.documents import without_boundaries
 from data.fingerprint import data_fingerprint
 from data.going_on import OtherDataError, check_position, go_on
+from data.micro_batches import RankMicroBatches, SlotContent
 from data.phases import PhaseSchedule
+from data.prefetch import DeliveryTimeout, Prefetcher
 from data.samples import Samples
-from data.workers import DeliveryWatch, WorkerSetup, signals_held_back
+from data.workers import WorkerDiedError
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Micro-batch `index` of its global batch: tokens and targets, int64 [micro_batch_size, seq_length].
+    """Micro-batch `index` of its global batch: tokens and targets, int64 [rows, sequence length]. A phase of shorter
+    sequences has more rows than micro_batch_size.
 
     targets[:, t] is the token that follows tokens[:, t], or negative if it does not count. The index is the same at any
     data-parallel size.
@@ -46,16 +49,28 @@ class MicroBatch:
 
     @classmethod
     def of(
-        cls, index: int, samples: torch.Tensor, documents: torch.Tensor | None = None, boundary_loss: bool = True
+        cls,
+        index: int,
+        samples: torch.Tensor,
+        documents: torch.Tensor | None = None,
+        boundary_loss: bool = True,
+        sequence_length: int | None = None,
     ) -> MicroBatch:
-        """samples: int64 [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask them;
-        boundary_loss: whether targets of another document than their token's count."""
-        tokens, targets = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        """samples: integers [micro_batch_size, seq_length + 1]. documents: int32, the same shape, to mask them;
+        boundary_loss: whether targets of another document than their token's count. sequence_length: of the rows; None:
+        samples are rows as they are."""
+        if sequence_length is not None and sequence_length < samples.shape[1] - 1:
+            samples = _cut(samples, sequence_length)
+            if documents is not None:
+                documents = _cut(documents, sequence_length)
+                documents = documents - documents[:, :1]
+        tokens, targets = samples[:, :-1].long().contiguous(), samples[:, 1:].long().contiguous()
         if documents is None:
             return cls(index, tokens, targets)
         if not boundary_loss:
             targets = without_boundaries(targets, documents)
-        # Rows begin with document 0 and leave none out.
+        steps = documents.diff(dim=1)
+        assert bool((documents[:, 0] == 0).all() and ((steps == 0) | (steps == 1)).all()), "0, 1, 2, ... in each row"
         return cls(
             index,
             tokens,
@@ -66,42 +81,28 @@ class MicroBatch:
         )
 
     def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory; DataLoader calls it by this name."""
+        """The same in page-locked memory."""
         documents = None if self.documents is None else self.documents.pin_memory()
         return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory(), documents=documents)
+
+
+def _cut(samples: torch.Tensor, length: int) -> torch.Tensor:
+    """Rows of length + 1, each but the first beginning with the last of the one before."""
+    return samples.unfold(1, length + 1, length).reshape(-1, length + 1)
 
 
 class LoaderError(RuntimeError):
     """A loader worker died, or none delivers any more."""
 
 
-class GlobalSamples(Dataset[tuple[int, np.ndarray, np.ndarray | None]]):
-    """The samples of a run by global sample index: item i is (i, int64 [seq_length + 1], its documents if masked)."""
-
-    def __init__(self, schedule: PhaseSchedule, sources: Mapping[str, Samples], masked: bool = False) -> None:
-        self.schedule = schedule
-        self.sources = dict(sources)
-        self.masked = masked
-
-    def __len__(self) -> int:
-        return self.schedule.num_samples
-
-    def __getitem__(self, index: int) -> tuple[int, np.ndarray, np.ndarray | None]:
-        location = self.schedule.locate(index)
-        source = self.sources[location.source]
-        if self.masked:
-            return index, *source.sample_and_documents(location.ordinal)
-        return index, source.sample(location.ordinal), None
-
-
 class MicroBatchLoader:
     """Loads one rank's micro-batches, step by step.
 
-    `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers
-    processes prepare `prefetch` micro-batches each ahead of time; with 0 the rank prepares each when it needs
-    it, and prefetch has no meaning. pin_memory is for a rank with a GPU. The global random state is left
-    alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an error that names them.
-    masked, boundary_loss: as `data.documents=masked` and `data.boundary_loss` of a configuration.
+    `sources` holds at least the sources that the schedule names, all of one seq_length and seed. num_workers processes
+    prepare the micro-batches of the next `prefetch` steps ahead of time; with 0 the rank prepares each when
+    it needs it, and prefetch has no meaning. device: where the rank will send them; for a GPU they lie in page-locked
+    memory. The global random state is left alone. Workers that deliver nothing for timeout_seconds (0: for ever) are an
+    error that names them. masked, boundary_loss: as `data.documents=masked` and `data.boundary_loss`.
 
     Raises ValueError when a source is missing or the global batch does not divide into whole rounds of
     micro-batches.
@@ -115,7 +116,7 @@ class MicroBatchLoader:
         dp_rank: int,
         dp_size: int,
         num_workers: int = 1,
-        pin_memory: bool = False,
+        device: torch.device | None = None,
         prefetch: int = 2,
         allow_other_data: bool = False,
         timeout_seconds: float = 0.0,
@@ -148,7 +149,7 @@ class MicroBatchLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.num_workers = num_workers
-        self.pin_memory = pin_memory
+        self.device = device or torch.device("cpu")
         self.prefetch = prefetch
         self.allow_other_data = allow_other_data
         self.timeout_seconds = timeout_seconds
@@ -158,6 +159,10 @@ class MicroBatchLoader:
         """Global samples handed out so far, by all ranks together, the step in progress included."""
         self.changes: list[str] = []
         """What of the data is other than the checkpoint that was loaded had it, in words."""
+        self.data_wait = 0.0
+        """Seconds for which the rank waited for the newest step's micro-batches."""
+        self.worker_pids: list[int] = []
+        """Process ids of the workers, while there are some."""
 
     def num_micro_batches(self, step: int) -> int:
         """Micro-batches that this rank gets in `step`, from 0."""
@@ -176,65 +181,46 @@ class MicroBatchLoader:
         return self._steps(start_step, end_step)
 
     def _steps(self, start_step: int, end_step: int) -> Iterator[list[MicroBatch]]:
-        setup = WorkerSetup(self.num_workers)
-        loader: DataLoader[Any] = DataLoader(
-            GlobalSamples(self.schedule, self.sources, self.masked),
-            batch_sampler=_MicroBatchIndices(self, start_step, end_step),
-            collate_fn=self._collate,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch if self.num_workers else None,
-            pin_memory=self.pin_memory,
-            worker_init_fn=setup,
-            # Without its own generator DataLoader draws from the global one, and a resumed run would draw
-            # once more.
-            generator=torch.Generator(),
+        micro_batches = RankMicroBatches(
+            self.schedule,
+            self.sources,
+            self.micro_batch_size,
+            self.dp_rank,
+            self.dp_size,
+            start_step,
+            end_step,
+            self.masked,
         )
-        with signals_held_back():
-            micro_batches = iter(loader)
-        watch = DeliveryWatch(setup, self.timeout_seconds if self.num_workers else 0.0)
-        # Should the run end by an exception, multiprocessing stops the workers at exit; see workers.py.
-        atexit.register(setup.release)
-        try:
+        with contextlib.closing(self._reader(micro_batches)) as reader:
+            self.worker_pids = reader.pids
             for step in range(start_step, end_step):
-                with self._named_workers(setup, watch, step):
-                    batch = [next(micro_batches) for _ in range(self.num_micro_batches(step))]
+                began = time.perf_counter()
+                with self._named_rank(step):
+                    batch = [reader.next(self.timeout_seconds) for _ in range(self.num_micro_batches(step))]
                 self.consumed_samples = self.schedule.samples_before(step + 1)
+                self.data_wait = time.perf_counter() - began
+                self.schedule.advance(self.consumed_samples)
                 yield batch
-        finally:
-            watch.close()
-            setup.release()
-            atexit.unregister(setup.release)
 
-    @contextmanager
-    def _named_workers(self, setup: WorkerSetup, watch: DeliveryWatch, step: int) -> Iterator[None]:
-        """DataLoader says that a worker died or waits for ever, not how they stand."""
+    def _reader(self, micro_batches: RankMicroBatches) -> Prefetcher[MicroBatch] | _InTurn:
+        make = partial(_tensors, micro_batches, self.device, self.boundary_loss)
+        if self.num_workers == 0:
+            return _InTurn(micro_batches, make)
+        most = max(self.num_micro_batches(span.first_step) for span in self.schedule.spans)
+        slots = -(-self.prefetch * most // self.num_workers)
+        return Prefetcher(micro_batches, make, self.num_workers, slots, most)
+
+    @contextlib.contextmanager
+    def _named_rank(self, step: int) -> Iterator[None]:
+        """Say where it was that workers died or deliver nothing."""
         try:
-            with watch:
-                yield
-        except (RuntimeError, OSError, EOFError) as error:
-            where = (
-                f"no data for step {step + 1} (data-parallel rank {self.dp_rank}, data.num_workers={self.num_workers})"
-            )
-            if watch.found is not None:
-                waited = f"for {self.timeout_seconds:.0f} s"
-                raise LoaderError(f"{where} {waited}: {watch.found}") from error
-            if self.num_workers and str(error).startswith("DataLoader"):
-                raise LoaderError(f"{where}: {error}; {setup.in_words()}") from error
-            raise
-
-    def _collate(self, samples: Sequence[tuple[int, np.ndarray, np.ndarray | None]]) -> MicroBatch:
-        span = self.schedule.span_at(samples[0][0])
-        index = (samples[0][0] - span.start) % span.batch_size // self.micro_batch_size
-        rows = torch.from_numpy(np.stack([tokens for _, tokens, _ in samples]))
-        documents = [documents for _, _, documents in samples if documents is not None]
-        numbers = torch.from_numpy(np.stack(documents)) if documents else None
-        # A phase of shorter sequences cuts each sample into several, each of which begins with document 0.
-        if (length := span.sequence_length) is not None:
-            rows = rows.unfold(1, length + 1, length).reshape(-1, length + 1)
-            if numbers is not None:
-                numbers = numbers.unfold(1, length + 1, length).reshape(-1, length + 1)
-                numbers = numbers - numbers[:, :1]
-        return MicroBatch.of(index, rows, numbers, self.boundary_loss)
+            yield
+        except (WorkerDiedError, DeliveryTimeout) as error:
+            late = f" for {self.timeout_seconds:.0f} s" if isinstance(error, DeliveryTimeout) else ""
+            raise LoaderError(
+                f"no data for step {step + 1}{late} (data-parallel rank {self.dp_rank}, host {socket.gethostname()}, "
+                f"data.num_workers={self.num_workers}): {error}"
+            ) from error
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -275,19 +261,40 @@ class MicroBatchLoader:
         self.__dict__.pop("fingerprint", None)  # it is of schedule and sources
 
 
-class _MicroBatchIndices:
-    """The global sample indices of a rank's micro-batches, in order, in steps [start_step, end_step)."""
+class _InTurn:
+    """Reads micro-batches when they are asked for: no workers."""
 
-    def __init__(self, loader: MicroBatchLoader, start_step: int, end_step: int) -> None:
-        self._loader, self._steps = loader, range(start_step, end_step)
+    pids: list[int] = []  # noqa: RUF012 - of nobody
 
-    def __len__(self) -> int:
-        return sum(map(self._loader.num_micro_batches, self._steps))
+    def __init__(self, micro_batches: RankMicroBatches, make: Callable[[int, SlotContent], MicroBatch]) -> None:
+        self._micro_batches = micro_batches
+        self._make = make
+        self._slot = np.empty(micro_batches.slot_size, np.int32)
+        self._numbers = iter(range(len(micro_batches)))
 
-    def __iter__(self) -> Iterator[list[int]]:
-        size, rank, ranks = self._loader.micro_batch_size, self._loader.dp_rank, self._loader.dp_size
-        for step in self._steps:
-            begin = self._loader.schedule.samples_before(step)
-            for index in range(rank, ranks * self._loader.num_micro_batches(step), ranks):
-                first = begin + index * size
-                yield list(range(first, first + size))
+    def next(self, timeout_seconds: float) -> MicroBatch:
+        """The next micro-batch, however long it takes."""
+        number = next(self._numbers)
+        self._micro_batches.read_into(number, self._slot)
+        return self._make(number, self._micro_batches.content(self._slot))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _tensors(
+    micro_batches: RankMicroBatches, device: torch.device, boundary_loss: bool, number: int, content: SlotContent
+) -> MicroBatch:
+    """Micro-batch `number` from its slot: copied, into page-locked memory if it goes to a GPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    # Widening the tokens copies them; of the documents the slot must not keep the only copy.
+    documents = None if content.documents is None else torch.from_numpy(content.documents).clone()
+    batch = MicroBatch.of(
+        micro_batches.index(number),
+        torch.from_numpy(content.tokens),
+        documents,
+        boundary_loss,
+        micro_batches.sequence_length(number),
+    )
+    return batch.pin_memory() if device.type == "cuda" else batch

@@ -16,7 +16,6 @@ epoch's stream is the groups' one after the other, and its windows are shuffled 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import lru_cache
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from data.bundle import TokenSource
+from data.documents import document_numbers
 from data.permutation import Permutation, shuffled
 
 _GROUP_DOCUMENTS = 1 << 14
@@ -77,24 +77,8 @@ class WindowOrder:
     def window(self, epoch: int, position: int, documents: bool = False) -> Window:
         start = self.place(epoch, position) * self._seq_length
         length = self._seq_length + 1
-        numbers = documents_of(self._stream, start, length) if documents else None
+        numbers = document_numbers(self._stream, start, length) if documents else None
         return Window(self._stream.tokens(start, length), numbers)
-
-
-def documents_of(stream: TokenSource, start: int, length: int) -> np.ndarray:
-    """Which document each of the tokens [start, start + length) belongs to, counted from the first of them: int32."""
-    first = bisect_right(range(stream.num_documents), start, key=lambda d: int(stream.document_offsets(d, d)[0])) - 1
-    many = 64
-    while True:
-        last = min(first + many, stream.num_documents)
-        offsets = stream.document_offsets(first, last)
-        if last == stream.num_documents or offsets[-1] >= start + length:
-            break
-        many *= 2
-    starts = offsets[1:-1] - start
-    # An empty document begins where the next one does, and has no number.
-    starts = np.unique(starts[starts < length])
-    return np.searchsorted(starts, np.arange(length), side="right").astype(np.int32)
 
 
 class _Group(NamedTuple):

@@ -182,6 +182,12 @@ class PhaseSchedule:
         source, ordinal = span.blend.source(global_sample - span.blend_start)
         return Location(span.name, source, self._offset(span).get(source, 0) + ordinal)
 
+    def advance(self, global_sample: int) -> None:
+        """Walk a blend of long period up to a global sample, so that its counts are there when they are asked for."""
+        if global_sample < self.num_samples:
+            span = self.span_at(global_sample)
+            span.blend.advance(global_sample - span.blend_start)
+
     def counts(self, global_sample: int) -> dict[str, int]:
         """How many of the global samples [0, global_sample) come from each source that gives any."""
         return self.position(global_sample)["counts"]

@@ -1,142 +1,184 @@
-"""How loader workers live and die: never a checkpoint of their own, never outliving the rank that made them.
+"""A rank's loader workers: how they are started, how they stand, and how they end.
 
-A worker is forked from a rank that has handlers which save a checkpoint on SIGTERM or SIGUSR1, and launchers
-send those signals to the whole process group. A worker must neither run the handlers nor die of the signal,
-because the rank still has a step to finish. Yet at the end multiprocessing stops workers by SIGTERM and waits
-for them, so a worker may not ignore it always: the rank sets `released` first. A rank that is killed cannot
-do so; then the kernel kills its workers.
+A worker (`worker_process.py`) is a child of the rank in a fresh interpreter, not a fork of it: a rank has threads,
+locks and a GPU context by then, none of which survives a fork well, and handlers that save checkpoints on signals,
+which a worker must not have. So multiprocessing's start method does not matter. Workers keep nothing: they are ended
+by SIGKILL. A rank that is killed cannot do that; then the kernel does.
+
+Every message of a worker is one byte of a pipe that only it holds. So whenever it dies, be it between any two
+instructions, the rank reads the pipe's end, never half a message and never an error of its own.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
+import contextlib
+import mmap
 import os
+import pickle
+import select
 import signal
+import subprocess
 import sys
-import threading
-import time
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.sharedctypes import RawArray, RawValue
 from pathlib import Path
-from types import FrameType
 
-# What launchers, schedulers and terminals send to every process of a job; SIGTERM is handled apart.
-_LEFT_TO_THE_RANK = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from data.micro_batches import RankMicroBatches, SlotContent
+from data.worker_process import FAILED, LEFT_TO_THE_RANK, Task, memory_bytes, read_error, slots_of
+
+# A worker that is killed closes its pipe a moment before it can be asked for its exit code.
+_SECONDS_TO_DIE = 10.0
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker ended without having done its work."""
+
+
+class WorkerTracebackError(Exception):
+    """The cause of an error that a worker met: where it was there, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class LoaderWorkers:
+    """`num_workers` processes that read `micro_batches` ahead of this rank, `num_slots` each.
+
+    To be made in a thread that outlives them (the main thread does): the kernel takes the end of that thread for the
+    end of the rank. `receive` may be called in any one thread, `close` in any.
+    """
+
+    def __init__(self, micro_batches: RankMicroBatches, num_workers: int, num_slots: int) -> None:
+        self._micro_batches = micro_batches
+        self._workers: list[_Worker] = []
+        with _signals_held_back():
+            for worker in range(num_workers):
+                self._workers.append(_Worker(Task(micro_batches, worker, num_workers, num_slots)))
+
+    @contextmanager
+    def receive(self, number: int) -> Iterator[SlotContent]:
+        """Micro-batch `number`, each in its turn; the memory is the worker's again afterwards.
+
+        Raises the exception that reading it raised in the worker, or WorkerDiedError.
+        """
+        turn, index = divmod(number, len(self._workers))
+        worker = self._workers[index]
+        if not (message := worker.message()):
+            raise WorkerDiedError(f"{worker} {worker.end(_SECONDS_TO_DIE)}")
+        if message == FAILED:
+            error, text = read_error(worker.memory)
+            raise error from WorkerTracebackError(f"in {worker}:\n{text}")
+        yield self._micro_batches.content(worker.slots[turn % len(worker.slots)])
+        with contextlib.suppress(BrokenPipeError):  # it has read its last, or is dead, which the next read shows
+            os.write(worker.wanted, b"+")
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def in_words(self) -> str:
+        """How each worker that does not simply run stands, with what to do about it."""
+        found = [(worker, worker.state()) for worker in self._workers]
+        states = "; ".join(f"{worker} {state}" for worker, state in found if state)
+        pids = ", ".join(map(str, self.pids))
+        slow = f"all of them run (processes {pids}), so reading the data takes this long: look at its disk"
+        return states or f"{slow}, or raise parallel.timeout_seconds"
+
+    def kill(self) -> None:
+        """End the workers; whoever waits in `receive` gets WorkerDiedError."""
+        for worker in self._workers:
+            worker.process.kill()
+
+    def close(self) -> None:
+        """End the workers and close their pipes, when nobody waits in `receive`."""
+        self.kill()
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk cannot even be killed
+                worker.process.wait(_SECONDS_TO_DIE)
+            os.close(worker.ready)
+            os.close(worker.wanted)
+        self._workers = []
+
+
+class _Worker:
+    """The rank's side of one worker."""
+
+    def __init__(self, task: Task) -> None:
+        self._number = task.worker
+        with contextlib.ExitStack() as stack:
+            memory = stack.enter_context(_shared_file())
+            os.ftruncate(memory.fileno(), memory_bytes(task.micro_batches, task.num_slots))
+            self.memory = mmap.mmap(memory.fileno(), 0)
+            self.slots = slots_of(self.memory, task.micro_batches, task.num_slots)
+            task_file = stack.enter_context(_shared_file())
+            pickle.dump(task, task_file)
+            task_file.seek(0)
+            theirs_wanted, self.wanted = os.pipe()
+            self.ready, theirs_ready = os.pipe()
+            for descriptor in (theirs_wanted, theirs_ready):
+                stack.callback(os.close, descriptor)
+            files = (task_file.fileno(), memory.fileno(), theirs_wanted, theirs_ready)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "data.worker_process", str(os.getpid()), *map(str, files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            )
+
+    def __str__(self) -> str:
+        return f"worker {self._number} (process {self.process.pid})"
+
+    def message(self) -> bytes:
+        """Its next message, waited for as long as it lives; b"" if there will be none."""
+        poll = select.poll()
+        poll.register(self.ready, select.POLLIN)
+        ended = False
+        while not poll.poll(0 if ended else 1000):
+            # The pipe's end says so at once, unless a process that was forked while it was made holds it too.
+            if ended:
+                return b""
+            ended = self.process.poll() is not None  # what it wrote before is in the pipe now
+        return os.read(self.ready, 1)
+
+    def end(self, seconds: float) -> str:
+        """How its process ended, in words, waiting up to `seconds` for that."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "has closed its pipe, but lives"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        name = signal.Signals(-code).name
+        why = " (often because the host had no memory left: look into its kernel log)" * (name == "SIGKILL")
+        return f"is dead: killed by signal {-code}, {name}{why}"
+
+    def state(self) -> str:
+        """How it stands, in words; "" if it runs, or has done its work."""
+        if self.process.poll():
+            return self.end(0.0)
+        try:
+            letter = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (OSError, IndexError):
+            return ""
+        if letter in "Tt":
+            return f"is stopped, `kill -CONT {self.process.pid}` lets it go on"
+        return "waits for a disk" if letter == "D" else ""
+
+
+def _shared_file() -> tempfile._TemporaryFileWrapper[bytes]:
+    """An empty file without a name, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("loader"), "w+b")  # type: ignore[return-value]
+    return tempfile.TemporaryFile()  # type: ignore[return-value]
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
-    """Block the signals around a fork, so that a worker meets none before `WorkerSetup` ran in it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_LEFT_TO_THE_RANK, signal.SIGTERM))
+def _signals_held_back() -> Iterator[None]:
+    """Block the signals while workers start, so that none meets them before they ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_RANK)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class WorkerSetup:
-    """The `worker_init_fn` of one set of workers; made in the rank, called in each worker.
-
-    The rank must make the workers in a thread that outlives them (the main thread does): the kernel takes the
-    end of that thread for the end of the rank.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        self._rank_pid = os.getpid()
-        self._released = RawValue(ctypes.c_bool, False)
-        self._pids = RawArray(ctypes.c_int, max(1, num_workers))
-
-    def release(self) -> None:
-        """In the rank: from now on SIGTERM ends the workers."""
-        self._released.value = True
-
-    def kill(self) -> None:
-        """In the rank: end the workers, stopped ones too."""
-        for pid in self._pids:
-            if pid and Path(f"/proc/{pid}/stat").exists() and _parent(pid) == os.getpid():
-                os.kill(pid, signal.SIGKILL)
-
-    def in_words(self) -> str:
-        """In the rank: how each worker that does not simply run stands, with what to do about it."""
-        found = []
-        for worker, pid in enumerate(self._pids):
-            state = _process_state(pid) if pid else "never started"
-            if state == "stopped":
-                found.append(f"worker {worker} (process {pid}) is stopped, `kill -CONT {pid}` lets it go on")
-            elif state != "runs":
-                found.append(f"worker {worker} (process {pid}) {state}")
-        pids = ", ".join(str(pid) for pid in self._pids)
-        slow = f"all of them run (processes {pids}), so reading the data takes this long: look at its disk"
-        return "; ".join(found) or f"{slow}, or raise parallel.timeout_seconds"
-
-    def __call__(self, worker: int) -> None:
-        """In worker number `worker`: tie its life to the rank's and let go of the rank's signal handlers."""
-        self._pids[worker] = os.getpid()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != self._rank_pid:  # the rank died before the line above
-            os._exit(1)
-        signal.set_wakeup_fd(-1)
-        for number in _LEFT_TO_THE_RANK:
-            signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_LEFT_TO_THE_RANK, signal.SIGTERM))
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if self._released.value:
-            os._exit(0)
-
-
-class DeliveryWatch:
-    """Ends workers that deliver nothing for `seconds` (0: never) while the rank waits inside `with watch:`.
-
-    DataLoader's own timeout does not do: a worker that is stopped between announcing a batch and handing over its
-    memory leaves the rank in a read that has none. When the workers are killed the rank's wait ends with an exception.
-    """
-
-    def __init__(self, setup: WorkerSetup, seconds: float) -> None:
-        self.found: str | None = None
-        """How the workers stood when they were ended; None if they were not."""
-        self._setup = setup
-        self._seconds = seconds
-        self._deadline = math.inf
-        self._closed = threading.Event()
-        if seconds > 0:
-            threading.Thread(target=self._run, name="loader watch", daemon=True).start()
-
-    def close(self) -> None:
-        """Watch no more."""
-        self._closed.set()
-
-    def __enter__(self) -> None:
-        self._deadline = time.monotonic() + self._seconds if self._seconds > 0 else math.inf
-
-    def __exit__(self, *error: object) -> None:
-        self._deadline = math.inf
-
-    def _run(self) -> None:
-        while not self._closed.wait(min(1.0, self._seconds / 10)):
-            if time.monotonic() >= self._deadline:
-                self.found = self._setup.in_words()
-                self._setup.kill()
-                return
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def _process_state(pid: int) -> str:
-    """What a process of this host does, in words."""
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (OSError, IndexError):
-        return "is gone: killed, often because the host had no memory left (look into its kernel log)"
-    if letter in "ZX":
-        return "is dead: killed, often because the host had no memory left (look into its kernel log)"
-    if letter in "Tt":
-        return "stopped"
-    return "waits for a disk" if letter == "D" else "runs"

@@ -57,6 +57,7 @@ def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: b
         kernels=KernelChoices(),
         log=SimpleNamespace(console=Lines()),
         progress=Progress(),
+        phases=SimpleNamespace(spans=[SimpleNamespace(sequence_length=None)] * 2),
     )
 
 
@@ -99,6 +100,15 @@ def test_other_runs_have_nothing_of_this(
 def test_an_older_checkpoint_says_that_it_has_no_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
     assert "does not say" in said(run_of(mesh, tmp_path), 4, None)[0]
     assert said(run_of(mesh, tmp_path), 0, None) == ["first line", "second line"], "a run that begins has no checkpoint"
+
+
+def test_phases_of_shorter_sequences_are_rehearsed_too(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
+    run, shapes = run_of(mesh, tmp_path), []
+    run.phases.spans += [SimpleNamespace(sequence_length=length) for length in (10, 20, 10)]
+    run.model.blocks[1].mixer.rehearse = lambda rows, length, *_: shapes.append((rows, length))
+    said(run, 0, None)
+    calls[-1][0]()
+    assert shapes == [(3, 40), (12, 10), (6, 20)]
 
 
 def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:

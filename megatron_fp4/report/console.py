@@ -10,7 +10,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TextIO
@@ -81,6 +82,8 @@ class RunConsole:
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._validation = ""
+        # Of the steps since the last line, or on a terminal of the last hundred.
+        self._waits: deque[float] = deque(maxlen=100 if self.stream.isatty() else None)
         self._first_step = self.start_step
         self._first_step_at: float | None = None
 
@@ -125,11 +128,13 @@ class RunConsole:
             # The first step compiles and allocates; an ETA that counts it is wrong for a long time.
             self._first_step_at = time.monotonic()
             self._first_step = metrics.step
+        self._waits.append(metrics.data_wait)
         numbers = self._numbers(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, phase=metrics.phase, numbers=numbers)
         elif metrics.step % self.interval == 0 or metrics.step == self.total_steps or metrics.skipped:
             self.text(f"step {metrics.step}/{self.total_steps}  {metrics.phase}  {numbers}")
+            self._waits.clear()
 
     def validation(
         self, step: int, losses: Mapping[str, float], bits_per_byte: Mapping[str, float] | None = None
@@ -155,7 +160,7 @@ class RunConsole:
         return (
             f"loss {metrics.loss:.4f}{self._validation}  lr {metrics.lr:.2e}  grad {metrics.grad_norm:.2f}  "
             f"{short_number(metrics.tokens_per_second)} tok/s  {metrics.model_tflops:.3g} TFLOP/s  "
-            f"ETA {self._eta(metrics)}{skipped}"
+            f"{wait_for_data(self._waits)}  ETA {self._eta(metrics)}{skipped}"
         )
 
     def _eta(self, metrics: StepMetrics) -> str:
@@ -164,6 +169,20 @@ class RunConsole:
         if done < 1:
             return "-"
         return short_time((time.monotonic() - self._first_step_at) / done * (self.total_steps - metrics.step))
+
+
+def wait_for_data(waits: Iterable[float]) -> str:
+    """Seconds that steps waited for data, as their median and the longest but one in a hundred."""
+    ordered = sorted(waits)
+    p50, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.99))
+    return f"data wait {short_seconds(p50)}, p99 {short_seconds(p99)}"
+
+
+def short_seconds(seconds: float) -> str:
+    """A short time to three digits, e.g. 1.24 s or 310 ms; 0 below 0.1 ms."""
+    if seconds < 1e-4:
+        return "0"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 class _Output(Console):

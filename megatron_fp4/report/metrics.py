@@ -51,10 +51,11 @@ class StepMetrics:
 
     step: steps done, this one included. tokens: seen since the run began. loss: mean NLL in nats per token over the
     global batch. lr: what the update used. grad_norm: before clipping. tokens_per_second: over all ranks.
-    model_tflops: model TFLOP/s per device. step_time: seconds. skipped: no update, because something was not finite or
-    the step was a spike.
+    model_tflops: model TFLOP/s per device. step_time: seconds, with the wait for data. skipped: no update, because
+    something was not finite or the step was a spike.
     phase: name of the data phase. plan: name of the precision plan in effect. epochs: how often the run has been
     through each source so far; empty in most steps.
+    data_wait: seconds for which the rank that waited longest waited for its micro-batches (`StepResult`).
     """
 
     step: int
@@ -68,6 +69,7 @@ class StepMetrics:
     skipped: bool
     phase: str
     plan: str
+    data_wait: float = 0.0
     epochs: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -147,7 +149,7 @@ class MetricsWriter:
         if not metrics.epochs:
             del record["epochs"]
         self._write({"kind": "step", **record})
-        names = ("loss", "lr", "grad_norm", "tokens_per_second", "model_tflops", "step_time", "tokens")
+        names = ("loss", "lr", "grad_norm", "tokens_per_second", "model_tflops", "step_time", "data_wait", "tokens")
         curves = {f"train/{name}": record[name] for name in names}
         self._show({**curves, **{f"epochs/{name}": epochs for name, epochs in metrics.epochs.items()}}, metrics.step)
 

@@ -69,26 +69,28 @@ def test_documents_of_one_token_and_of_several_sequences(tmp_path: Path) -> None
 
 def test_a_sample_and_its_documents(make_dataset: MakeDataset) -> None:
     dataset = make_dataset("code", 400)
-    source = SampleSource("code", dataset, LENGTH, seed=1, vocab_size=1000)
+    source = SampleSource("code", dataset, LENGTH, seed=1, vocab_size=1000, order="windows")
     for k in range(2 * source.num_samples):
         tokens, documents = source.sample_and_documents(k)
         assert np.array_equal(tokens, source.sample(k))
-        assert documents.tolist() == expected(dataset, source.window(k) * LENGTH, LENGTH + 1)
+        order, epoch, position = source.place(k)
+        assert documents.tolist() == expected(dataset, order.place(epoch, position) * LENGTH, LENGTH + 1)
 
 
-def loader(make_dataset: MakeDataset, **options: bool) -> MicroBatchLoader:
-    sources = {"code": SampleSource("code", make_dataset("code", 900), LENGTH, seed=1, vocab_size=1000)}
+def loader(dataset: IndexedDataset, **options: bool) -> MicroBatchLoader:
+    sources = {"code": SampleSource("code", dataset, LENGTH, seed=1, vocab_size=1000)}
     return MicroBatchLoader(PhaseSchedule([Phase("all", 1.0, {"code": 1.0})], 12, 4), sources, 2, 0, 1, 0, **options)
 
 
-def batches(make_dataset: MakeDataset, **options: bool) -> list[MicroBatch]:
-    return [batch for step in loader(make_dataset, **options).steps(0, 12) for batch in step]
+def batches(dataset: IndexedDataset, **options: bool) -> list[MicroBatch]:
+    return [batch for step in loader(dataset, **options).steps(0, 12) for batch in step]
 
 
 def test_micro_batches(make_dataset: MakeDataset) -> None:
-    joined, masked = batches(make_dataset), batches(make_dataset, masked=True)
-    uncounted = batches(make_dataset, masked=True, boundary_loss=False)
-    source, at_the_end = loader(make_dataset).sources["code"], 0
+    dataset = make_dataset("code", 900)
+    joined, masked = batches(dataset), batches(dataset, masked=True)
+    uncounted = batches(dataset, masked=True, boundary_loss=False)
+    source, at_the_end = loader(dataset).sources["code"], 0
     for step_and_place, (a, b, c) in enumerate(zip(joined, masked, uncounted, strict=True)):
         assert a.documents is a.num_documents is a.num_targets is b.num_targets is None
         assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
@@ -104,16 +106,39 @@ def test_micro_batches(make_dataset: MakeDataset) -> None:
     assert at_the_end > 0, "a last target of another document is among them"
 
 
+@pytest.mark.slow
+def test_workers_send_documents_too(make_dataset: MakeDataset) -> None:
+    """Of single rows, too, which are contiguous whatever is cut off them."""
+    dataset = make_dataset("code", 900)
+    for size in (1, 2):
+        here, there = (loader(dataset, masked=True, boundary_loss=False) for _ in range(2))
+        there.num_workers, here.micro_batch_size, there.micro_batch_size = 2, size, size
+        for one, other in zip(list(here.steps(0, 12)), list(there.steps(0, 12)), strict=True):
+            assert len(one) == len(other) == 4 // size
+            for a, b in zip(one, other, strict=True):
+                assert (a.index, a.num_documents, a.num_targets) == (b.index, b.num_documents, b.num_targets)
+                assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+                assert torch.equal(a.documents, b.documents)
+
+
+@pytest.mark.parametrize("numbers", [[1, 1, 2], [0, 2, 2], [0, 1, 0]])
+def test_other_numbers_are_a_mistake_of_ours(numbers: list[int]) -> None:
+    """Kernels are told how many documents there are, and would read beyond them."""
+    with pytest.raises(AssertionError, match="in each row"):
+        MicroBatch.of(0, torch.zeros(1, 3, dtype=torch.int64), torch.tensor([numbers], dtype=torch.int32))
+
+
 def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch, make_dataset: MakeDataset) -> None:
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(tensor), tensor.clone())[1])
-    batch = batches(make_dataset, masked=True, boundary_loss=False)[0]
+    dataset = make_dataset("code", 900)
+    batch = batches(dataset, masked=True, boundary_loss=False)[0]
     again = batch.pin_memory()
     assert len(pinned) == 3 and torch.equal(again.documents, batch.documents)
     numbers = [(b.index, b.num_documents, b.num_targets) for b in (batch, again)]
     assert numbers[0] == numbers[1]
     pinned.clear()
-    assert batches(make_dataset)[0].pin_memory().documents is None and len(pinned) == 2
+    assert batches(dataset)[0].pin_memory().documents is None and len(pinned) == 2
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 8])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from data.fim import FillInTheMiddle, FimTokens, check_fim, fim_tokens, rearranged, with_fim
+from data.fim import FillInTheMiddle, FimTokens, rearranged
+from data.fim_settings import check_fim, fim_tokens, with_fim
 from data.indexed_dataset import IndexedDataset
 from data.samples import SampleSource
 from data.tokenizers.hugging_face import HuggingFaceTokenizer

@@ -255,3 +255,46 @@ def test_misuse_is_explained(sources: Sources, make_dataset: MakeDataset) -> Non
     mixed = {"code": sources["code"], "prose": open_sources(make_dataset, seed=6)["prose"]}
     with pytest.raises(ValueError, match="make them agree"):
         MicroBatchLoader(schedule(), mixed, 2, 0, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_phases_of_other_batches_and_sequence_lengths(make_dataset: MakeDataset, num_workers: int) -> None:
+    """At any number of ranks and workers, from anywhere: the schedule's samples, cut into shorter rows."""
+    phases = (
+        Phase("small", steps=3, blend={"code": 0.7, "prose": 0.3}, global_batch_size=4),
+        Phase("large", steps=2, blend={"code": 0.7, "prose": 0.3}, global_batch_size=8),
+        Phase("short", steps=2, blend={"prose": 1}, sequence_length=2),
+    )
+    sources = open_sources(make_dataset)
+
+    def steps(dp_rank: int, dp_size: int, start: int) -> list[list[MicroBatch]]:
+        plan = PhaseSchedule(phases, 7, 12, SEQ_LENGTH)
+        loader = MicroBatchLoader(
+            plan, sources, MICRO_BATCH, dp_rank, dp_size, num_workers, masked=True, boundary_loss=False
+        )
+        return list(loader.steps(start, 7))
+
+    plan, whole = PhaseSchedule(phases, 7, 12, SEQ_LENGTH), steps(0, 1, 0)
+    assert [len(step) for step in whole] == [2, 2, 2, 4, 4, 6, 6]
+    sample = 0
+    for step in whole:
+        assert [batch.index for batch in step] == list(range(len(step)))
+        for batch in step:
+            located = [plan.locate(i) for i in range(sample, sample + MICRO_BATCH)]
+            rows = [sources[at.source].sample_and_documents(at.ordinal) for at in located]
+            tokens, documents = (np.stack(parts) for parts in zip(*rows, strict=True))
+            length = 2 if located[0].phase == "short" else SEQ_LENGTH
+            assert batch.tokens.shape == (MICRO_BATCH * SEQ_LENGTH // length, length)
+            assert torch.equal(batch.tokens.flatten(), torch.from_numpy(tokens[:, :-1]).flatten())
+            crossing = torch.from_numpy(documents[:, 1:] != documents[:, :-1]).flatten()
+            assert torch.equal(batch.targets.flatten() < 0, crossing)
+            assert batch.num_targets == int((~crossing).sum())
+            assert batch.documents is not None and (batch.documents[:, 0] == 0).all()
+            assert torch.equal(batch.documents.diff() != 0, ~(~crossing.view(-1, length)[:, :-1]))
+            assert batch.num_documents == int((batch.documents[:, -1] + 1).sum())
+            sample += MICRO_BATCH
+    assert sample == plan.num_samples
+    for dp_size, start in ((2, 0), (2, 4), (1, 6)):
+        ranks = [steps(rank, dp_size, start) for rank in range(dp_size)]
+        for number, shares in enumerate(zip(*ranks, strict=True), start=start):
+            assert batch_hash([batch for share in shares for batch in share]) == batch_hash(whole[number])

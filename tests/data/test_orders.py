@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import data.orders as orders
-from data.orders import DocumentOrder, WindowOrder, documents_of
+from data.orders import DocumentOrder, WindowOrder
 from data.permutation import shuffled
 from tests.data.streams import CountingStream
 
@@ -105,14 +105,6 @@ def test_two_orders_of_one_key_do_not_mix() -> None:
     one, other = (DocumentOrder(CountingStream([length] * 30), 10, "key") for length in (5, 6))
     assert one.window(0, 0).tokens.max() < 150
     assert not np.array_equal(one.window(0, 0).tokens, other.window(0, 0).tokens)
-
-
-def test_documents_of_a_stretch() -> None:
-    stream = CountingStream([3, 0, 0, 1, 200, 2])
-    assert documents_of(stream, 0, 6).tolist() == [0, 0, 0, 1, 2, 2]
-    assert documents_of(stream, 2, 3).tolist() == [0, 1, 2]
-    assert documents_of(stream, 203, 3).tolist() == [0, 1, 1]
-    assert documents_of(CountingStream([1] * 500), 7, 400).tolist() == list(range(400))
 
 
 def test_shuffled_is_a_permutation_that_stays() -> None:

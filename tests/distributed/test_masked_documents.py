@@ -7,9 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
+from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.evaluate import evaluate
+from megatron_fp4.training.step import StepResult
 from tests.distributed.hybrid import (
     LAYOUTS,
     ONE,
@@ -30,10 +32,16 @@ STEPS = 3
 
 
 def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
-    """Training in FP32, and the held-out loss of an untrained model over unequal shares."""
+    """Training in FP32, and the held-out loss of an untrained model over unequal shares.
+
+    Along the way: what is said of the first step, as if it had been a spike, and of one that was not finite.
+    """
     result = train(rank, layout, "fp32", STEPS, masked_micro_batches)
     mesh, clock = layout.mesh(), RunClock(seed=0)
     model, mine = sharded_model(layout, mesh, RECIPES["fp32"], clock), masked_micro_batches(9, mesh)
+    first = StepResult(result.losses[0], result.norms[0], skipped=True)
+    said = diagnose_spike(model, masked_micro_batches(0, mesh), mesh, clock, first)
+    assert "as before" in said and "NOT" not in said, said
     assert "every micro-batch is finite" in diagnose_nonfinite(model, mine, mesh, clock)
     held_out = {"all": mine, "three": [batch for batch in mine if batch.index < 3], "one": mine[: mesh.dp_rank == 0]}
     return result, evaluate(model, held_out, mesh, clock)

@@ -29,8 +29,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def metrics(step: int, loss: float = 3.25, skipped: bool = False) -> StepMetrics:
-    return StepMetrics(step, step * 4096, loss, 1e-3, 1.5, 41234.0, 0.0213, 0.1, skipped, "broad", "nvfp4")
+def metrics(step: int, loss: float = 3.25, skipped: bool = False, wait: float = 0.0) -> StepMetrics:
+    return StepMetrics(step, step * 4096, loss, 1e-3, 1.5, 41234.0, 0.0213, 0.1, skipped, "broad", "nvfp4", wait)
 
 
 def shown(table) -> str:
@@ -53,6 +53,18 @@ def test_plain_lines_every_interval_and_at_the_end():
         assert part in lines[0]
     assert "\x1b" not in "".join(lines)
     assert lines[-1].endswith("ETA 0s")
+
+
+def test_a_line_says_how_long_its_steps_waited_for_data():
+    stream = io.StringIO()
+    with RunConsole(total_steps=300, interval=100, stream=stream) as console:
+        for step in range(1, 301):
+            wait = {150: 2.5, 250: 0.25, 251: 0.125}.get(step, 0.003 if step <= 200 else 0.0)
+            console.step(metrics(step, wait=wait))
+    first, second, third = stream.getvalue().splitlines()
+    assert "data wait 3 ms, p99 3 ms  ETA" in first
+    assert "data wait 3 ms, p99 3 ms  ETA" in second  # one in a hundred is beyond p99
+    assert "data wait 0, p99 125 ms  ETA" in third
 
 
 def test_plain_lines_are_not_wrapped_or_read_as_markup():

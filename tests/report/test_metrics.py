@@ -31,6 +31,7 @@ def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
         skipped=skipped,
         phase="broad",
         plan="nvfp4",
+        data_wait=0.01,
     )
 
 

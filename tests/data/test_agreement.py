@@ -1,0 +1,139 @@
+"""Ranks that do not have the same data do not train, and say whose is which."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from assembly import is_refusal
+from data.agreement import agreed
+from data.indexed_dataset import IndexedDatasetWriter
+from tests.test_pretrain import SMALL
+from tests.training.harness import launch
+
+HOST = socket.gethostname()
+
+
+def _outcomes(rank: int, cases: list[list[str]]) -> list[tuple[str, str]]:
+    """For each case, what rank `rank` gets, whose data is of kind case[rank]."""
+    return [_outcome(case[rank]) for case in cases]
+
+
+def _outcome(kind: str) -> tuple[str, str]:
+    def open_data() -> str:
+        if kind.startswith("missing"):
+            raise FileNotFoundError(f"/data/{kind}.idx does not exist")
+        if kind == "broken disk":
+            raise OSError(errno.EIO, "Input/output error")
+        return kind
+
+    def facts(data: str) -> dict[str, dict[str, Any]]:
+        web = {"num_tokens": len(data), "identity": f"sha of {data}"}
+        return {"source web": web} if data != "two" else {"source web": web, "source code": {"num_tokens": 3}}
+
+    try:
+        return "opened", agreed(open_data, facts, is_refusal)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+REFUSED = [
+    (
+        ["a", "a", "missing", "a"],
+        [
+            "not all ranks can open",
+            "rank 2 (host {host}): /data/missing.idx does not exist; the other 3 of 4 ranks can",
+        ],
+    ),
+    (["missing", "b", "missing", "a"], ["ranks 0, 2 (host {host}): /data/missing.idx does not exist; the other 2"]),
+    (
+        ["missing1", "a", "missing2", "a"],
+        ["rank 0 (host {host}): /data/missing1.idx", "; rank 2 (host {host}): /data/missing2.idx"],
+    ),
+    (["missing"] * 4, ["/data/missing.idx does not exist"]),
+    (
+        ["a", "a", "a", "other"],
+        [
+            "rank 3 (host {host}) has source web with num_tokens 5, identity sha of other, rank 0 with num_tokens 1, "
+            "identity sha of a (3 of 4 ranks"
+        ],
+    ),
+    (
+        ["b", "a", "a", "a"],  # most ranks are right
+        ["rank 0 (host {host}) has source web with identity sha of b, rank 1 with identity sha of a"],
+    ),
+    (["a", "two", "a", "two"], ["ranks 1, 3 (host {host}) have source web", "source code, which rank 0 has not"]),
+    (["two", "two", "two", "abc"], ["rank 3 (host {host}) has source web", "no source code, which rank 0 has"]),
+]
+
+
+def test_all_ranks_refuse_with_one_message() -> None:
+    cases = [case for case, _ in REFUSED]
+    for (case, words), *outcomes in zip(REFUSED, *launch(_outcomes, 4, cases), strict=True):
+        assert len(set(outcomes)) == 1, case
+        kind, message = outcomes[0]
+        assert kind == "ValueError" and "\n" not in message
+        for word in words:
+            assert word.format(host=HOST) in message, message
+
+
+def test_the_same_data_is_opened_and_a_broken_disk_is_no_refusal() -> None:
+    """It may be whole at the next start: a crash, on every rank."""
+    outcomes = launch(_outcomes, 3, [["a", "a", "a"], ["a", "broken disk", "missing"]])
+    assert [first for first, _ in outcomes] == [("opened", "a")] * 3
+    crashes = [second for _, second in outcomes]
+    assert crashes[1] == ("OSError", "[Errno 5] Input/output error")
+    assert crashes[0] == crashes[2] and crashes[0][0] == "RuntimeError"
+    assert "rank 1" in crashes[0][1] and "Input/output error" in crashes[0][1]
+
+
+def start(rank: int, port: int, folder: Path, where: Path) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[2]
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return subprocess.Popen(
+        [
+            *(sys.executable, str(root / "pretrain.py"), "data=indexed", f"run.dir={folder}/run", "run.device=cpu"),
+            *("data.sources={web: web}", "data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]"),
+            *(*SMALL, "model.pattern=M-", "precision=bf16", "train.steps=4", "validation.interval=0"),
+            *("checkpoint.interval=0", "logging.tensorboard=false"),
+        ],
+        cwd=where,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(root), **{key: str(value) for key, value in environment.items()}},
+    )
+
+
+@pytest.mark.slow
+def test_a_run_with_another_file_on_one_rank_ends_at_once(tmp_path: Path) -> None:
+    """Paths are relative, and the ranks' working directories differ. First the file is missing on rank 1, then it is
+    another."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    words = {
+        0: "rank 1 (host {host}): web.idx does not exist",
+        4000: "rank 1 (host {host}) has source web with num_tokens 4000, identity",
+    }
+    for tokens, expected in words.items():
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        for folder, count in ((here, 5000), (there, tokens)):
+            folder.mkdir(exist_ok=True)
+            if count:
+                with IndexedDatasetWriter(folder / "web", np.uint16) as writer:
+                    writer.add_document(np.arange(count) % 500)
+        ranks = [start(rank, port, tmp_path, folder) for rank, folder in enumerate((here, there))]
+        outputs = [rank.communicate(timeout=240) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [2, 2], outputs
+        assert expected.format(host=HOST) in outputs[0][1]
+        assert outputs[0][1].startswith("pretrain.py: ") and len(outputs[0][1].splitlines()) == 1
+        assert outputs[1][1] == ""
