@@ -6,6 +6,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, TypeVar
 
@@ -48,7 +49,6 @@ class Concatenation:
         """In the order of the stream."""
         self._token_starts = list(accumulate((part.num_tokens for part in parts), initial=0))
         self._document_starts = list(accumulate((part.num_documents for part in parts), initial=0))
-        self._sequence_starts = list(accumulate((part.num_sequences for part in parts), initial=0))
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +86,10 @@ class Concatenation:
         Raises IndexError off the end, and what the parts raise.
         """
         return self._offsets("documents", self._document_starts, first, last)
+
+    @cached_property
+    def _sequence_starts(self) -> list[int]:
+        return list(accumulate((part.num_sequences for part in self.parts), initial=0))
 
     @property
     def num_sequences(self) -> int:

@@ -86,7 +86,7 @@ def by_hand(weights: list[float], size: int) -> tuple[list[int], list[int]]:
 def test_blends_by_hand() -> None:
     rng = np.random.default_rng(0)
     for case in range(20):
-        count, size = int(rng.integers(1, 30)), int(rng.integers(1, 3000))
+        count, size = int(rng.integers(1, 30)), int(rng.integers(1, 1500))
         weights = [rng.random(count), rng.integers(1, 9, count), np.ones(count), np.exp(rng.normal(0, 3, count))][
             case % 4
         ]

@@ -78,6 +78,13 @@ def test_a_run_from_the_beginning_and_one_that_takes_it_up(tmp_path: Path) -> No
     assert np.array_equal(samples(loader, 0, 20), whole[2000:3000])
 
 
+@pytest.mark.slow
+def test_workers_serve_the_same(tmp_path: Path) -> None:
+    fim = with_fim(tmp_path, "data.fim={code: {}}", "data.order=megatron", f"data.cache_dir={tmp_path / 'cache'}")
+    alone, workers = (samples(opened([*fim, f"data.num_workers={count}"], 64)[1], 2, 8) for count in (0, 2))
+    assert np.array_equal(alone, workers) and alone.max() == 23
+
+
 def test_phases_in_a_row_with_one_blend_are_one(tmp_path: Path) -> None:
     """Batches that grow change no order, as with Megatron's --rampup-batch-size."""
     arguments = overrides(UNEVEN, tmp_path)
