@@ -451,15 +451,19 @@ def open_run_data(config: Config, mesh: ParallelMesh) -> tuple[DataBundle, Micro
 def yardsticks(validation: list[ValidationSet], bundle: DataBundle, mesh: ParallelMesh) -> dict[str, Yardstick]:
     """What held-out losses are measured by, by set. A collective; each rank reads its share of the windows.
 
-    Raises ValueError, on all ranks, for token ids outside the model's vocabulary.
+    Raises, on all ranks, ValueError for token ids outside the model's vocabulary, and what reading raises.
     """
+    shares = agreed(
+        lambda: [held_out.target_counts(mesh.dp_rank, mesh.dp_size) for held_out in validation],
+        lambda _: {},
+        is_refusal,
+    )
     lengths = None if bundle.tokenizer is None else bundle.tokenizer.byte_lengths()
     found = {}
-    for held_out in validation:
-        counts = held_out.target_counts(mesh.dp_rank, mesh.dp_size).to(mesh.device)
+    for held_out, share in zip(validation, shares, strict=True):
+        counts = share.to(mesh.device)
         dist.all_reduce(counts, group=mesh.dp_group)
-        held_out.check_ids(counts)
-        found[held_out.name] = Yardstick.of(counts[:-1].cpu(), lengths, bytes_per_token(held_out.stream))
+        found[held_out.name] = Yardstick.of(counts.cpu(), lengths, bytes_per_token(held_out.stream))
     return found
 
 

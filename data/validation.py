@@ -91,7 +91,15 @@ class ValidationSet:
 
         Raises ValueError for a token id outside the model's vocabulary.
         """
-        return self._batch(index, self._rows(start, end), start)
+        rows = self._rows(start, end)
+        numbers = None
+        if self.masked:
+            found = [
+                document_numbers(self.stream, self.window(start + row) * self.seq_length, self.seq_length + 1)
+                for row in range(len(rows))
+            ]
+            numbers = torch.from_numpy(np.stack(found))
+        return MicroBatch.of(index, rows, numbers, self.boundary_loss)
 
     def batches(self, micro_batch_size: int, dp_rank: int, dp_size: int) -> HeldOutBatches:
         """This rank's share: micro-batches dp_rank, dp_rank + dp_size, ... of the windows in order.
@@ -104,39 +112,23 @@ class ValidationSet:
         return HeldOutBatches(self, micro_batch_size, dp_rank, dp_size)
 
     def target_counts(self, dp_rank: int = 0, dp_size: int = 1) -> torch.Tensor:
-        """How often each token is a target that counts, and how many ids lie outside the model's vocabulary: int64
-        [vocab_size + 1]. Of this rank's share of the windows; the sum over all ranks is of all of them."""
-        counts = torch.zeros(self.vocab_size + 1, dtype=torch.int64)
+        """How often each token is a target that counts, in this rank's share of the windows: int64 [vocab_size]. The
+        sum over all ranks is of all windows.
+
+        Raises ValueError for a token id outside the model's vocabulary.
+        """
+        counts = torch.zeros(self.vocab_size, dtype=torch.int64)
         for start in range(dp_rank * _BLOCK, self.num_samples, dp_size * _BLOCK):
-            rows = self._read(start, start + _BLOCK)
-            outside = (rows < 0) | (rows >= self.vocab_size)
-            if outside.any():
-                counts[-1] += outside.sum()
-                continue
-            targets = self._batch(0, rows, start).targets
-            counts[:-1] += torch.bincount(targets[targets >= 0], minlength=self.vocab_size)
+            targets = self.batch(0, start, start + _BLOCK).targets
+            counts += torch.bincount(targets[targets >= 0], minlength=self.vocab_size)
         return counts
 
-    def check_ids(self, counts: torch.Tensor) -> None:
-        """Raise ValueError if `target_counts`, of all ranks, met ids outside the model's vocabulary."""
-        if counts[-1]:
-            raise ValueError(
-                f"validation source {self.name!r} ({self.stream}) holds token ids outside the model's vocabulary of "
-                f"{self.vocab_size}; raise model.vocab_size or prepare the data again"
-            )
-
-    def _batch(self, index: int, rows: torch.Tensor, start: int) -> MicroBatch:
-        numbers = None
-        if self.masked:
-            found = [
-                document_numbers(self.stream, self.window(start + row) * self.seq_length, self.seq_length + 1)
-                for row in range(len(rows))
-            ]
-            numbers = torch.from_numpy(np.stack(found))
-        return MicroBatch.of(index, rows, numbers, self.boundary_loss)
-
     def _rows(self, start: int, end: int) -> torch.Tensor:
-        rows = self._read(start, end)
+        """int64 [windows, seq_length + 1] of the samples [start, end)."""
+        length = self.seq_length
+        windows = map(self.window, range(start, min(end, self.num_samples)))
+        found = [self.stream.tokens(window * length, length + 1) for window in windows]
+        rows = torch.from_numpy(np.stack(found).astype(np.int64))
         low, high = int(rows.min()), int(rows.max())
         if low < 0 or high >= self.vocab_size:
             raise ValueError(
@@ -144,13 +136,6 @@ class ValidationSet:
                 f"model's vocabulary of {self.vocab_size}; raise model.vocab_size or prepare the data again"
             )
         return rows
-
-    def _read(self, start: int, end: int) -> torch.Tensor:
-        """int64 [windows, seq_length + 1] of the samples [start, end)."""
-        length = self.seq_length
-        windows = map(self.window, range(start, min(end, self.num_samples)))
-        rows = [self.stream.tokens(window * length, length + 1) for window in windows]
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 @dataclass(frozen=True)

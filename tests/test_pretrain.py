@@ -128,6 +128,10 @@ def test_default_run_shows_and_writes_everything(straight: Any) -> None:
     assert sorted(losses(folder)) == list(range(1, STEPS + 1))
     assert [r["step"] for r in records(folder, "validation")] == [3, 6, 8]
     assert set(records(folder, "validation")[0]["losses"]) == {"code", "prose"}
+    bits = records(folder, "validation")[-1]["bits_per_byte"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert {name: summary[f"validation loss, {name} (bits per byte)"] for name in bits} == pytest.approx(bits, abs=1e-4)
+    assert set(bits) == {"code", "prose"} and "bits/byte" in output
     (switch,) = [r for r in records(folder, "event") if r["event"] == "switch"]
     assert switch["step"] == 7 and switch["target"] == "bf16"  # the first step of the last quarter, which decays
     plans = [r["plan"] for r in records(folder, "step")]

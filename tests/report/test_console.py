@@ -95,6 +95,13 @@ def test_validation_loss_is_repeated_on_later_lines():
     assert "val 3.0000" in second
 
 
+def test_bits_per_byte_stand_beside_their_loss():
+    stream = io.StringIO()
+    with RunConsole(total_steps=25, interval=1, stream=stream) as console:
+        console.validation(1, {"code": 2.0, "prose": 4.0}, {"prose": 1.25})
+    assert stream.getvalue() == "validation after step 1: code 2.0000  prose 4.0000 (1.2500 bits/byte)\n"
+
+
 def test_a_terminal_gets_a_bar_with_the_numbers(monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setenv("TERM", "xterm")

@@ -64,6 +64,15 @@ def test_every_line_is_an_object_of_its_kind(tmp_path):
     assert records[3] == {"kind": "event", "step": 1, "event": "switch", "target": "bf16"}
 
 
+def test_bits_per_byte_where_they_are_known(tmp_path):
+    with MetricsWriter(tmp_path, tensorboard=False) as writer:
+        writer.validation(1, 4096, {"code": 2.0, "prose": 4.0}, {"code": 0.75})
+        writer.validation(2, 8192, {"code": 2.0, "prose": 4.0}, {})
+    first, second = read_metrics(tmp_path / METRICS_FILE)
+    assert first["bits_per_byte"] == {"code": 0.75} and first["losses"] == second["losses"]
+    assert "bits_per_byte" not in second
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path):
     with MetricsWriter(tmp_path, tensorboard=False) as writer:
         writer.step(metrics(1, loss=math.nan, skipped=True))
