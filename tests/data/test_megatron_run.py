@@ -17,7 +17,7 @@ from data.loader import MicroBatchLoader
 from data.megatron_source import MegatronSource
 from megatron_fp4.config.schema import Config, ConfigError
 from tests.data.megatron_cases import CASES, Case, digest, write_datasets
-from tests.training.harness import alone, launch
+from tests.training.harness import alone, launch, toy_mesh
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_golden.json").read_text())
 UNEVEN = next(case for case in CASES if case.name == "uneven")
@@ -214,27 +214,30 @@ def test_fill_in_the_middle_in_a_run(tmp_path: Path) -> None:
         opened(with_fim(tmp_path, 'data.fim={code: {prefix: "<pre>"}}'), 64)
 
 
-def yardsticks(rank: int, arguments: list[str]) -> Any:
-    from tests.training.harness import toy_mesh
-
-    config, mesh = assembly.compose_config(arguments, assembly.CONFIGS), toy_mesh()
-    bundle, _, validation = assembly.open_run_data(config, mesh)
-    try:
-        return assembly.yardsticks(validation, bundle, mesh)
-    except ValueError as error:
-        return str(error)
+def yardsticks(rank: int, runs: list[list[str]]) -> list[Any]:
+    """Of each run, or why there are none."""
+    found: list[Any] = []
+    for arguments in runs:
+        config, mesh = assembly.compose_config(arguments, assembly.CONFIGS), toy_mesh()
+        bundle, _, validation = assembly.open_run_data(config, mesh)
+        try:
+            found.append(assembly.yardsticks(validation, bundle, mesh))
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 @pytest.mark.slow
 def test_ranks_count_validation_together(tmp_path: Path) -> None:
     arguments = with_fim(tmp_path, f"data.validation={{all: {tmp_path / 'code'}}}", "validation.num_samples=null")
-    [one] = launch(yardsticks, 1, arguments)
-    assert launch(yardsticks, 2, arguments) == [one, one]
-    stream = IndexedDataset(tmp_path / "code")
-    assert one["all"].targets == (stream.num_tokens - 1) // 64 * 64
-    # A rank that meets an id beyond the vocabulary does not leave the others waiting.
+    bundle, _, validation = opened(arguments, 64)
     with IndexedDatasetWriter(tmp_path / "wrong", np.uint16) as writer:
         writer.add_document([*range(60), *[60] * 64 * 64, 999, *[3] * 80])
     wrong = [*arguments, f"data.validation={{wrong: {tmp_path / 'wrong'}}}"]
-    found = launch(yardsticks, 2, wrong)
-    assert found[0] == found[1] and "'wrong'" in found[0] and "vocabulary of 64" in found[0]
+    both = launch(yardsticks, 2, [arguments, wrong])
+    with alone() as mesh:
+        one = assembly.yardsticks(validation, bundle, mesh)
+    assert [found[0] for found in both] == [one, one]
+    assert one["all"].targets == (IndexedDataset(tmp_path / "code").num_tokens - 1) // 64 * 64
+    # A rank that meets an id beyond the vocabulary does not leave the others waiting.
+    assert both[0][1] == both[1][1] and "'wrong'" in both[0][1] and "vocabulary of 64" in both[0][1]
