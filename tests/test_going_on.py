@@ -268,7 +268,7 @@ def test_what_is_refused_names_the_difference_and_what_accepts_it(
 def test_data_that_was_written_anew_is_refused(finished: Path, start: Start, tmp_path: Path) -> None:
     write_text(tmp_path / "code", 301)
     output = start(finished, f"data.sources.code={tmp_path}/code", code=2)
-    assert "source 'code' had 60000 tokens" in output and "now has 60200" in output
+    assert f"source 'code' ({tmp_path}/code) had 60000 tokens" in output and "now has 60200" in output
     assert "checkpoint.allow_mismatch=true" in output
 
 
@@ -278,3 +278,43 @@ def test_other_data_can_be_allowed(copy: Path, start: Start) -> None:
     start(copy, *other)
     assert [record["phase"] for record in records(copy, "step")][6:] == ["all", "all"]
     assert "is finished" in start(copy, *other)
+
+
+def test_files_are_added_and_phases_to_come_replaced(
+    finished: Path, copy: Path, start: Start, data: list[str], tmp_path: Path
+) -> None:
+    """Said and recorded; the past is as it was, records have epochs, and a start in the middle comes to the same."""
+    write_text(tmp_path / "more", 250)
+    served = ("{name: broad, steps: 6", "{name: balanced, steps: 1", "{name: prose, steps: 1")
+    phases = PHASES
+    for name, fraction in zip(served, ("0.7", "0.2", "0.1"), strict=True):
+        phases = phases.replace(f"{name.rpartition(',')[0]}, fraction: {fraction}", name)
+    large = "{name: large, steps: 3, blend: tokens, global_batch_size: 16}"
+    short = "{name: short, blend: {code: 1}, sequence_length: 16}"
+    change = [
+        data[0].replace("code: ", "code: [").replace(", prose", f", {tmp_path}/more], prose"),
+        f"data.phases=[{phases}, {large}, {short}]",
+        "train.steps=14",
+    ]
+    printed = start(copy, *change)
+    assert (
+        "source 'code' has 1 new files of 50,000 tokens" in printed and "phases behind sample 64: were none" in printed
+    )
+    (event,) = events(copy, "data")
+    assert event["step"] == STEPS and len(event["changes"]) == 2
+    steps = records(copy, "step")
+    assert {step: losses(copy)[step] for step in range(1, STEPS + 1)} == losses(finished)
+    assert [record["phase"] for record in steps[STEPS:]] == ["large"] * 3 + ["short"] * 3
+    assert np.diff([0, *(record["tokens"] for record in steps)]).tolist() == [512] * 8 + [1024] * 3 + [512] * 3
+    epochs = [record["epochs"]["code"] for record in steps]
+    assert epochs == sorted(epochs) and 0 < epochs[0] < epochs[-1]
+
+    again = Path(shutil.copytree(copy, tmp_path / "again"))
+    for step in (12, 14):
+        shutil.rmtree(checkpoint(again, step))
+    assert "new files" not in start(again, *change)
+    assert losses(again) == losses(copy)
+    assert_same_checkpoint(checkpoint(copy, 14), checkpoint(again, 14), tmp_path)
+
+    refused = start(copy, *change, "data.max_epochs={code: 0.1}", "train.steps=20", code=2)
+    assert "would go through code" in refused and "raise data.max_epochs" in refused
