@@ -249,6 +249,7 @@ def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], cons
         elif now[3] != samples:
             found.append(
                 f"Megatron's indices of the phase from sample {start} were built for {samples} samples and would be "
-                f"for {now[3]}, which is another order; data.megatron.train_samples keeps them as they were"
+                f"for {now[3]}, which is another order; give the phase the length that it had, and "
+                "the last one data.megatron.train_samples"
             )
     return found
