@@ -109,9 +109,7 @@ def test_a_checkpoint_is_gone_on_with(tmp_path: Path) -> None:
     pinned = loader_of("data.megatron.train_samples=6000", steps=60)
     pinned.load_state_dict(state)
     assert np.array_equal(samples(pinned, 7, 20), samples(first, 7, 20))
-    with pytest.raises(
-        ValueError, match=r"built for 6000 .* would be for 3000.*data\.megatron\.train_samples"
-    ):
+    with pytest.raises(ValueError, match=r"built for 6000 .* would be for 3000.*data\.megatron\.train_samples"):
         loader_of(steps=60).load_state_dict(state)
     with pytest.raises(ValueError, match=r"data\.megatron\.surplus was 0\.005 and is now 0\.01"):
         loader_of("data.megatron.surplus=0.01").load_state_dict(state)
