@@ -56,7 +56,8 @@ class MicroBatch:
             return cls(index, tokens, targets)
         if not boundary_loss:
             targets = without_boundaries(targets, documents)
-        # Rows begin with document 0 and leave none out.
+        steps = documents.diff(dim=1)
+        assert bool((documents[:, 0] == 0).all() and ((steps == 0) | (steps == 1)).all()), "0, 1, 2, ... in each row"
         return cls(
             index,
             tokens,

@@ -1,4 +1,4 @@
-"""pretrain.py with masked documents: on one rank and two, resumed with and without them, looked into by everything."""
+"""pretrain.py with masked documents: on one rank and two, resumed without them, looked into by everything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "validation.interval=2",
         "checkpoint.interval=2",
         "logging.tensorboard=false",
-        "schedule.decay_fraction=0.25",
+        "precision.switch.when=gradient_noise",
+        "precision.switch.interval=2",
+        "precision.switch.threshold=1e-6",
         "data=indexed",
         "data.num_workers=0",
         f"data.sources={{web: {folder}/web}}",
@@ -65,36 +67,18 @@ def test_two_ranks_find_the_losses_of_one_and_nothing_that_watches_objects(
     held_out = [[record["losses"]["web"] for record in records(folder, "validation")] for folder in (masked, tmp_path)]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-3)
     assert len(records(tmp_path, "diagnostics")) == 2
+    one, two = (records(folder, "gradient_noise")[0]["gradient_norm"] for folder in (masked, tmp_path))
+    assert two == pytest.approx(one, rel=1e-4)
     assert not [r for r in records(tmp_path, "event") if r["event"] in ("replay", "recheck")]
 
 
-def test_the_three_ways_are_three_losses(masked: Path, few: list[str], tmp_path: Path) -> None:
-    ways = {"joined": [], "all": ["data.documents=masked"]}
-    for name, overrides in ways.items():
-        assert pretrain.main([*few, *overrides, "train.steps=1", f"run.dir={tmp_path / name}"]) == 0
-    first = [losses(folder)[1][0] for folder in (tmp_path / "joined", tmp_path / "all", masked)]
-    assert min(abs(first[a] - first[b]) for a, b in ((0, 1), (0, 2), (1, 2))) > 1e-4
-
-
-def test_a_resume_repeats_the_run_and_a_change_is_said(
+def test_a_change_on_a_resume_is_said(
     masked: Path, few: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = f"checkpoint.resume={masked}/checkpoints/step_00000002"
-    assert pretrain.main([*few, *MASKED, checkpoint, f"run.dir={tmp_path / 'same'}"]) == 0
-    assert losses(tmp_path / "same") == {step: losses(masked)[step] for step in (3, 4)}
     capsys.readouterr()
-    assert pretrain.main([*few, checkpoint, f"run.dir={tmp_path / 'other'}"]) == 0
+    assert pretrain.main([*few, checkpoint, f"run.dir={tmp_path}"]) == 0
     printed = capsys.readouterr().out
     assert "changed since the checkpoint: data.documents masked -> joined" in printed
     assert "changed since the checkpoint: data.boundary_loss false -> true" in printed
-    assert losses(tmp_path / "other")[3] != losses(masked)[3]
-
-
-def test_a_spike_is_computed_again_with_them(few: list[str], tmp_path: Path) -> None:
-    """Every step is a spike by this threshold; the last of them is diagnosed, and comes out as it was."""
-    spikes = ["spikes.action=skip", "spikes.threshold=1e-9", "spikes.min_history=2", "spikes.max_in_row=2"]
-    noise = [f"precision.switch.{o}" for o in ("when=gradient_noise", "interval=2", "threshold=1e-6")]
-    overrides = [*few, *MASKED, "train.steps=12", "optimizer.lr=1e-9", *spikes, *noise, f"run.dir={tmp_path}"]
-    output = run(2, overrides, code=1)  # torchrun's own
-    assert records(tmp_path, "gradient_noise")
-    assert "Computed again: loss" in output and "as before" in output and "NOT as before" not in output
+    assert abs(losses(tmp_path)[3][0] - losses(masked)[3][0]) > 1e-4

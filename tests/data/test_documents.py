@@ -51,6 +51,16 @@ def test_every_window_at_every_place(make_dataset: MakeDataset) -> None:
             assert numbers.dtype == np.int32 and numbers.tolist() == expected(dataset, start, length)
 
 
+def test_many_documents_in_a_window(tmp_path: Path) -> None:
+    lengths = [1 + d % 3 // 2 for d in range(400)]
+    with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(length))
+    dataset = IndexedDataset(tmp_path / "web")
+    for start, length in ((0, sum(lengths)), (3, 200), (400, 133), (7, 17), (8, 16)):
+        assert document_numbers(dataset, start, length).tolist() == expected(dataset, start, length)
+
+
 def test_documents_of_one_token_and_of_several_sequences(tmp_path: Path) -> None:
     """Megatron's files may have both, and empty documents too."""
     with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
@@ -116,6 +126,13 @@ def test_workers_send_documents_too(make_dataset: MakeDataset) -> None:
                 assert (a.index, a.num_documents, a.num_targets) == (b.index, b.num_documents, b.num_targets)
                 assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
                 assert torch.equal(a.documents, b.documents)
+
+
+@pytest.mark.parametrize("numbers", [[1, 1, 2], [0, 2, 2], [0, 1, 0]])
+def test_other_numbers_are_a_mistake_of_ours(numbers: list[int]) -> None:
+    """Kernels are told how many documents there are, and would read beyond them."""
+    with pytest.raises(AssertionError, match="in each row"):
+        MicroBatch.of(0, torch.zeros(1, 3, dtype=torch.int64), torch.tensor([numbers], dtype=torch.int32))
 
 
 def test_pinning_keeps_everything(monkeypatch: pytest.MonkeyPatch, make_dataset: MakeDataset) -> None:

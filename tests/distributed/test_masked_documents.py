@@ -7,9 +7,11 @@ import torch
 from torch.nn import functional as F
 
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
+from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.evaluate import evaluate
+from megatron_fp4.training.step import StepResult
 from tests.distributed.hybrid import (
     LAYOUTS,
     ONE,
@@ -30,10 +32,16 @@ STEPS = 3
 
 
 def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
-    """Training in FP32, and the held-out loss of an untrained model over unequal shares."""
+    """Training in FP32, and the held-out loss of an untrained model over unequal shares.
+
+    Along the way: what is said of the first step, as if it had been a spike, and of one that was not finite.
+    """
     result = train(rank, layout, "fp32", STEPS, masked_micro_batches)
     mesh, clock = layout.mesh(), RunClock(seed=0)
     model, mine = sharded_model(layout, mesh, RECIPES["fp32"], clock), masked_micro_batches(9, mesh)
+    first = StepResult(result.losses[0], result.norms[0], skipped=True)
+    said = diagnose_spike(model, masked_micro_batches(0, mesh), mesh, clock, first)
+    assert "as before" in said and "NOT" not in said, said
     assert "every micro-batch is finite" in diagnose_nonfinite(model, mine, mesh, clock)
     held_out = {"all": mine, "three": [batch for batch in mine if batch.index < 3], "one": mine[: mesh.dp_rank == 0]}
     return result, evaluate(model, held_out, mesh, clock)
@@ -78,6 +86,14 @@ def test_every_target_that_counts_weighs_the_same(one):
     clipping = min(1.0, 1.0 / one[0].norms[0])
     for name, gradient in gradients.items():
         assert relative_error(one[0].gradients[name], gradient * clipping) < 1e-5, name
+
+
+def test_held_out_targets_weigh_the_same(one):
+    with alone():
+        batches = masked_micro_batches(9, ONE.mesh())
+    assert len({batch.num_targets for batch in batches}) > 2
+    for name, chosen in {"all": batches, "three": batches[:3], "one": batches[:1]}.items():
+        assert one[1][name] == pytest.approx(reference(chosen)[0], rel=1e-5)
 
 
 def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():
