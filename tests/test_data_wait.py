@@ -1,4 +1,4 @@
-"""A run that starves says so: its steps take as long as they wait for data, and its tokens a second are what it gets."""
+"""A run that starves says so: its steps take as long as they wait, and its tokens a second are what it gets."""
 
 from __future__ import annotations
 
