@@ -38,7 +38,8 @@ def causal_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents
 def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
     """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums.
 
-    It takes documents with the channels innermost only, as they are here: int32, contiguous, never negative.
+    It takes documents with the channels innermost only, as they are here: int32, contiguous, never negative, with
+    memory behind them to the end of a chunk (models/documents.py).
     """
     from causal_conv1d import causal_conv1d_fn
 

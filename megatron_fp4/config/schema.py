@@ -164,7 +164,7 @@ class DataConfig:
     documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document: attention,
         Mamba-2's state and convolution stop at boundaries, and positions begin anew behind them).
     boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
-    num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
+    num_workers: loader processes per rank, 0 for none. prefetch: steps whose micro-batches they prepare ahead.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
 

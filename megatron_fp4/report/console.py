@@ -179,9 +179,9 @@ def wait_for_data(waits: Iterable[float]) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """A short time to three digits, e.g. 1.24 s or 310 ms; 0 below 0.1 ms."""
+    """A short time to three digits, e.g. 1.24 s or 310 ms; 0 ms below a tenth of one."""
     if seconds < 1e-4:
-        return "0"
+        return "0 ms"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 

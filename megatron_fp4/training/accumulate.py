@@ -74,7 +74,7 @@ def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> 
     if not counts:
         return GlobalBatch(num_micro_batches)
     assert len(counts) == len(micro_batches), "micro-batches of one run are all of one kind"
-    num_targets = torch.tensor(sum(counts)).to(mesh.device, non_blocking=True)
+    num_targets = torch.full((), sum(counts), dtype=torch.int64, device=mesh.device)
     dist.all_reduce(num_targets, group=mesh.dp_group)
     return GlobalBatch(num_micro_batches, num_targets)
 

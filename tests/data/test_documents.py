@@ -51,6 +51,16 @@ def test_every_window_at_every_place(make_dataset: MakeDataset) -> None:
             assert numbers.dtype == np.int32 and numbers.tolist() == expected(dataset, start, length)
 
 
+def test_many_documents_in_a_window(tmp_path: Path) -> None:
+    lengths = [1 + d % 3 // 2 for d in range(400)]
+    with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(length))
+    dataset = IndexedDataset(tmp_path / "web")
+    for start, length in ((0, sum(lengths)), (3, 200), (400, 133), (7, 17), (8, 16)):
+        assert document_numbers(dataset, start, length).tolist() == expected(dataset, start, length)
+
+
 def test_documents_of_one_token_and_of_several_sequences(tmp_path: Path) -> None:
     """Megatron's files may have both, and empty documents too."""
     with IndexedDatasetWriter(tmp_path / "web", np.uint16) as writer:

@@ -124,7 +124,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_told(small: list[str], tmp_pat
         os.kill(worker, signal.SIGKILL)
         output, _ = process.communicate(timeout=240)
         assert len(everyone) == 4
-    assert process.returncode == 1 and f"DataLoader worker (pid {worker}) is killed by signal: Killed" in output
+    assert process.returncode == 1 and f"worker 0 (process {worker}) is dead: killed by signal 9" in output
     assert "Root Cause (first observed failure)" in output and "error.json" in output  # of torchrun, which read it
     assert state(tmp_path / "run")["state"] in ("crashed", "running")  # or was killed before it could say so
 

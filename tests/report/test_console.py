@@ -64,7 +64,7 @@ def test_a_line_says_how_long_its_steps_waited_for_data():
     first, second, third = stream.getvalue().splitlines()
     assert "data wait 3 ms, p99 3 ms  ETA" in first
     assert "data wait 3 ms, p99 3 ms  ETA" in second  # one in a hundred is beyond p99
-    assert "data wait 0, p99 125 ms  ETA" in third
+    assert "data wait 0 ms, p99 125 ms  ETA" in third
 
 
 def test_plain_lines_are_not_wrapped_or_read_as_markup():
