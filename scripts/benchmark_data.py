@@ -25,8 +25,9 @@ import numpy as np
 
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.loader import MicroBatchLoader
-from data.phases import Phase, PhaseSchedule
-from data.samples import SampleSource
+from data.phase_lengths import Phase
+from data.phases import PhaseSchedule
+from data.samples import ORDERS, SampleSource
 from megatron_fp4.config.schema import DataConfig
 
 
@@ -39,11 +40,13 @@ class Result(NamedTuple):
     waits: list[float]
 
 
-def measure(stream: IndexedDataset, length: int, size: int, workers: int, options: argparse.Namespace) -> Result:
+def measure(
+    stream: IndexedDataset, order: str, length: int, size: int, workers: int, options: argparse.Namespace
+) -> Result:
     """Load for about options.seconds, in steps of options.micro_batches micro-batches of `size` rows of `length`."""
     batch = size * options.micro_batches
     schedule = PhaseSchedule([Phase("all", 1.0, {"web": 1.0})], 1_000_000, batch)
-    source = SampleSource("web", stream, length, seed=0, vocab_size=1 << 17)
+    source = SampleSource("web", stream, length, seed=0, vocab_size=1 << 17, order=order)
     loader = MicroBatchLoader(schedule, {"web": source}, size, 0, 1, workers, prefetch=options.prefetch)
     steps = loader.steps(0, schedule.num_steps)
     began = time.perf_counter()
@@ -82,14 +85,15 @@ def rows(stream: IndexedDataset, options: argparse.Namespace) -> Iterator[str]:
     """The table, line by line."""
     cores = len(os.sched_getaffinity(0))
     yield f"{cores} cores, {options.micro_batches} micro-batches a step, {options.prefetch} steps ahead"
-    yield "   seq  micro-batch  workers    tokens/s   MB/s  rank's core  first step   wait p50       p99"
-    for length, size, workers in product(options.sequence_lengths, options.micro_batch_sizes, options.workers):
-        found = measure(stream, length, size, workers, options)
+    yield "    order     seq  micro-batch  workers    tokens/s   MB/s  rank's core  first step   wait p50       p99"
+    settings = product(options.orders, options.sequence_lengths, options.micro_batch_sizes, options.workers)
+    for order, length, size, workers in settings:
+        found = measure(stream, order, length, size, workers, options)
         speed, megabytes = found.tokens_per_second / 1e6, found.tokens_per_second * stream.dtype.itemsize / 1e6
         p50, p99 = 1e3 * np.percentile(found.waits, [50, 99])
         yield (
-            f"{length:>6}  {size:>11}  {workers:>7}  {speed:>8.1f} M  {megabytes:>5.0f}  {found.rank_cpu:>11.0%}  "
-            f"{found.start:>8.2f} s  {p50:>6.1f} ms  {p99:>5.1f} ms"
+            f"{order:>9}  {length:>6}  {size:>11}  {workers:>7}  {speed:>8.1f} M  {megabytes:>5.0f}  "
+            f"{found.rank_cpu:>11.0%}  {found.start:>8.2f} s  {p50:>6.1f} ms  {p99:>5.1f} ms"
         )
 
 
@@ -98,6 +102,7 @@ def main() -> None:
     defaults = DataConfig()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prefix", type=Path, help="of a .bin/.idx pair, instead of random tokens")
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=[*ORDERS], help="as data.order")
     parser.add_argument("--sequence-lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--workers", type=int, nargs="+", default=[defaults.num_workers])
