@@ -37,12 +37,12 @@ from assembly import (
     configuration_errors,
     configure,
     device_type_of,
-    phase_schedule,
     set_determinism,
     sharded_model,
     world_size,
 )
 from data.cache import default_cache_dir
+from data.opening import phase_schedule
 from data.plan import planned_use
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import drift

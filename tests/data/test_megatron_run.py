@@ -11,10 +11,10 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models
 
-import assembly
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_path
 from data.loader import MicroBatchLoader
 from data.megatron_source import MegatronSource
+from data.opening import open_run_data
 from megatron_fp4.config.schema import Config, ConfigError
 from tests.data.megatron_cases import CASES, Case, digest, write_datasets
 from tests.training.harness import alone, launch, toy_mesh
@@ -55,7 +55,7 @@ def opened(arguments: list[str], length: int) -> tuple[Any, MicroBatchLoader, An
     config: Config = assembly.compose_config(arguments, assembly.CONFIGS)
     assert config.train.sequence_length == length
     with alone() as mesh:
-        return assembly.open_run_data(config, mesh)
+        return open_run_data(config, mesh)
 
 
 def samples(loader: MicroBatchLoader, start: int, end: int) -> np.ndarray:
@@ -219,7 +219,7 @@ def yardsticks(rank: int, runs: list[list[str]]) -> list[Any]:
     found: list[Any] = []
     for arguments in runs:
         config, mesh = assembly.compose_config(arguments, assembly.CONFIGS), toy_mesh()
-        bundle, _, validation = assembly.open_run_data(config, mesh)
+        bundle, _, validation = open_run_data(config, mesh)
         try:
             found.append(assembly.yardsticks(validation, bundle, mesh))
         except ValueError as error:
