@@ -11,10 +11,11 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models
 
+import assembly
+from data import opening
 from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_path
 from data.loader import MicroBatchLoader
 from data.megatron_source import MegatronSource
-from data.opening import open_run_data
 from megatron_fp4.config.schema import Config, ConfigError
 from tests.data.megatron_cases import CASES, Case, digest, write_datasets
 from tests.training.harness import alone, launch, toy_mesh
@@ -55,7 +56,7 @@ def opened(arguments: list[str], length: int) -> tuple[Any, MicroBatchLoader, An
     config: Config = assembly.compose_config(arguments, assembly.CONFIGS)
     assert config.train.sequence_length == length
     with alone() as mesh:
-        return open_run_data(config, mesh)
+        return opening.open_run_data(config, mesh)
 
 
 def samples(loader: MicroBatchLoader, start: int, end: int) -> np.ndarray:
@@ -219,9 +220,9 @@ def yardsticks(rank: int, runs: list[list[str]]) -> list[Any]:
     found: list[Any] = []
     for arguments in runs:
         config, mesh = assembly.compose_config(arguments, assembly.CONFIGS), toy_mesh()
-        bundle, _, validation = open_run_data(config, mesh)
+        bundle, _, validation = opening.open_run_data(config, mesh)
         try:
-            found.append(assembly.yardsticks(validation, bundle, mesh))
+            found.append(opening.yardsticks(validation, bundle, mesh, assembly.is_refusal))
         except ValueError as error:
             found.append(str(error))
     return found
@@ -236,7 +237,7 @@ def test_ranks_count_validation_together(tmp_path: Path) -> None:
     wrong = [*arguments, f"data.validation={{wrong: {tmp_path / 'wrong'}}}"]
     both = launch(yardsticks, 2, [arguments, wrong])
     with alone() as mesh:
-        one = assembly.yardsticks(validation, bundle, mesh)
+        one = opening.yardsticks(validation, bundle, mesh, assembly.is_refusal)
     assert [found[0] for found in both] == [one, one]
     assert one["all"].targets == (IndexedDataset(tmp_path / "code").num_tokens - 1) // 64 * 64
     # A rank that meets an id beyond the vocabulary does not leave the others waiting.
