@@ -1,4 +1,4 @@
-"""The data of a run from its configuration: opened, laid out in phases, cut into a rank's share; and what ranks agree on.
+"""The data of a run from its configuration: opened, laid out in phases, cut into a share for each rank, agreed on.
 
 config is the whole configuration, and mesh what says which rank this is (`dp_rank`, `dp_size`, `dp_group`, `device`);
 this room knows neither's class.

@@ -119,7 +119,7 @@ def test_a_run_with_another_file_on_one_rank_ends_at_once(tmp_path: Path) -> Non
     another."""
     here, there = tmp_path / "here", tmp_path / "there"
     words = {
-        0: "rank 1 (host {host}): web.idx does not exist",
+        0: "rank 1 (host {host}): data.sources.web: web.idx does not exist",
         4000: "rank 1 (host {host}) has source web with num_tokens 4000, identity",
     }
     for tokens, expected in words.items():
