@@ -21,7 +21,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +51,8 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
-        return asdict(self)
+        # asdict would take a Counter for a list of its items.
+        return {**asdict(replace(self, malformed=Counter())), "malformed": dict(self.malformed)}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
