@@ -91,8 +91,8 @@ class WorkFolder:
     def _check_settings(self, settings: dict[str, Any]) -> None:
         settings = json.loads(json.dumps(settings))
         path = self.path / _SETTINGS
-        if not (self.path / _STATE).is_file() or not path.is_file():
-            # Nothing is worth keeping, or a kill came before anything was.
+        if not (self.path / _STATE).is_file():
+            # New, or a kill came before anything was worth keeping.
             self._clear()
             _write_json(path, settings)
             return
@@ -197,9 +197,9 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Remove the folder and what is in it."""
-        # The state as the last but the lock: until then the same command comes back to this place.
+        # The state after what only makes it longer to remove: until then the same command comes back to this place.
         for file in self.path.iterdir():
-            if file.name not in (_LOCK, _STATE):
+            if file.name not in (_LOCK, _STATE, _SETTINGS):
                 file.unlink()
         (self.path / _STATE).unlink(missing_ok=True)
         self.close()

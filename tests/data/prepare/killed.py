@@ -21,6 +21,8 @@ from data.prepare.ingest import NewTokenizer, Options, ingest
 from data.prepare.inputs import find_files, open_files
 from data.prepare.work import WorkFolder
 
+_EXISTS = 3
+
 
 def prepare(folder: Path, output: Path) -> None:
     """The same corpus each time: JSON Lines in several tasks, huge documents, a tokenizer to be trained."""
@@ -74,7 +76,10 @@ def in_child(folder: Path, output: Path, chosen: int) -> int:
     pid = os.fork()
     if pid == 0:
         places = watch(chosen)
-        prepare(folder, output)
+        try:
+            prepare(folder, output)
+        except FileExistsError:
+            os._exit(_EXISTS)
         os.write(1, f"{places.seen}\n".encode())
         os._exit(0)
     return os.waitpid(pid, 0)[1]
@@ -98,8 +103,12 @@ def main() -> None:
     for place in range(first, places, step):
         for _ in range(3):
             killed += in_child(folder, folder / str(place), place) == signal.SIGKILL
-        if not (folder / str(place) / "web.idx").exists() or (folder / str(place) / "web.parts").exists():
-            assert in_child(folder, folder / str(place), 0) == 0
+        # A kill while the last of web.parts is removed leaves a finished output, and an empty folder to the next call.
+        done = (folder / str(place) / "web.idx").exists() and not (
+            folder / str(place) / "web.parts/state.json"
+        ).exists()
+        ended = in_child(folder, folder / str(place), 0)
+        assert os.waitstatus_to_exitcode(ended) == (_EXISTS if done else 0), (place, ended, done)
     os.write(printed, f"{places} {killed}\n".encode())
 
 
