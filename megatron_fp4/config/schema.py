@@ -100,8 +100,9 @@ class DataConfig:
         files).
     cache_dir: where the built-in corpus is kept; null means the user's cache directory.
     sources, validation: name -> path prefix of the `.bin`/`.idx` pair (`indexed` only).
-    tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
-    eod_token: that tokenizer's end-of-document token; null means `<|endoftext|>`.
+    tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, a `.tiktoken` rank file, or
+        `tiktoken:NAME` (`indexed` only; optional, its fingerprint goes into checkpoints).
+    eod_token: that tokenizer's end-of-document token; null means what the tokenizer says, else `<|endoftext|>`.
     num_workers: loader processes per rank, 0 for none. prefetch: micro-batches that each prepares ahead.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
