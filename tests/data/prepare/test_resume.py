@@ -39,7 +39,7 @@ def tokenizer() -> HuggingFaceTokenizer:
 def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
     json_lines(tmp_path / "a.jsonl", [*TEXTS[:20], "long words " * 300, "", *TEXTS[20:40]])
     json_lines(tmp_path / "b.jsonl.zst", TEXTS[40:70])
-    command = [sys.executable, str(ROOT / "tests/data/prepare/killed.py"), str(tmp_path), "1", "11"]
+    command = [sys.executable, str(ROOT / "tests/data/prepare/killed.py"), str(tmp_path), "1", "17"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -47,7 +47,7 @@ def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
     expected = contents(tmp_path / "undisturbed")
     assert sorted(expected) == sorted([*NAMES, "tokenizer.json"])
     outputs = [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "undisturbed"]
-    assert places > 100 and len(outputs) == len(range(1, places, 11)) and killed >= len(outputs)
+    assert places > 100 and len(outputs) == len(range(1, places, 17)) and killed >= len(outputs)
     for output in outputs:
         assert contents(output) == expected, output.name
 
