@@ -1,4 +1,4 @@
-"""One's own data: files in Megatron's format, as `ingest.py` or Megatron-LM make them."""
+"""One's own data: files in Megatron's format, as `prepare` or Megatron-LM make them."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import re
 import shlex
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def prepare(options: argparse.Namespace) -> None:
     """Read, tokenize, write, print the summary and the overrides."""
     check_options(options)
+    shape = Options(
+        validation=options.validation,
+        max_malformed=options.max_malformed,
+        max_document_bytes=options.max_document_bytes,
+        huge=options.huge,
+        eod=not options.no_eod,
+    )
     parts = open_parts(options)
     tokenizer: Any = None
     bos = options.bos
@@ -111,9 +119,6 @@ def prepare(options: argparse.Namespace) -> None:
         raise ValueError(f"the tokenizer {options.tokenizer} does not say what begins a document; name it: --bos TOKEN")
     if bos is not None and options.train_tokenizer is None:
         tokenizer.id_of(bos)
-    shape = Options(
-        options.validation, options.max_malformed, options.max_document_bytes, options.huge, bos, not options.no_eod
-    )
     names = ("format", "dataset", "subset", "split", "field", "text_unit")
     source = {name: value for name in names if (value := getattr(options, name)) is not None}
     with PrepareProgress(sys.stderr) as progress:
@@ -121,7 +126,7 @@ def prepare(options: argparse.Namespace) -> None:
             parts,
             options.output,
             tokenizer,
-            shape,
+            replace(shape, bos_token=bos),
             source=source,
             workers=options.workers or len(os.sched_getaffinity(0)),
             report=progress.line,

@@ -161,7 +161,7 @@ class _OtherProblem(Exception):
 
 _STRUCTURE = re.compile(r'["{}\[\],:]')
 # As far as it is whole: what is left is a quote, an escape that was cut in the middle, or wrong.
-_WHOLE_CHARACTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_WHOLE_CHARACTERS = re.compile(r'(?:[^"\\]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')
 _LONGEST_ESCAPE = 6
 _PLACEHOLDER = '"long"'
 _KEPT_CHARACTERS = 1 << 16

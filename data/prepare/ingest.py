@@ -314,9 +314,9 @@ class _Run:
         is_clear = records >= CLEAR_AFTER_RECORDS and malformed > 2 * allowed * records
         if (malformed and allowed == 0) or is_clear or (at_end and malformed > allowed * records):
             problems = ", ".join(f"{count:,} {problem}" for problem, count in state.malformed.most_common())
-            first = "" if at_end else "first "
+            first = "" if at_end else "the first "
             raise ValueError(
-                f"{malformed:,} of the {first}{records:,} records are malformed ({problems}), more than the share "
+                f"{malformed:,} of {first}{records:,} records are malformed ({problems}), more than the share "
                 f"{allowed:g} allowed; mend them, name the right field and format, or allow a larger share"
             )
 

@@ -31,10 +31,12 @@ def parquet_tasks(path: Path, field: str, limit: Limit, watch: Watch) -> Iterato
                 for batch in file.iter_batches(_PARQUET_ROWS_AT_ONCE, columns=[field]):
                     number += batch.num_rows
                     watch(size * number // max(rows, 1))
-                    yield batch.column(0).to_pylist()
+                    yield _values(batch.column(0))
 
             yield from row_tasks(str(path), columns(), field, limit)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise ValueError(
             f"{path} is damaged or no Parquet file ({_in_a_line(error)}); copy or write it again"
         ) from error
@@ -103,9 +105,18 @@ def saved_folder_tasks(name: str, split: str | None, field: str, limit: Limit, w
             for batch in table.select_columns([field]).with_format("arrow").iter(_ROWS_AT_ONCE):
                 number += batch.num_rows
                 watch(number * size // total)
-                yield batch.column(0).to_pylist()
+                yield _values(batch.column(0))
 
     yield from row_tasks(where, _explained(where, columns()), field, limit)
+
+
+def _values(column: Any) -> list[Any]:
+    """The values of an Arrow column; those that are not UTF-8 as strings that do not encode."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        values = column.cast(pa.large_binary()).to_pylist()
+        return [None if value is None else value.decode("utf-8", "surrogateescape") for value in values]
 
 
 def missing(rows: int) -> Iterator[list[Any]]:

@@ -21,7 +21,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +51,8 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
-        return asdict(self)
+        # asdict would take a Counter for a list of its items.
+        return {**asdict(replace(self, malformed=Counter())), "malformed": dict(self.malformed)}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
@@ -90,8 +91,8 @@ class WorkFolder:
     def _check_settings(self, settings: dict[str, Any]) -> None:
         settings = json.loads(json.dumps(settings))
         path = self.path / _SETTINGS
-        if not (self.path / _STATE).is_file() or not path.is_file():
-            # Nothing is worth keeping, or a kill came before anything was.
+        if not (self.path / _STATE).is_file():
+            # New, or a kill came before anything was worth keeping.
             self._clear()
             _write_json(path, settings)
             return
@@ -196,9 +197,9 @@ class WorkFolder:
 
     def remove(self) -> None:
         """Remove the folder and what is in it."""
-        # The state as the last but the lock: until then the same command comes back to this place.
+        # The state after what only makes it longer to remove: until then the same command comes back to this place.
         for file in self.path.iterdir():
-            if file.name not in (_LOCK, _STATE):
+            if file.name not in (_LOCK, _STATE, _SETTINGS):
                 file.unlink()
         (self.path / _STATE).unlink(missing_ok=True)
         self.close()

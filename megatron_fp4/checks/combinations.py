@@ -164,12 +164,11 @@ def _paths_and_device(config: Config, device_type: str) -> None:
             f"checkpoint.resume={resume} is no checkpoint folder; give auto, never or the path of one, such "
             f"as {config.run.dir}/checkpoints/..."
         )
-    for key, path in (
-        ("data.tokenizer", config.data.tokenizer),
-        ("precision.bf16_blocks.file", config.precision.bf16_blocks.file),
-    ):
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"{key}={path}: there is no such file; correct the path, or set null")
+    tokenizer, table = config.data.tokenizer, config.precision.bf16_blocks.file
+    if tokenizer is not None and not tokenizer.startswith("tiktoken:") and not Path(tokenizer).exists():
+        raise ConfigError(f"data.tokenizer={tokenizer}: there is no such file or folder; correct the path, or set null")
+    if table is not None and not Path(table).is_file():
+        raise ConfigError(f"precision.bf16_blocks.file={table}: there is no such file; correct the path, or set null")
 
 
 def _local_checkpoints(config: Config) -> None:

@@ -153,8 +153,9 @@ class DataConfig:
     sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
         ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
     remote_cache: the folder that keeps what was read of URLs; null means `remote` in the user's cache directory.
-    tokenizer: path of a `tokenizer.json` (`indexed` only; optional, its fingerprint goes into checkpoints).
-    eod_token: that tokenizer's end-of-document token; null means `<|endoftext|>`.
+    tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, a `.tiktoken` rank file, or
+        `tiktoken:NAME` (`indexed` only; optional, its fingerprint goes into checkpoints).
+    eod_token: that tokenizer's end-of-document token; null means what the tokenizer says, else `<|endoftext|>`.
     order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
         already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).

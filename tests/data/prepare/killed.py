@@ -1,0 +1,116 @@
+"""Prepare a corpus in processes that are killed at one place after another; run by test_resume.py.
+
+    python killed.py FOLDER first step
+
+Prints the number of places where a kill is possible, then prepares FOLDER/1, FOLDER/1+step, ...: each is killed at
+the place of its number three times in a row, then run to its end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data.prepare import ingest as ingest_module
+from data.prepare import text_files
+from data.prepare.ingest import NewTokenizer, Options, ingest
+from data.prepare.inputs import find_files, open_files
+from data.prepare.work import WorkFolder
+
+_EXISTS = 3
+
+
+def prepare(folder: Path, output: Path) -> None:
+    """The same corpus each time: JSON Lines in several tasks, huge documents, a tokenizer to be trained."""
+    parts = open_files("json", find_files([str(folder / "*.jsonl*")]))
+    options = Options(validation=0.2, max_document_bytes=1000, max_malformed=0.1)
+    ingest(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), options)
+
+
+class Places:
+    """Counts the places where the disk changes, and ends the process at the one that was chosen."""
+
+    def __init__(self, chosen: int) -> None:
+        self.seen, self.chosen = 0, chosen
+
+    def __call__(self) -> None:
+        self.seen += 1
+        if self.seen == self.chosen:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with a place before and one behind it."""
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            self()
+            result = function(*arguments, **options)
+            self()
+            return result
+
+        return wrapped
+
+
+def watch(chosen: int) -> Places:
+    """Make places of what changes the disk; half of a task's documents on it is one too."""
+    places = Places(chosen)
+    for name in ("fsync", "replace", "rename", "unlink"):
+        setattr(os, name, places.around(getattr(os, name)))
+    add = WorkFolder.add
+
+    def torn_add(self: WorkFolder, part: int, tasks: int, encoded: Any) -> None:
+        add(self, part, tasks, encoded)
+        for file in self._files.values():
+            file.flush()
+        places()
+
+    WorkFolder.add = torn_add  # type: ignore[method-assign]
+    return places
+
+
+def in_child(folder: Path, output: Path, chosen: int) -> int:
+    """Prepare in a process of its own; how it ended, as os.wait has it."""
+    pid = os.fork()
+    if pid == 0:
+        places = watch(chosen)
+        try:
+            prepare(folder, output)
+        except FileExistsError:
+            os._exit(_EXISTS)
+        os.write(1, f"{places.seen}\n".encode())
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def main() -> None:
+    """See above."""
+    folder, first, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    ingest_module.SAVE_SECONDS = 0.0
+    text_files.TASK_BYTES = 1500
+    text_files_piece = 700
+    sys.modules["data.prepare.compressed"].READ_BYTES = text_files_piece  # type: ignore[attr-defined]
+    reader, writer = os.pipe()
+    printed = os.dup(1)
+    os.dup2(writer, 1)
+    assert in_child(folder, folder / "undisturbed", 0) == 0
+    os.dup2(printed, 1)
+    places = int(os.read(reader, 100))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    killed = 0
+    for place in range(first, places, step):
+        for _ in range(3):
+            killed += in_child(folder, folder / str(place), place) == signal.SIGKILL
+        # A kill while the last of web.parts is removed leaves a finished output, and an empty folder to the next call.
+        done = (folder / str(place) / "web.idx").exists() and not (
+            folder / str(place) / "web.parts/state.json"
+        ).exists()
+        ended = in_child(folder, folder / str(place), 0)
+        assert os.waitstatus_to_exitcode(ended) == (_EXISTS if done else 0), (place, ended, done)
+    os.write(printed, f"{places} {killed}\n".encode())
+
+
+if __name__ == "__main__":
+    main()
