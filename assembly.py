@@ -188,9 +188,11 @@ class Run:
         return self.phases.span(step).name
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often the steps [0, step) have gone through each source that gave any of their samples."""
+        """How often the steps [0, step) have gone through each source that gave any of their samples; of more than 64
+        sources, those gone through most."""
         taken = self.phases.counts(self.samples(step))
-        return {name: self.loader.sources[name].epochs(count) for name, count in taken.items()}
+        epochs = {name: self.loader.sources[name].epochs(count) for name, count in taken.items()}
+        return dict(sorted(epochs.items(), key=lambda item: -item[1])[:64]) if len(epochs) > 64 else epochs
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:
         """Held-out losses in nats per token, by set, as bits for each byte of text, where its bytes are known."""
