@@ -33,7 +33,7 @@ class PrepareProgress:
 
     def __enter__(self) -> PrepareProgress:
         if self._stream.isatty():
-            columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            columns = (BarColumn(bar_width=10), TextColumn("{task.description}"), TimeRemainingColumn())
             self._bar = Bar(*columns, console=self._console, transient=True)
             self._bar.start()
         return self
@@ -57,19 +57,14 @@ class PrepareProgress:
             self._seen.popleft()
         if self._bar is None and now < self._next_line:
             return
-        words = ", ".join(
-            [
-                *([f"{position / total:4.0%}"] if total else []),
-                f"{state.records:,} records",
-                f"{tokens:,} tokens",
-                *self._rates(),
-                f"{state.malformed.total():,} malformed",
-            ]
-        )
+        records, malformed = f"{state.records:,} records", f"{state.malformed.total():,} malformed"
         if self._bar is None:
             self._next_line = now + _LINE_SECONDS
-            self.line(words)
-        elif self._task is None:
+            share = [f"{position / total:.0%}"] if total else []
+            self.line(", ".join([*share, records, f"{tokens:,} tokens", *self._rates(), malformed]))
+            return
+        words = ", ".join([records, *self._rates(), malformed])  # 80 columns have room for these
+        if self._task is None:
             self._task = self._bar.add_task(words, total=total or None, completed=position)
         else:
             self._bar.update(self._task, description=words, completed=position)
@@ -79,4 +74,7 @@ class PrepareProgress:
         if end <= start:
             return []
         seconds = end - start
-        return [f"{(more_text - text) / seconds / 1e6:.1f} MB/s", f"{(more_tokens - tokens) / seconds:,.0f} tokens/s"]
+        return [
+            f"{(more_text - text) / seconds / 1e6:.1f} MB/s",
+            f"{(more_tokens - tokens) / seconds / 1e6:.2f}M tokens/s",
+        ]

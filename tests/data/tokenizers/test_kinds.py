@@ -13,9 +13,14 @@ import pytest
 import sentencepiece
 import tiktoken
 
+import assembly
+import pretrain
+from data.indexed import open_indexed
+from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocabulary
 from data.tokenizer import load_tokenizer, train_tokenizer
 from data.tokenizers.hugging_face import HuggingFaceTokenizer
 from data.tokenizers.interface import TextTokenizer
+from megatron_fp4.config.compose import compose_config
 
 TEXTS = [f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(200)]
 PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
@@ -82,6 +87,22 @@ def test_every_kind_does_the_same(kind: str, tmp_path: Path) -> None:
         tokenizer.id_of("no such")
     with pytest.raises(ValueError, match=r"has no token 'no such' to end a document.*its special tokens: "):
         load_tokenizer(make(tmp_path), "no such")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_opens_every_kind(kind: str, tmp_path: Path) -> None:
+    path = KINDS[kind][0](tmp_path)
+    tokenizer = load_tokenizer(path)
+    with IndexedDatasetWriter(tmp_path / "web", dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
+        writer.add_document([*tokenizer.encode_batch(TEXTS[:1])[0], tokenizer.eod_id])
+    settings = [f"data.sources={{web: {tmp_path}/web}}", "data.phases=[{name: main, blend: {web: 1.0}}]"]
+    settings += ["data=indexed", f"data.tokenizer={path}", "train.sequence_length=16", "model.vocab_size=512"]
+    assert pretrain.main(["--check", *settings]) == 0
+    config = compose_config(settings, assembly.CONFIGS)
+    opened = open_indexed(512, {"web": str(tmp_path / "web")}, tokenizer=config.data.tokenizer).tokenizer
+    assert opened is not None and opened.fingerprint() == tokenizer.fingerprint()
+    with pytest.raises(ValueError, match=f"has {tokenizer.vocab_size} ids and the model only 64"):
+        open_indexed(64, {"web": str(tmp_path / "web")}, tokenizer=config.data.tokenizer)
 
 
 def test_sentence_piece_and_tiktoken_give_the_ids_of_their_libraries(tmp_path: Path) -> None:
