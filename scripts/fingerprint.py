@@ -118,7 +118,11 @@ def fingerprint(name: str, tree: Path, run_dir: Path) -> str:
         return f"{name:32} FAILED\n{outputs[0][-3000:]}"
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [(r["step"], r["loss"], r["grad_norm"], r["lr"]) for r in records if r["kind"] == "step"]
-    losses = [{k: v for k, v in r.items() if k != "time"} for r in records if r["kind"] == "validation"]
+    losses = [
+        {k: v for k, v in r.items() if k not in ("time", "bits_per_byte")}  # the losses in another unit
+        for r in records
+        if r["kind"] == "validation"
+    ]
     measured = [r for r in records if r["kind"] in ("diagnostics", "gradient_noise")]
     # When a save in the background has ended is a matter of timing, and with it the order of these lines.
     events = sorted((r["step"], r["event"]) for r in records if r["kind"] == "event")
