@@ -191,7 +191,8 @@ class Run:
         """How often the steps [0, step) have gone through each source that gave any of their samples; of more than 64
         sources, those gone through most."""
         taken = self.phases.counts(self.samples(step))
-        epochs = {name: self.loader.sources[name].epochs(count) for name, count in taken.items()}
+        sources = self.loader.sources  # with other data allowed, one may be gone
+        epochs = {name: sources[name].epochs(count) for name, count in taken.items() if name in sources}
         return dict(sorted(epochs.items(), key=lambda item: -item[1])[:64]) if len(epochs) > 64 else epochs
 
     def bits_per_byte(self, losses: Mapping[str, float]) -> dict[str, float]:

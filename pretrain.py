@@ -392,6 +392,11 @@ def resume(run: Run) -> int:
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
+            if run.samples(start) != run.loader.consumed_samples:
+                raise ConfigError(
+                    f"its {start} steps took {run.loader.consumed_samples} samples, which in this run would have been "
+                    f"{run.samples(start)}; restore train.global_batch_size and the batches of the phases up to there"
+                )
         say_what_differs(run, resumed)
     run.check_epochs()
     return start

@@ -28,6 +28,8 @@ import numpy as np
 
 # A table of a longer period would take more than a tenth of a second to make.
 TABLE_SLOTS = 1 << 16
+# Positions that are remembered: of checkpoints, for whoever goes back to one.
+_KNOWN = 8
 
 
 class Blend:
@@ -46,7 +48,8 @@ class Blend:
         self._index = {name: d for d, name in enumerate(self.names)}
         self._table = _Table(self.shares) if self.period <= TABLE_SLOTS else None
         self._walk = _Walk(self.shares, 0, [0] * len(self.shares))
-        self._known: dict[int, list[int]] = {}
+        self._known: dict[int, list[int]] = {}  # counts by slot, the latest last
+        self._before = 0, [0] * len(self.shares)  # where the last `advance` began
 
     @property
     def weights(self) -> dict[str, float]:
@@ -89,9 +92,15 @@ class Blend:
         return self.counts(end)[self._index[name]] if name in self._index else 0
 
     def advance(self, index: int) -> None:
-        """Walk up to sample `index`, if the sequence is walked."""
+        """Walk up to sample `index`, if the sequence is walked, and remember where that began."""
         if self._table is None:
+            self._before = self._walk.slot, list(self._walk.counts)
             self._walk_to(index % self.period)
+
+    def keep(self, index: int) -> None:
+        """Remember the counts of sample `index`, where the walk stands."""
+        if self._table is None:
+            self._learn(index % self.period, self._walk_to(index % self.period).counts)
 
     def remember(self, index: int, counts: Sequence[int]) -> None:
         """Take it from the caller that `counts(index)` is this, so that nothing before has to be walked any more."""
@@ -101,14 +110,20 @@ class Blend:
             for share, count in zip(self.shares, within, strict=True):
                 assert share * slot // self.period <= count <= -(-share * slot // self.period), (index, counts)
             assert sum(within) == slot
-            self._known[slot] = within
+            self._learn(slot, within)
+
+    def _learn(self, slot: int, counts: Sequence[int]) -> None:
+        self._known.pop(slot, None)
+        self._known[slot] = list(counts)
+        if len(self._known) > _KNOWN:
+            del self._known[next(iter(self._known))]
 
     def _walk_to(self, slot: int) -> _Walk:
         """The walk, standing before `slot` of the period."""
-        starts = [known for known in self._known if known <= slot]
-        nearest = max(starts, default=0)
+        starts = {0: [0] * len(self.shares), **self._known, self._before[0]: self._before[1]}
+        nearest = max(known for known in starts if known <= slot)
         if not nearest <= self._walk.slot <= slot:
-            self._walk = _Walk(self.shares, nearest, self._known.get(nearest, [0] * len(self.shares)))
+            self._walk = _Walk(self.shares, nearest, starts[nearest])
         while self._walk.slot < slot:
             self._walk.advance()
         return self._walk

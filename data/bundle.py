@@ -60,11 +60,13 @@ class DataBundle:
     tokenizer: TextTokenizer | None
 
     def summary(self) -> str:
-        """One line for each split of each source: documents and tokens."""
+        """A line for each source of each split, of more than 24 for the first ones: documents and tokens."""
         splits = {"train": self.train, "validation": self.validation}
-        return "\n".join(
+        lines = [
             f"{split:<10} {name:<12} {source.num_documents:>10,} documents {source.num_tokens:>14,} tokens"
             + (f" in {len(source.parts):,} files" if len(source.parts) > 1 else "")
             for split, sources in splits.items()
-            for name, source in sources.items()
-        )
+            for name, source in list(sources.items())[:24]
+        ]
+        more = {split: len(sources) - 24 for split, sources in splits.items() if len(sources) > 24}
+        return "\n".join([*lines, *(f"{split:<10} and {count:,} more" for split, count in more.items())])

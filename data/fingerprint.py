@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data.concatenation import side_by_side
 from data.fim import FillInTheMiddle
 from data.megatron_order import order_differences
 from data.megatron_schedule import MegatronSchedule
@@ -23,7 +24,10 @@ FORMAT = 2
 
 def data_fingerprint(schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> dict[str, Any]:
     """The fingerprint of a run: JSON types only, and nothing of where files lie."""
-    used = [sources[name] for name in schedule.source_names]
+    # Where other data was allowed, one of the past may be gone.
+    used = [sources[name] for name in schedule.source_names if name in sources]
+    # An object of a store takes a while to name itself, and then knows.
+    side_by_side(lambda part: part.identity(), {id(part): part for s in used for part in s.stream.parts}.values())
     return {
         "format": FORMAT,
         "seed": used[0].seed,
@@ -59,11 +63,13 @@ def differences(
             found.append(
                 f"the phases up to sample {consumed_samples} were {spelled(saved['phases'], end=consumed_samples)} and "
                 f"are now {spelled(current, end=consumed_samples)}; phase {changed!r} has served samples, so it must "
-                "stay in data.phases with its blend (give one that begins now another name)"
+                "stay in data.phases with its blend, sources in the same order (give one that begins now another name)"
             )
     for name in (name for name, count in counts.items() if count):
         if name not in sources:
             found.append(f"source {name!r} is gone")
+        elif name not in saved["sources"]:
+            found.append(f"source {name!r} was gone already")
         elif "fim" in saved["sources"][name] and not isinstance(sources[name], FillInTheMiddle):
             found.append(f"source {name!r} had data.fim and has none now")
         elif problem := sources[name].replaces(saved["sources"][name]):
@@ -113,8 +119,11 @@ def _changed_phase(
     saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]], consumed_samples: int
 ) -> str | None:
     """The first phase that has served samples and that the run does not have any more, or with another blend."""
-    blends = {phase["name"]: phase["blend"] for phase in current}
+    blends = {phase["name"]: (phase["blend"], phase["by_tokens"]) for phase in current}
     for phase in saved:
-        if phase["start"] < min(phase["end"], consumed_samples) and blends.get(phase["name"]) != phase["blend"]:
+        blend, by_tokens = blends.get(phase["name"], (None, False))
+        # Weights by tokens are what the files were then; with more files they are others from here on.
+        same = blend == phase["blend"] or (by_tokens and phase["by_tokens"])
+        if phase["start"] < min(phase["end"], consumed_samples) and not same:
             return str(phase["name"])
     return None

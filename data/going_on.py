@@ -29,18 +29,24 @@ class OtherDataError(ValueError):
     """The run's data would not have given the samples that the checkpoint has seen."""
 
 
-def go_on(state: Mapping[str, Any], schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> GoingOn:
+def go_on(
+    state: Mapping[str, Any], schedule: PhaseSchedule, sources: Mapping[str, Samples], allow_other_data: bool = False
+) -> GoingOn:
     """The schedule and sources of a configuration, behind what a checkpoint's `state` has consumed.
 
-    state: the loader's `state_dict`. Raises OtherDataError with what differs, ValueError for a position that begins no
-    step.
+    state: the loader's `state_dict`. allow_other_data: go on behind it although its samples were of other data; then
+    steps and counts go on, and what comes is of these sources.
+
+    Raises OtherDataError with what differs, ValueError for a position that begins no step.
     """
     if "position" not in state:
         state = upgraded(state, schedule)
     consumed, saved, counts = int(state["consumed_samples"]), state["fingerprint"], state["position"]["counts"]
-    if found := differences(saved, schedule, sources, consumed, counts):
-        raise OtherDataError("; ".join(found))
     changes = []
+    if found := differences(saved, schedule, sources, consumed, counts):
+        if not allow_other_data:
+            raise OtherDataError("; ".join(found))
+        changes.append(f"the data is other than the checkpoint's: {'; '.join(found)}")
     phases = schedule.description()
     if served(saved["phases"], consumed) != served(phases, consumed):
         schedule = schedule.behind(saved["phases"], consumed)
@@ -53,7 +59,7 @@ def go_on(state: Mapping[str, Any], schedule: PhaseSchedule, sources: Mapping[st
     grown = {}
     for name, source in sources.items():
         given, kept = counts.get(name, 0), saved["sources"].get(name)
-        if given and kept is not None:
+        if given and kept is not None and source.replaces(kept) is None:
             growth, files = [Growth(*entry) for entry in kept["growth"]], len(source.stream.parts)
             if files > growth[-1].files:
                 more = source.stream.parts[growth[-1].files :]
@@ -72,12 +78,13 @@ def check_position(schedule: PhaseSchedule, consumed: int) -> None:
     """Raise ValueError if no step of the schedule begins behind `consumed` samples."""
     try:
         steps = schedule.steps_before(consumed)
-        if steps > schedule.num_steps:
-            raise ValueError(f"the run has {schedule.num_steps} steps")
     except ValueError as error:
-        size = schedule.spans[0].batch_size
         raise ValueError(
-            f"the checkpoint stands after {consumed} samples, which is not a whole number of global "
-            f"batches of {size} within a run of {schedule.num_samples} samples; resume with "
-            f"the checkpoint's train.global_batch_size and train.steps={-(-consumed // size)} or more"
+            f"the checkpoint stands after {consumed} samples, which are no whole number of this run's batches; resume "
+            "with the checkpoint's train.global_batch_size and phases"
         ) from error
+    if steps > schedule.num_steps:
+        raise ValueError(
+            f"the checkpoint stands after {consumed} samples in {steps} steps, and the run ends after "
+            f"{schedule.num_steps}; resume with train.steps={steps} or more"
+        )

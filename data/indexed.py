@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from data.bundle import DataBundle, TokenSource
 from data.byte_file import is_url
 from data.concatenation import Concatenation, side_by_side
 from data.indexed_dataset import CHECKED_BLOCKS, IndexedDataset
+from data.prepare.index import facts_path
 from data.source_lists import entries, is_pattern, prefixes
 from data.tokenizer import load_tokenizer
+from data.tokenizers.interface import TextTokenizer
 
 
 def check_indexed(data: Any) -> None:
@@ -61,7 +65,7 @@ def open_indexed(
     parts of the objects of a store are kept; None: the user's cache folder.
 
     Raises FileNotFoundError for a missing file; ValueError for a damaged one, a pattern that matches nothing or what
-    validates, or a tokenizer with more ids than the model.
+    validates, a tokenizer with more ids than the model, or another one than made the files, where they say so.
     """
     opened = None if tokenizer is None else load_tokenizer(tokenizer, eod_token)
     if opened is not None and opened.vocab_size > vocab_size:
@@ -74,11 +78,31 @@ def open_indexed(
     for name, value in sources.items():
         _refuse_held_out(f"data.sources.{name}", value, held_out)
     cache = None if remote_cache is None else Path(remote_cache)
-    return DataBundle(
+    bundle = DataBundle(
         train={name: _opened(f"data.sources.{name}", found, cache) for name, found in trained.items()},
         validation={name: _opened(f"data.validation.{name}", found, cache) for name, found in held_out.items()},
         tokenizer=opened,
     )
+    if opened is not None:
+        for key, streams in (("data.sources", bundle.train), ("data.validation", bundle.validation)):
+            for name, stream in streams.items():
+                _check_tokenizer(f"{key}.{name}", stream, opened, tokenizer)
+    return bundle
+
+
+def _check_tokenizer(key: str, stream: TokenSource, opened: TextTokenizer, path: str | Path | None) -> None:
+    """Raise ValueError if a file's facts name another tokenizer than `opened`; Megatron's files have no facts."""
+    for part in stream.parts:
+        try:
+            made_with = json.loads(facts_path(str(part)).read_bytes())["tokenizer"]["fingerprint"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if made_with != opened.fingerprint():
+            raise ValueError(
+                f"{key}: {part} was made with another tokenizer ({made_with[:12]}, says its .json) than data.tokenizer="
+                f"{path} ({opened.fingerprint()[:12]}); name the one that made it, or, if its ids mean the same to "
+                f"both, remove {part}.json"
+            )
 
 
 def _opened(key: str, found: list[str], remote_cache: Path | None) -> TokenSource:
@@ -105,12 +129,16 @@ def open_source(found: list[str], remote_cache: Path | None = None) -> TokenSour
     return datasets[found[0]] if len(found) == 1 else Concatenation([datasets[prefix] for prefix in found])
 
 
+def _real(prefix: str) -> str:
+    return prefix if is_url(prefix) else os.path.realpath(prefix)
+
+
 def _refuse_held_out(key: str, value: Any, held_out: Mapping[str, list[str]]) -> None:
     """A pattern such as /data/web_* also matches /data/web_validation; what is named in full is meant."""
     for entry in filter(is_pattern, entries(key, value)):
         for prefix in prefixes(key, entry):
             for name, validating in held_out.items():
-                if prefix in validating:
+                if _real(prefix) in map(_real, validating):
                     raise ValueError(
                         f"{key}={entry} matches {prefix}, which data.validation.{name} reads; narrow the pattern, or "
                         "keep held-out files in another folder"

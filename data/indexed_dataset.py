@@ -156,6 +156,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path, checked_blocks: int | None = None, remote_cache: Path | None = None) -> None:
+        self._identity: str | None = None
         self.prefix: str | Path = str(prefix) if is_url(str(prefix)) else Path(prefix)
         self._described = self._open(".idx", remote_cache)
         self._tokens = self._open(".bin", remote_cache)
@@ -239,7 +240,9 @@ class IndexedDataset:
     def identity(self) -> str:
         """A name that two datasets share only if they hold the same tokens (see identity.py); the same wherever the
         files lie."""
-        return blocks_identity(self._described, self._tokens)
+        if self._identity is None:
+            self._identity = blocks_identity(self._described, self._tokens)
+        return self._identity
 
     def same_identity(self, saved: str) -> bool:
         """Whether `saved`, of a checkpoint, is of this dataset; also as checkpoints of version 0.2 have it, for which

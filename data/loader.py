@@ -21,7 +21,7 @@ import torch
 
 from data.documents import without_boundaries
 from data.fingerprint import data_fingerprint
-from data.going_on import OtherDataError, check_position, go_on
+from data.going_on import OtherDataError, go_on
 from data.micro_batches import RankMicroBatches, SlotContent
 from data.phases import PhaseSchedule
 from data.prefetch import DeliveryTimeout, Prefetcher
@@ -245,17 +245,12 @@ class MicroBatchLoader:
         checkpoint has seen, unless allow_other_data; and when the position is not a whole step of this run.
         """
         try:
-            going_on = go_on(state, self.schedule, self.sources)
+            going_on = go_on(state, self.schedule, self.sources, self.allow_other_data)
         except OtherDataError as error:
-            if not self.allow_other_data:
-                raise ValueError(
-                    f"this run's data is not the data of the checkpoint: {error}. Restore those settings and files, or "
-                    "go on with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
-                ) from error
-            self.consumed_samples = int(state["consumed_samples"])
-            check_position(self.schedule, self.consumed_samples)
-            self.changes = [f"the data is other than the checkpoint's: {error}"]
-            return
+            raise ValueError(
+                f"this run's data is not the data of the checkpoint: {error}. Restore those settings and files, or "
+                "go on with other data by checkpoint.allow_mismatch=true, which gives up exact resumption"
+            ) from error
         self.schedule, self.sources = going_on.schedule, going_on.sources
         self.consumed_samples, self.changes = going_on.consumed, going_on.changes
         self.__dict__.pop("fingerprint", None)  # it is of schedule and sources

@@ -40,6 +40,7 @@ def phase_schedule(config: Any, num_tokens: Mapping[str, int]) -> PhaseSchedule:
             phase.tokens,
             phase.global_batch_size,
             phase.sequence_length,
+            by_tokens=phase.blend == "tokens",
         )
         for phase in config.data.phases
     ]
@@ -120,9 +121,11 @@ def data_facts(opened: tuple[DataBundle, MicroBatchLoader, list[ValidationSet]])
     """What has to be the same data on all ranks, by what it is: JSON values."""
     bundle, loader, _ = opened
     fingerprint = dict(loader.fingerprint)
-    sources = fingerprint.pop("sources")
-    facts = {f"source {name}": dict(source) for name, source in sources.items()}
-    for name, stream in bundle.validation.items():
-        facts[f"validation source {name}"] = {"num_tokens": stream.num_tokens, "identity": stream.identity()}
+    del fingerprint["sources"]
+    facts = {
+        f"{what} {name}": {"num_tokens": stream.num_tokens, "identity": stream.identity()}
+        for what, streams in (("source", bundle.train), ("validation source", bundle.validation))
+        for name, stream in streams.items()
+    }
     tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
     return {**facts, "a tokenizer": {"fingerprint": tokenizer}, "a configuration": fingerprint}

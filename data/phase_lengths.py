@@ -12,7 +12,7 @@ class Phase:
 
     At most one length: `fraction` of the run's steps, from 0 to 1, `steps`, or `tokens` (rounded to whole steps). One
     phase of a run may have none: it gets the rest. global_batch_size, in samples, and sequence_length: the run's if
-    None.
+    None. by_tokens: the weights are the sources' tokens, which change with their files.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Phase:
     tokens: float | None = None
     global_batch_size: int | None = None
     sequence_length: int | None = None
+    by_tokens: bool = False
 
 
 def phase_boundaries(

@@ -31,7 +31,7 @@ class PhaseSpan:
 
     blend_start: the global sample from which its blend is counted; that of an earlier phase if the blend goes on. -1 in
     a span that another version served by other counts (state_0_2.py).
-    sequence_length: of its sequences; None for the run's.
+    sequence_length: of its sequences; None for the run's. by_tokens: whether its weights are the sources' tokens.
     """
 
     name: str
@@ -42,6 +42,7 @@ class PhaseSpan:
     blend: Blend
     blend_start: int
     sequence_length: int | None = None
+    by_tokens: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -85,6 +86,7 @@ class PhaseSchedule:
         if num_steps < 1 or global_batch_size < 1:
             raise ValueError(f"a run needs steps and samples, got {num_steps} steps of {global_batch_size} samples")
         self.num_steps = num_steps
+        self.global_batch_size = global_batch_size
         spans: list[PhaseSpan] = []
         ends = phase_boundaries(phases, num_steps, global_batch_size, sequence_length)
         for phase, first, end in zip(phases, [0, *ends], ends, strict=False):
@@ -99,7 +101,7 @@ class PhaseSchedule:
                     f"{sequence_length}: its samples are cut into whole sequences"
                 )
             own_length = None if length == sequence_length else length
-            spans.append(PhaseSpan(phase.name, first, end, 0, size, blend, 0, own_length))
+            spans.append(PhaseSpan(phase.name, first, end, 0, size, blend, 0, own_length, phase.by_tokens))
         self._lay_out(spans, done=0)
 
     def _lay_out(self, spans: Sequence[PhaseSpan], done: int) -> None:
@@ -217,7 +219,10 @@ class PhaseSchedule:
         if self._anchor is not None and self._anchor[0] == global_sample:
             return {key: dict(counts) for key, counts in self._anchor[1].items()}
         served = self.span_at(max(0, global_sample - 1))
-        return {"counts": self._counts(served, global_sample), "blend_counts": dict(self._offset(served))}
+        counts = self._counts(served, global_sample)
+        # Whoever goes back to a checkpoint looks from here on again.
+        served.blend.keep(global_sample - served.blend_start)
+        return {"counts": counts, "blend_counts": dict(self._offset(served))}
 
     def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
         """Take the counts of `position`, so that nothing before global_sample has to be walked (see blend.py).
@@ -271,6 +276,7 @@ class PhaseSchedule:
                 "sequence_length": span.sequence_length,
                 "blend_start": span.blend_start,
                 "blend": [list(pair) for pair in zip(span.blend.names, span.blend.shares, strict=True)],
+                "by_tokens": span.by_tokens,
                 "first_step": span.first_step,
             }
             for span in self.spans
@@ -299,4 +305,5 @@ def _span(entry: Mapping[str, Any]) -> PhaseSpan:
         Blend(dict(entry["blend"])),
         entry["blend_start"],
         entry["sequence_length"],
+        entry["by_tokens"],
     )

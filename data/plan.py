@@ -33,7 +33,7 @@ def planned_use(schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> list
             before, share = taken.get(name, 0), whole / span.blend.period
             # A blend of long period would have to be walked for the last sample.
             taken[name] = before + round(span.num_samples * share)
-            if span.num_samples:
+            if span.num_samples and name in sources:  # with other data allowed, one may be gone
                 began, done = sources[name].epochs(before), sources[name].epochs(taken[name])
                 uses.append(PlannedUse(name, share, taken[name] - before, done - began, done))
         plan.append((span, uses))

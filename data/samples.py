@@ -249,7 +249,7 @@ def replaced_file(parts: Sequence[TokenSource], files: Sequence[Sequence[Any]]) 
             which = f", file {number + 1} of {len(files)}," if len(files) > 1 else ""
             return (
                 f"({part}){which} had {num_tokens} tokens (identity {_short(identity)}) and now has "
-                f"{part.num_tokens} (identity {_short(part.identity())})"
+                f"{part.num_tokens} (identity {_short(part.identity())}); new files go behind those that it had"
             )
     return None
 

@@ -20,9 +20,9 @@ _SLOTS = 1000
 def upgraded(state: Mapping[str, Any], schedule: PhaseSchedule) -> dict[str, Any]:
     """The state of a loader of version 0.2 as one of today, for a run of this schedule.
 
-    There a global batch always had the same size, and weights were saved as their shares.
+    There a global batch always had the same size, the run's, and weights were saved as their shares.
     """
-    global_batch_size = schedule.spans[0].batch_size
+    global_batch_size = schedule.global_batch_size
     consumed, saved = int(state["consumed_samples"]), state["fingerprint"]
     phases: list[dict[str, Any]] = []
     counts: dict[str, int] = {}
@@ -51,6 +51,7 @@ def upgraded(state: Mapping[str, Any], schedule: PhaseSchedule) -> dict[str, Any
                     **phase,
                     "batch_size": global_batch_size,
                     "sequence_length": None,
+                    "by_tokens": False,
                     "blend_start": -1,  # so that a blend under way begins anew
                     "first_step": phase["start"] // global_batch_size,
                 }

@@ -65,7 +65,7 @@ class LoaderWorkers:
         turn, index = divmod(number, len(self._workers))
         worker = self._workers[index]
         if not (message := worker.message()):
-            raise WorkerDiedError(f"{worker} {worker.end(_SECONDS_TO_DIE)}")
+            raise WorkerDiedError(f"{worker} {worker.end(0.0 if worker.given_up else _SECONDS_TO_DIE)}")
         if message == FAILED:
             error, text = read_error(worker.memory)
             raise error from WorkerTracebackError(f"in {worker}:\n{text}")
@@ -89,6 +89,7 @@ class LoaderWorkers:
     def kill(self) -> None:
         """End the workers; whoever waits in `receive` gets WorkerDiedError."""
         for worker in self._workers:
+            worker.given_up = True
             worker.process.kill()
 
     def close(self) -> None:
@@ -107,6 +108,7 @@ class _Worker:
 
     def __init__(self, task: Task) -> None:
         self._number = task.worker
+        self.given_up = False
         with contextlib.ExitStack() as stack:
             memory = stack.enter_context(_shared_file())
             os.ftruncate(memory.fileno(), memory_bytes(task.micro_batches, task.num_slots))
@@ -136,6 +138,8 @@ class _Worker:
         poll.register(self.ready, select.POLLIN)
         ended = False
         while not poll.poll(0 if ended else 1000):
+            if self.given_up:  # one that waits for a dead disk does not even end when it is killed
+                return b""
             # The pipe's end says so at once, unless a process that was forked while it was made holds it too.
             if ended:
                 return b""

@@ -89,6 +89,11 @@ def replay(options: argparse.Namespace) -> int:
     if start:
         parts = run.model, run.optimizer.optimizer, run.controller.clock
         run.load_state_dict(run.checkpointer.load(origin, *parts, allow_mismatch=False).trainer)
+        if run.loader.changes:
+            raise ConfigError(
+                f"the data is not what these steps were computed with: {'; '.join(run.loader.changes)}; name the files "
+                "of then, as data.sources=..."
+            )
     pin_autotuned(run, start, record=False)
     folders = {step: origin if to == start else origin.parent / folder_name(to) for step, to in went_back.items()}
     differing = compare(run, start, last, recorded, folders)

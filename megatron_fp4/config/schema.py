@@ -136,7 +136,7 @@ class FimConfig:
     their tokens, `spm_rate` of these with the suffix first. prefix, middle, suffix: the tokens' names in the
     tokenizer."""
 
-    rate: Share = 0.5
+    rate: PositiveShare = 0.5
     spm_rate: Share = 0.5
     prefix: str = "<|fim_prefix|>"
     middle: str = "<|fim_middle|>"

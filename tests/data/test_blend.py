@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from data.blend import TABLE_SLOTS, Blend
+from data.blend import TABLE_SLOTS, Blend, _Walk
 
 
 def served(blend: Blend, start: int, end: int) -> list[str]:
@@ -151,3 +151,24 @@ def test_negative_indices() -> None:
 
 def test_ties_go_to_the_source_named_first() -> None:
     assert list(itertools.islice(served(Blend({"b": 1, "a": 1}), 0, 4), 4)) == ["b", "a", "b", "a"]
+
+
+@pytest.mark.parametrize(("back", "nearest"), [(8_100, 8_000), (5_010, 5_000), (10, 0)])
+def test_going_back_a_step_or_to_a_checkpoint_walks_from_there(
+    monkeypatch: pytest.MonkeyPatch, back: int, nearest: int
+) -> None:
+    weights = {"a": 0.7123456789, "b": 0.2876543211}
+    expected, blend, walked = Blend(weights).source(back), Blend(weights), []
+    for end in range(1000, 9_001, 1000):
+        blend.advance(end)
+        if end == 5000:
+            blend.keep(end)
+    original = _Walk.advance
+
+    def counted(walk: _Walk) -> None:
+        walked.append(walk.slot)
+        original(walk)
+
+    monkeypatch.setattr(_Walk, "advance", counted)
+    assert blend.source(back) == expected
+    assert min(walked) == nearest

@@ -183,3 +183,48 @@ def test_counts_of_version_0_2() -> None:
         assert _counts([0.5, 0.3, 0.2], end) == [sequence[:end].count(d) for d in range(3)]
     assert _counts([0.5, 0.3, 0.2], 12_345_678) == [6172839, 3703703, 2469136]
     assert _counts([0.9985, 0.0015], 1000) == [999, 1]
+
+
+def test_weights_by_tokens_follow_the_files() -> None:
+    """New files change them from there on, which is no other past."""
+
+    def by_tokens(code: list[CountingStream]) -> list[Phase]:
+        weights = {"code": sum(file.num_tokens for file in code), "prose": FILES[4].num_tokens}
+        return [Phase("all", steps=20, blend=weights, by_tokens=True)]
+
+    first = loader(by_tokens(FILES[:1]), FILES[:1])
+    state = state_after(first, 6)
+    other = resumed(state, by_tokens(FILES[:2]), FILES[:2])
+    assert any("new files" in change for change in other.changes)
+    assert [span.blend.weights["code"] for span in other.schedule.spans] == pytest.approx([250 / 700, 550 / 1000])
+    assert [other.schedule.locate(i) for i in range(36)] == [first.schedule.locate(i) for i in range(36)]
+    again = resumed(state_after(other, 9, start=6), by_tokens(FILES[:2]), FILES[:2])
+    assert again.changes == [] and seen(again, 9, 20) == seen(other, 9, 20)
+    fixed = [Phase("all", steps=20, blend={"code": 550, "prose": 450})]
+    with pytest.raises(ValueError, match="phase 'all' has served samples"):
+        resumed(state, fixed, FILES[:2])
+
+
+def test_a_run_of_version_0_2_had_the_runs_own_batch() -> None:
+    """Also where the first phase has another one now."""
+    source = {"num_tokens": FILES[4].num_tokens, "identity": FILES[4].identity()}
+    past = {"name": "a", "start": 0, "end": 60, "blend": [["prose", 1.0]]}
+    fingerprint = {"seed": 1, "seq_length": LENGTH, "sources": {"prose": source}, "phases": [past]}
+    state = {"consumed_samples": 24, "fingerprint": fingerprint}
+    phases = [Phase("a", steps=10, blend={"prose": 1}, global_batch_size=12)]
+    other = resumed(state, phases, order="windows")
+    assert other.schedule.steps_before(24) == 4
+    assert [span.batch_size for span in other.schedule.spans] == [BATCH, 12]
+    assert other.schedule.locate(24).ordinal == 24
+
+
+def test_other_data_that_is_allowed_keeps_steps_and_samples_together() -> None:
+    """With batches of another size, and a source that is gone."""
+    state = state_after(loader(), 7)
+    phases = [Phase("x", steps=20, blend={"code": 1}, global_batch_size=2)]
+    other = resumed(state, phases, others=(), allow_other_data=True)
+    assert other.consumed_samples == 42 and other.schedule.samples_before(7) == 42
+    assert other.schedule.samples_before(8) == 44
+    assert other.schedule.locate(42).ordinal == state["position"]["counts"]["code"]
+    assert len(seen(other, 7, 20)) == 26
+    json.dumps(other.state_dict())

@@ -235,7 +235,7 @@ def test_a_run_may_be_shortened_behind_where_it_stands(sources: Sources) -> None
 def test_a_position_that_this_run_does_not_have_is_refused(sources: Sources) -> None:
     state = loader(sources).state_dict()
     for consumed in (12, 21 * GLOBAL_BATCH, -GLOBAL_BATCH):
-        with pytest.raises(ValueError, match="whole number of global batches"):
+        with pytest.raises(ValueError, match=r"no whole number of this run's batches|train\.steps="):
             resume({**state, "consumed_samples": consumed}, sources)
 
 
