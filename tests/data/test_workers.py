@@ -18,7 +18,8 @@ import pytest
 
 from data.indexed_dataset import IndexedDatasetWriter
 from data.loader import LoaderError, MicroBatchLoader
-from data.phases import Phase, PhaseSchedule
+from data.phase_lengths import Phase
+from data.phases import PhaseSchedule
 from data.samples import SampleSource
 from tests.data.sources import Counted
 
@@ -277,3 +278,18 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     gc.collect()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_cannot_be_killed_does_not_hold_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that waits for a dead disk: the rank says so and ends."""
+    monkeypatch.setattr("data.workers._SECONDS_TO_DIE", 0.2)
+    loader = a_loader(Counted(blocks=True))
+    loader.timeout_seconds = 3
+    steps = loader.steps(0, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda process: None)
+        with pytest.raises(LoaderError, match="no data for step 1 for 3 s"):
+            next(steps)
+    for pid in loader.worker_pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
