@@ -22,6 +22,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,8 +72,9 @@ def gather(sources: Sequence[Path], output: Path, workers: int) -> str:
     seen: set[bytes] = set()
     counts = {kind: [0, 0, 0] for kind in KINDS}  # documents, bytes of JSON, duplicates
     files = {kind: (output / f"{kind}.jsonl").open("wb") for kind in KINDS}
-    with multiprocessing.Pool(workers) as pool:
-        for documents in pool.imap(read_files, _batches(sources)):
+    # Fresh processes, not forks of one that may have threads; one that dies is an error, where Pool would wait for it.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for documents in pool.map(read_files, _batches(sources)):
             for kind, digest, line in documents:
                 count = counts[kind]
                 if digest in seen:

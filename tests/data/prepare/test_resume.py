@@ -53,10 +53,11 @@ def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
 
 
 CHILD = """
-import os, sys, time
+import os, signal, sys, time
 from data.prepare import ingest, text_files, work
 from scripts import prepare_data
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the one that started the tests ignores
     ingest.SAVE_SECONDS = 0.0
     save = work.WorkFolder.save
     def save_and_wait(self):
