@@ -271,6 +271,7 @@ def test_a_checkpoint_behind_a_switch_wants_a_run_with_one() -> None:
         run._parts = lambda: Run._parts(run)
         run.config.checkpoint.resume = "auto"
         run.checkpointer.steps_after.return_value = []
+        run.samples.return_value = run.loader.consumed_samples
         run.checkpointer.resume.return_value = MagicMock(step=7, trainer=trainer)
         return run
 
