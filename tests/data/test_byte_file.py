@@ -88,7 +88,7 @@ def read_all(files: list[LocalFile]) -> bool:
     return all(file.read(8, 4) == np.uint32(i).tobytes() for i, file in enumerate(files))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_worker_processes_read_the_same(tmp_path: Path, method: str) -> None:
     files = write_files(tmp_path, 20)
     assert read_all(files)
