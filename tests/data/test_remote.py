@@ -233,11 +233,10 @@ def sum_of(dataset: IndexedDataset) -> int:
     return sum(int(dataset.tokens(start, 1000).sum()) for start in range(0, NUM_TOKENS, 1000))
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_processes_share_the_folder(store: Store, local: IndexedDataset, tmp_path: Path, method: str) -> None:
+def test_processes_share_the_folder(store: Store, local: IndexedDataset, tmp_path: Path) -> None:
     remote = IndexedDataset(BIG, remote_cache=tmp_path)
     remote.index.check_documents(0, 10)  # connections are open when others read, too
-    with get_context(method).Pool(2) as pool:
+    with get_context("spawn").Pool(2) as pool:
         assert set(pool.map(sum_of, [remote] * 2, chunksize=1)) == {int(local.tokens(0, NUM_TOKENS).sum())}
     kept = {path.name: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file() and "-" not in path.name}
     assert kept == {"0": BLOCK_BYTES, "1": BLOCK_BYTES, "2": 2 * NUM_TOKENS - 2 * BLOCK_BYTES}
