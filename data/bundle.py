@@ -51,6 +51,19 @@ class TokenSource(Protocol):
         """Whether an identity that a checkpoint kept is this source's, also one of an older way of naming it."""
 
 
+def check_ids(what: str, stream: TokenSource, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise ValueError for a token id outside the model's vocabulary, rather than in an embedding kernel.
+
+    what: what messages call the source.
+    """
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"{what} ({stream}) holds token ids {low} to {high}, outside the model's vocabulary of {vocab_size}: it "
+            "was made with another tokenizer; raise model.vocab_size or prepare the data again"
+        )
+
+
 @dataclass(frozen=True)
 class DataBundle:
     """Opened sources by name, and the tokenizer that made them if it is known."""

@@ -39,7 +39,7 @@ def go_on(
 
     Raises OtherDataError with what differs, ValueError for a position that begins no step.
     """
-    if "position" not in state:
+    if "format" not in state["fingerprint"]:
         state = upgraded(state, schedule)
     consumed, saved, counts = int(state["consumed_samples"]), state["fingerprint"], state["position"]["counts"]
     changes = []

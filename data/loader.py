@@ -134,12 +134,7 @@ class MicroBatchLoader:
                 )
         if num_workers < 0 or prefetch < 1:
             raise ValueError(f"num_workers is {num_workers} and prefetch {prefetch}; they start at 0 and at 1")
-        missing = [name for name in schedule.source_names if name not in sources]
-        if missing:
-            raise ValueError(
-                f"the phases draw from {', '.join(missing)}, but the data has the sources "
-                f"{', '.join(sources)}; correct the blends of the phases or add the source"
-            )
+        schedule.check_sources(sources)
         settings = {(s.seq_length, s.seed, s.order) for s in (sources[name] for name in schedule.source_names)}
         if len(settings) > 1:
             raise ValueError(f"the sources differ in (seq_length, seed, order): {sorted(settings)}; make them agree")

@@ -110,12 +110,7 @@ def open_megatron(
 
     Raises ValueError for a source that is not there, and as MegatronOrder does.
     """
-    missing = [name for name in schedule.source_names if name not in streams]
-    if missing:
-        raise ValueError(
-            f"the phases draw from {', '.join(missing)}, but the data has the sources {', '.join(streams)}; correct "
-            "the blends of the phases or add the source"
-        )
+    schedule.check_sources(streams)
     order = MegatronOrder(schedule.layouts, streams, run, sequence_length, seed, vocab_size, cache_dir)
     schedule.stand_on(order)
     return order

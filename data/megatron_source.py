@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.bundle import TokenSource
+from data.bundle import TokenSource, check_ids
 from data.megatron_indices import DatasetIndices, split_range
 from data.orders import Window, num_windows
-from data.samples import replaced_file
+from data.samples import Growth, described, replaced_file
 
 _LOOK_BACK = 1 << 14
 
@@ -154,12 +154,7 @@ class MegatronSource:
         parts = [self.stream.tokens(start, p.length) for start, p in zip(starts, pieces, strict=True)]
         tokens = np.concatenate(parts).astype(np.int64)
         assert len(tokens) == self.seq_length + 1, (self.name, len(tokens))
-        if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            raise ValueError(
-                f"source {self.name!r} ({self.stream}) holds token ids {tokens.min()} to {tokens.max()}, outside the "
-                f"model's vocabulary of {self.vocab_size}: it was made with another tokenizer; raise model.vocab_size "
-                "or prepare the data again"
-            )
+        check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
         return tokens
 
     def epochs(self, sample: int) -> float:
@@ -168,8 +163,7 @@ class MegatronSource:
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint keeps to recognise this source, as a SampleSource says it."""
-        files = [[part.num_tokens, part.identity()] for part in self.stream.parts]
-        return {"files": files, "growth": [[0, len(files)]]}
+        return described(self.stream.parts, [Growth(0, len(self.stream.parts))])
 
     def replaces(self, saved: Mapping[str, Any]) -> str | None:
         """What a checkpoint's `description` has otherwise, in words. More files are another order here."""

@@ -16,7 +16,7 @@ layout begin behind them; counting goes on.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -152,6 +152,14 @@ class PhaseSchedule:
     def source_names(self) -> list[str]:
         """Every source that some phase draws from, in order of first appearance."""
         return list(dict.fromkeys(name for span in self.spans if span.num_samples for name in span.blend.names))
+
+    def check_sources(self, names: Collection[str]) -> None:
+        """Raise ValueError if a phase draws from a source that is none of `names`."""
+        if missing := [name for name in self.source_names if name not in names]:
+            raise ValueError(
+                f"the phases draw from {', '.join(missing)}, but the data has the sources {', '.join(names)}; correct "
+                "the blends of the phases or add the source"
+            )
 
     def span(self, step: int) -> PhaseSpan:
         """The phase of `step`, from 0; the run's last behind its end."""

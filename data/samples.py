@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from data.bundle import TokenSource
+from data.bundle import TokenSource, check_ids
 from data.concatenation import Concatenation
 from data.orders import DocumentOrder, Order, Window, WindowOrder, num_windows
 
@@ -214,22 +214,13 @@ class SampleSource:
         order, epoch, position = self.place(sample)
         tokens, numbers = order.window(epoch, position, documents)
         tokens = tokens.astype(np.int64, copy=False)
-        if tokens.max() >= self.vocab_size or tokens.min() < 0:
-            raise ValueError(
-                f"source {self.name!r} ({self.stream}) holds token ids {tokens.min()} to "
-                f"{tokens.max()}, outside the model's vocabulary of {self.vocab_size}: it was made with "
-                "another tokenizer; raise model.vocab_size or prepare the data again"
-            )
+        check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
         return Window(tokens, numbers)
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint keeps to recognise this source: tokens and identity of each file, wherever it lies, and
         from which sample on it had how many of them."""
-        parts = self.stream.parts
-        return {
-            "files": [[part.num_tokens, part.identity()] for part in parts],
-            "growth": [list(entry) for entry in self.growth],
-        }
+        return described(self.stream.parts, self.growth)
 
     def replaces(self, saved: Mapping[str, Any]) -> str | None:
         """What of a checkpoint's `description` this source does not have any more, in words.
@@ -237,6 +228,14 @@ class SampleSource:
         More files behind those that it had replace nothing.
         """
         return replaced_file(self.stream.parts, saved["files"])
+
+
+def described(parts: Sequence[TokenSource], growth: Sequence[Growth]) -> dict[str, Any]:
+    """What a checkpoint keeps of a source's files: JSON."""
+    return {
+        "files": [[part.num_tokens, part.identity()] for part in parts],
+        "growth": [list(entry) for entry in growth],
+    }
 
 
 def replaced_file(parts: Sequence[TokenSource], files: Sequence[Sequence[Any]]) -> str | None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.bundle import TokenSource
+from data.bundle import TokenSource, check_ids
 from data.documents import document_numbers
 from data.loader import MicroBatch
 from data.orders import num_windows
@@ -128,14 +128,9 @@ class ValidationSet:
         length = self.seq_length
         windows = map(self.window, range(start, min(end, self.num_samples)))
         found = [self.stream.tokens(window * length, length + 1) for window in windows]
-        rows = torch.from_numpy(np.stack(found).astype(np.int64))
-        low, high = int(rows.min()), int(rows.max())
-        if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"validation source {self.name!r} ({self.stream}) holds token ids {low} to {high}, outside the "
-                f"model's vocabulary of {self.vocab_size}; raise model.vocab_size or prepare the data again"
-            )
-        return rows
+        rows = np.stack(found).astype(np.int64)
+        check_ids(f"validation source {self.name!r}", self.stream, rows, self.vocab_size)
+        return torch.from_numpy(rows)
 
 
 @dataclass(frozen=True)
