@@ -94,23 +94,25 @@ def refusal(trained: TrainedPlan) -> str | None:
     if not rows:
         formats = sorted(set(trained.others().values()))
         what = f"its weights are in {' and '.join(formats)}" if formats else "all its linears are in BF16"
-        return f"no linear of this checkpoint was trained with NVFP4 weights ({what}); export BF16 weights (--format hf)"
+        return (
+            f"no linear of this checkpoint was trained with NVFP4 weights ({what}); export BF16 weights (--format hf)"
+        )
     for name, row in rows.items():
         operand, rht = row.recipe[FPROP_WEIGHT], row.recipe.fprop.rht
         if operand.rounding == "stochastic":
             return (
-                f"{name}: {row.key}.fprop.weight.rounding=stochastic draws other codes in every step, so that no weight "
-                f"is the one that training multiplied with; train with nearest, {_PLAIN}"
+                f"{name}: {row.key}.fprop.weight.rounding=stochastic draws other codes in every step, so that no "
+                f"weight is the one that training multiplied with; train with nearest, {_PLAIN}"
             )
         if rht:
             return (
-                f"{name}: {row.key}.fprop.rht={rht} multiplies transformed weights by transformed activations, which no "
-                f"serving engine does; train with 0, {_PLAIN}"
+                f"{name}: {row.key}.fprop.rht={rht} multiplies transformed weights by transformed activations, which "
+                f"no serving engine does; train with 0, {_PLAIN}"
             )
         if row.recipe.amax != "global" and trained.tensor > 1:
             return (
-                f"{name}: {row.key}.amax={row.recipe.amax} gave each of {trained.tensor} tensor-parallel ranks a tensor "
-                f"scale of its own, and the format has one for the weight; train with amax=global, {_PLAIN}"
+                f"{name}: {row.key}.amax={row.recipe.amax} gave each of {trained.tensor} tensor-parallel ranks a "
+                f"tensor scale of its own, and the format has one for the weight; train with amax=global, {_PLAIN}"
             )
         if row.linear.in_features % _BLOCK:
             return f"{name} has {row.linear.in_features} input features, no multiple of {_BLOCK}; {_PLAIN[3:]}"
