@@ -27,6 +27,8 @@ from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
 
 _BLOCK = 16
+# Of a weight that are quantized together: its temporaries are several FP32 copies.
+_CHUNK_ELEMENTS = 2**24
 PLANS = ("now", "before")
 _PLAIN = "or export BF16 weights (--format hf)"
 
@@ -125,14 +127,17 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
     Codes and scales as `NVFP4Tensor` has them in blocks of 1x16. Raises ValueError for NaN or inf.
     """
     call = _call(row.linear, row.recipe, weight, compute_dtype)
-    padded = call.pad_rows(call.weight)
-    encoded = encode_operand(padded.to(torch.float32), row.recipe[FPROP_WEIGHT], None)
-    assert encoded.amax is not None
-    if not encoded.amax.isfinite():
+    padded = call.pad_rows(call.weight).contiguous()
+    amax = padded.abs().amax().to(torch.float32)
+    if not amax.isfinite():
         raise ValueError(f"{row.linear.name} has NaN or inf in its weight; give an earlier checkpoint")
-    codes, scales = (call.unpad_rows(part) for part in (encoded.codes(), encoded.scales.view(torch.uint8)))
-    scales = scales.contiguous().view(torch.float8_e4m3fn)
-    return NVFP4Tensor(codes.contiguous(), scales, (1, _BLOCK), encoded.amax, encoded.scale_max)
+    codes, scales = [], []
+    for part in padded.split(max(_BLOCK, _CHUNK_ELEMENTS // padded.shape[1] // _BLOCK * _BLOCK)):
+        encoded = encode_operand(part.to(torch.float32), row.recipe[FPROP_WEIGHT], None, amax=amax)
+        codes.append(encoded.codes())
+        scales.append(encoded.scales.view(torch.uint8))
+    own, stored = (call.unpad_rows(torch.cat(parts)).contiguous() for parts in (codes, scales))
+    return NVFP4Tensor(own, stored.view(torch.float8_e4m3fn), (1, _BLOCK), amax, encoded.scale_max)
 
 
 def multiplied_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
