@@ -14,11 +14,14 @@ What cannot be written like this is refused: `refusal` says why and what to do i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
@@ -54,6 +57,34 @@ class TrainedPlan:
         """The linears whose forward pass is quantized, but not in NVFP4: name -> format of the weight."""
         formats = {row.linear.name: row.recipe[FPROP_WEIGHT].format for row in self.plan.rows}
         return {name: form for name, form in formats.items() if form not in ("nvfp4", "bf16")}
+
+
+def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which: str = "now") -> TrainedPlan:
+    """`choose_plan` for a checkpoint; plans: of its configuration, before and after the precision switch.
+
+    Raises ValueError, one line with the remedy, where nothing can be exported as trained, and if the plan is not the
+    one that was saved with the checkpoint (a plan file has changed since).
+    """
+    if checkpoint.weights_only:
+        raise ValueError(
+            f"{checkpoint.folder} has imported weights, which no run has trained in NVFP4; {_PLAIN[3:]}, or train them"
+        )
+    config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
+    now = plans[0] if switched_at is None or plans[1] is None else plans[1]
+    saved = _written_out(checkpoint.trainer["plan"])
+    for name, lines in _written_out(now.as_dict()).items():
+        if saved.get(name) != lines:
+            raise ValueError(
+                f"{name} was trained otherwise than the configuration of {checkpoint.folder} says now; restore its "
+                f"precision.bf16_blocks.file, or use the version that trained it"
+            )
+    dtype = getattr(torch, config.precision.compute_dtype)
+    return choose_plan(plans, switched_at, dtype, config.parallel.tensor, which)
+
+
+def _written_out(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Linear -> its recipe's lines, of a plan as checkpoints have it."""
+    return {name: plan["recipes"][linear["recipe"]] for name, linear in plan["linears"].items()}
 
 
 def choose_plan(

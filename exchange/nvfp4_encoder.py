@@ -3,7 +3,7 @@ for everything else (FP32 for A_log, D and dt_bias)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def module_of(section: Section) -> str:
     return section.name.removesuffix(".weight")
 
 
-def excluded_modules(sections: Mapping[str, Sequence[Section]], quantized: Mapping[str, Any]) -> list[str]:
+def excluded_modules(sections: Mapping[str, Sequence[Section]], quantized: Collection[str]) -> list[str]:
     """The modules with weights of more than one dimension that are not in `quantized` (by our names): linears in BF16,
     the head, and convolutions, which some engines compute by a class for linears. Not the embedding."""
     return [
