@@ -82,7 +82,9 @@ def sections(config: ModelConfig) -> dict[str, list[Section]]:
         ours, theirs = f"{ours}.mixer", f"{theirs}.mixer"
         if letter == "M":
             found |= {
-                f"{ours}.in_proj.weight": [Section(f"{theirs}.in_proj.weight", (inner + channels + heads, hidden), in_proj)],
+                f"{ours}.in_proj.weight": [
+                    Section(f"{theirs}.in_proj.weight", (inner + channels + heads, hidden), in_proj)
+                ],
                 f"{ours}.conv.weight": [
                     Section(f"{theirs}.conv1d.weight", (channels, 1, config.mamba_conv_width), conv)
                 ],
@@ -129,7 +131,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "rescale_prenorm_residual": True,
-        "use_cache": True,
+        # Without attention, transformers' cache does not know how long it is, and a forward pass with one fails.
+        "use_cache": "*" in config.pattern,
     }
 
 
