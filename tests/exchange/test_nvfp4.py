@@ -160,7 +160,7 @@ def test_one_rank_has_one_tensor_scale_whatever_amax_says():
 def test_behind_a_switch():
     to_bf16 = switched("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train.global_batch_size=8")
     assert len(choose_plan(to_bf16, None, torch.bfloat16, 1).fp4()) == 8
-    with pytest.raises(ValueError, match=r"behind the precision switch \(before step 4\).*of before the switch"):
+    with pytest.raises(ValueError, match=r"behind the precision switch \(before step 5\).*of before the switch"):
         choose_plan(to_bf16, 4, torch.bfloat16, 1)
     left = choose_plan(to_bf16, 4, torch.bfloat16, 1, "before")
     assert left.before_switch and len(left.fp4()) == 8
