@@ -1,0 +1,164 @@
+"""Whole folders: written from trained checkpoints, compared by the script, read by the packages that define them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from assembly import CONFIGS, plans_of
+from exchange.checkpoint import open_checkpoint
+from exchange.hf.architectures import architecture_of
+from exchange.nvfp4 import multiplied_weight, trained_plan
+from exchange.nvfp4_layouts import LAYOUTS
+from megatron_fp4.parallel.mesh import leave_distributed
+from scripts import check_export, export_hf
+from tests.exchange.decoding import block_values
+from tests.exchange.trained import HYBRID, TRANSFORMER, train
+
+FORMATS = tuple(f"nvfp4-{name}" for name in LAYOUTS)
+# The hybrid's forward pass is in BF16 from its second step on.
+RUNS: dict[str, tuple[list[str], int]] = {
+    "hybrid": ([*HYBRID, "precision=nvfp4", "precision.switch.when=1"], 2),
+    "transformer": ([*TRANSFORMER, "precision=nvfp4", "precision.fprop.weight.four_over_six=true"], 1),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints after one step and after two, by model."""
+    root = tmp_path_factory.mktemp("runs")
+    return {name: train(root / name, o, ranks=r) for name, (o, r) in RUNS.items()}
+
+
+@pytest.fixture
+def checkpoints(runs: dict[str, Path]) -> Iterator[dict[str, Path]]:
+    yield {name: run / "checkpoints/step_00000001" for name, run in runs.items()}
+    leave_distributed()
+
+
+def export(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    """What the command says."""
+    given = export_hf.main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    assert given == code, output
+    assert not output.err or code
+    return output.err if code else output.out
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = check_export.main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    return code, output.out + output.err
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_folder_holds_what_training_multiplied_with(name, form, checkpoints, tmp_path, capsys):
+    checkpoint = open_checkpoint(checkpoints[name], CONFIGS)
+    assert "MiB" in export(capsys, checkpoints[name], tmp_path / "out", "--format", form)
+    code, table = compared(capsys, tmp_path / "out", checkpoints[name])
+    assert code == 0 and table.count(" equal\n") == 7, table
+    layout, tensors = LAYOUTS[form.removeprefix("nvfp4-")], weights(tmp_path / "out")
+    trained = trained_plan(checkpoint, plans_of(checkpoint.config))
+    sections = architecture_of(checkpoint.config.model).sections(checkpoint.config.model)
+    assert len(trained.fp4()) == len(trained.plan.rows) - 2  # those of the last block
+    for linear, row in trained.fp4().items():
+        values, scale = multiplied_weight(checkpoint.tensor(f"{linear}.weight"), row, torch.bfloat16)
+        for part in sections[f"{linear}.weight"]:
+            module = part.name.removesuffix(".weight")
+            codes, blocks = tensors[f"{module}.{layout.codes}"], tensors[f"{module}.weight_scale"]
+            assert torch.equal(block_values(codes, blocks), values if part.rows is None else values[part.rows])
+            stored = tensors[f"{module}.{layout.weight_scale}"]
+            assert stored.shape == (() if layout.name == "modelopt" else (1,))
+            given = stored if layout.name == "modelopt" else 1 / stored
+            assert float(given) == pytest.approx(float(scale), rel=0 if layout.name == "modelopt" else 2e-7)
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    assert group.get("input_activations") is None and not any(name.endswith("input_scale") for name in tensors)
+
+
+# One change of a folder in each layout, and the line that it has to be found by.
+TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = {
+    "a nibble": (
+        "modelopt", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight"][3, 5].bitwise_xor_(1),
+        "backbone.layers.1.mixer.up_proj, decoded: 1 of 6144 elements differ; [3, 10] is",
+    ),
+    "a block scale": (
+        "compressed-tensors",
+        lambda t, _: t["backbone.layers.0.mixer.in_proj.weight_scale"].view(torch.uint8)[277, 1].add_(1),
+        "backbone.layers.0.mixer.in_proj, decoded:",
+    ),
+    "an ulp of a tensor scale": (
+        "modelopt", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight_scale_2"].view(torch.int32).add_(1),
+        "backbone.layers.1.mixer.up_proj.weight_scale_2 is",
+    ),
+    "an inverted tensor scale": (
+        "compressed-tensors", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight_global_scale"].reciprocal_(),
+        "backbone.layers.1.mixer.up_proj.weight_global_scale is",
+    ),
+    "q's tensor scale": (
+        "modelopt", lambda t, _: t["backbone.layers.2.mixer.q_proj.weight_scale_2"].mul_(2),
+        "backbone.layers.2.mixer.v_proj.weight_scale_2 differ, and engines take the largest",
+    ),
+    "a tensor in BF16": (
+        "modelopt", lambda t, _: t["backbone.layers.5.mixer.up_proj.weight"][0, 0].add_(1),
+        "backbone.layers.5.mixer.up_proj.weight: 1 of 6144 elements differ; [0, 0] is",
+    ),
+    "A_log in BF16": (
+        "modelopt", lambda t, _: t.update({_A_LOG: t[_A_LOG].bfloat16()}),
+        "A_log is torch.bfloat16 and should be float32",
+    ),
+    "a missing tensor": (
+        "modelopt", lambda t, _: t.pop("backbone.layers.1.mixer.up_proj.weight_scale_2"),
+        "backbone.layers.1.mixer.up_proj.weight_scale_2 is missing",
+    ),
+    "a tensor of nothing": (
+        "modelopt", lambda t, _: t.update({"backbone.layers.1.mixer.up_proj.input_scale": torch.ones(())}),
+        "backbone.layers.1.mixer.up_proj.input_scale belongs to nothing",
+    ),
+    "an exclusion that is too short": (
+        "modelopt", lambda _, c: c["quantization_config"]["ignore"].append("backbone.layers.1"),
+        "backbone.layers.1.mixer.up_proj is excluded, though it has codes",
+    ),
+    "a missing exclusion": (
+        "compressed-tensors", lambda _, c: c["quantization_config"]["ignore"].remove("lm_head"),
+        "lm_head is not excluded, though it is in BF16",
+    ),
+    "exclusions of two kinds": (
+        "modelopt", lambda _, c: c["quantization_config"].update(ignore=["backbone.layers.5*", "*conv1d", "lm_head"]),
+        "",
+    ),
+    "a field of the model": (
+        "modelopt", lambda _, c: c.update(time_step_min=0.001), "time_step_min is 0.001 and should be 0.0",
+    ),
+}  # fmt: skip
+_A_LOG = "backbone.layers.0.mixer.A_log"
+
+
+@pytest.mark.slow
+def test_the_check_finds_what_is_changed(checkpoints, tmp_path, capsys):
+    for layout in LAYOUTS:
+        export(capsys, checkpoints["hybrid"], tmp_path / layout, "--format", f"nvfp4-{layout}")
+    for what, (layout, change, line) in TAMPERED.items():
+        folder = tmp_path / "changed"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(tmp_path / layout, folder)
+        tensors, config = weights(folder), json.loads((folder / "config.json").read_text())
+        change(tensors, config)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config))
+        code, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
+        assert line in table and code == (4 if line else 0), (what, table)
