@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from assembly import CONFIGS, plans_of
-from exchange.checkpoint import open_checkpoint
+from exchange.checkpoint import load_model, open_checkpoint
 from exchange.hf.architectures import architecture_of
+from exchange.hf.sections import ours_of
 from exchange.nvfp4 import multiplied_weight, trained_plan
 from exchange.nvfp4_layouts import LAYOUTS
 from megatron_fp4.parallel.mesh import leave_distributed
@@ -162,3 +163,89 @@ def test_the_check_finds_what_is_changed(checkpoints, tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps(config))
         code, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
         assert line in table and code == (4 if line else 0), (what, table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_compressed_tensors_reads_the_codes(name, checkpoints, tmp_path, capsys):
+    """Its unpacking gives our codes, packing them again our bytes, and its decompression our values in BF16."""
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor, pack_fp4_to_uint8, unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationScheme
+
+    export(capsys, checkpoints[name], tmp_path / "out", "--format", "nvfp4-compressed-tensors")
+    tensors, config = weights(tmp_path / "out"), json.loads((tmp_path / "out/config.json").read_text())
+    scheme = QuantizationScheme(**config["quantization_config"]["config_groups"]["group_0"])
+    modules = [key.removesuffix(".weight_packed") for key in tensors if key.endswith(".weight_packed")]
+    assert modules
+    for module in modules:
+        own = {key.removeprefix(f"{module}."): t for key, t in tensors.items() if key.startswith(f"{module}.")}
+        packed = own["weight_packed"]
+        codes = unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, dtype=torch.float32)
+        ones = torch.ones_like(own["weight_scale"].float()).to(torch.float8_e4m3fn)
+        assert torch.equal(codes, block_values(packed, ones))
+        assert torch.equal(pack_fp4_to_uint8(codes), packed)
+        value = block_values(packed, own["weight_scale"]) / own["weight_global_scale"]
+        decompressed = NVFP4PackedCompressor.decompress(own, scheme)["weight"]
+        assert decompressed.dtype == torch.bfloat16
+        # Rounded once more, to BF16, and in another order: where ours lies between two, it may take the other.
+        assert ((decompressed.float() - value).abs() <= value.abs() * 2.0**-8).all()
+
+
+@pytest.mark.slow
+def test_modelopt_reads_the_codes(checkpoints, tmp_path, capsys):
+    """Where nvidia-modelopt is installed (no dependency of ours)."""
+    tensor_type = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor").NVFP4QTensor
+    export(capsys, checkpoints["hybrid"], tmp_path / "out", "--format", "nvfp4")
+    tensors = weights(tmp_path / "out")
+    modules = [key.removesuffix(".weight_scale_2") for key in tensors if key.endswith(".weight_scale_2")]
+    assert len(modules) == 12
+    for module in modules:
+        codes, blocks, scale = (tensors[f"{module}.{n}"] for n in ("weight", "weight_scale", "weight_scale_2"))
+        shape = torch.Size((codes.shape[0], codes.shape[1] * 2))
+        stored = tensor_type(shape, torch.float32, codes)
+        found = stored.dequantize(dtype=torch.float32, scale=blocks, double_scale=scale, block_sizes={-1: 16})
+        # It multiplies the two scales first, we the code and the block's.
+        assert torch.allclose(found, block_values(codes, blocks) * scale, rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_transformers_loads_the_folder_of_compressed_tensors(name, checkpoints, tmp_path, capsys):
+    """Decompressed when it is loaded, it has the logits of our model with the same weights; decompressed at the first
+    forward pass, which goes in BF16 only, the same bits."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    export(capsys, checkpoints[name], tmp_path / "out", "--format", "nvfp4-compressed-tensors")
+    checkpoint, tensors = open_checkpoint(checkpoints[name], CONFIGS), weights(tmp_path / "out")
+    sections = architecture_of(checkpoint.config.model).sections(checkpoint.config.model)
+    ours = load_model(checkpoint)
+    tokens = torch.randint(290, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        masters = ours(tokens)
+        for parameter, values in ours.named_parameters():
+            published = {part.name: _as_compressed_tensors(tensors, part.name) for part in sections[parameter]}
+            values.to_local().copy_(ours_of(sections[parameter], published, tuple(values.shape)))
+        expected = ours(tokens)
+        fp32 = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
+        )
+        moved = (masters - expected).abs().max()
+        assert moved > 1e-3
+        assert (fp32.eval()(tokens).logits - expected).abs().max() < min(1e-4, 1e-2 * moved)
+        bf16, found = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+        )
+        assert not any(found.values()), found
+        same = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+        )
+        assert torch.equal(bf16.eval()(tokens).logits, same.eval()(tokens).logits)
+
+
+def _as_compressed_tensors(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """A published weight as the package decompresses it: code * (scale / global scale), in BF16."""
+    if name in tensors:
+        return tensors[name]
+    codes, blocks, scale = (tensors[f"{name}_{part}"] for part in ("packed", "scale", "global_scale"))
+    ones = torch.ones(blocks.shape).to(torch.float8_e4m3fn)
+    return (block_values(codes, ones) * (blocks.float() / scale).repeat_interleave(16, dim=1)).bfloat16()
