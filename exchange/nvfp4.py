@@ -112,8 +112,8 @@ def choose_plan(
     chosen = TrainedPlan(plan, compute_dtype, tensor, before_switch=which == "before")
     if switched and which == "now" and not chosen.fp4() and TrainedPlan(before, compute_dtype).fp4():
         raise ValueError(
-            f"this checkpoint is behind the precision switch (before step {switched_at + 1}), and its forward pass has no "
-            f"NVFP4 weights any more; give a checkpoint of before the switch, or quantize these weights by the plan "
+            f"this checkpoint is behind the precision switch (before step {switched_at + 1}), and its forward pass has "
+            f"no NVFP4 weights any more; give a checkpoint of before the switch, or quantize these weights by the plan "
             f"before it (--plan before; not what the last steps multiplied with), {_PLAIN}"
         )
     if problem := refusal(chosen):

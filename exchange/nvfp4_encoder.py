@@ -50,10 +50,12 @@ class NVFP4Encoder:
     def description(self) -> str:
         """For the model card."""
         count, rows = len(self.trained.fp4()), self.trained.plan.rows
-        which = "the plan before the run's precision switch" if self.trained.before_switch else "their plan"
+        made = "that training multiplied with"
+        if self.trained.before_switch:
+            made = "of the master weights, by the plan before the run's precision switch"
         text = (
-            f"{count} of {len(rows)} linears as NVFP4 codes and scales, the ones that training multiplied with by "
-            f"{which} ({self._layout.name} layout); everything else in bfloat16, A_log, D and dt_bias in float32."
+            f"{count} of {len(rows)} linears as the NVFP4 codes and scales {made} ({self._layout.name} layout); "
+            f"everything else in bfloat16, A_log, D and dt_bias in float32."
         )
         if others := self.trained.others():
             forms = ", ".join(sorted(set(others.values())))

@@ -14,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from assembly import CONFIGS, plans_of
+from data.indexed_dataset import IndexedDataset
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.hf.architectures import architecture_of
 from exchange.hf.sections import ours_of
 from exchange.nvfp4 import multiplied_weight, trained_plan
 from exchange.nvfp4_layouts import LAYOUTS
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from scripts import check_export, export_hf
 from tests.exchange.decoding import block_values
 from tests.exchange.trained import HYBRID, TRANSFORMER, train
@@ -249,3 +252,91 @@ def _as_compressed_tensors(tensors: dict[str, Tensor], name: str) -> Tensor:
     codes, blocks, scale = (tensors[f"{name}_{part}"] for part in ("packed", "scale", "global_scale"))
     ones = torch.ones(blocks.shape).to(torch.float8_e4m3fn)
     return (block_values(codes, ones) * (blocks.float() / scale).repeat_interleave(16, dim=1)).bfloat16()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_input_scales_are_the_largest_inputs_of_held_out_text(form, checkpoints, tmp_path, capsys):
+    layout, options = LAYOUTS[form.removeprefix("nvfp4-")], ["--activations", "calibrated", "--calibrate-samples", 3]
+    said = export(capsys, checkpoints["hybrid"], tmp_path / "out", "--format", form, *options)
+    assert "calibrated on 3 held-out sequences, 96 tokens (loss " in said
+    code, table = compared(capsys, tmp_path / "out", checkpoints["hybrid"])
+    assert code == 0 and "4-bit activations" in table, table
+    tensors = weights(tmp_path / "out")
+    amax = inputs_by_hand(checkpoints["hybrid"], 3)
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith(f".{layout.input_scale}")}
+    assert len(scales) == 12
+    for name, scale in scales.items():
+        module = name.removesuffix(f".{layout.input_scale}").removeprefix("backbone.layers.")
+        block, _, linear = module.partition(".mixer.")
+        ours = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "o_proj": "out_proj"}
+        largest = amax[f"blocks.{block}.mixer.{ours.get(linear, linear)}"]
+        expected = largest / 2688 if layout.name == "modelopt" else torch.tensor([2688.0]) / largest
+        assert torch.equal(scale, expected), name
+    assert len({float(scale) for scale in scales.values()}) > 6 and all(scale != 1 for scale in scales.values())
+
+
+def inputs_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
+    """By hooks on the linears' modules, one sequence after the other: first, second, first source; spread over each."""
+    checkpoint = open_checkpoint(folder, CONFIGS)
+    model = load_model(checkpoint, compute_dtype=torch.bfloat16)
+    trained = trained_plan(checkpoint, plans_of(checkpoint.config))
+    PrecisionController({n: m.context for n, m in model.linears()}, trained.plan, RunClock(seed=0))
+    found: dict[str, list[Tensor]] = {}
+    for name, module in model.linears():
+        keep = found.setdefault(name, [])
+        module.register_forward_pre_hook(lambda _, given, keep=keep: keep.append(given[0].detach().abs().max().float()))
+    streams = {name: IndexedDataset(path) for name, path in checkpoint.config.data.validation.items()}
+    first, second = (stream.tokens(0, stream.num_tokens).astype("int64") for stream in streams.values())
+    windows = (len(first) - 1) // 32
+    for text, start in ((first, 0), (second, 0), (first, windows // 2 * 32))[:samples]:
+        with torch.no_grad():
+            model(torch.from_numpy(text[start : start + 32])[None])
+    return {name: torch.stack(values).max() for name, values in found.items()}
+
+
+NVFP4, MEASURED = "--format nvfp4", "--format nvfp4 --activations calibrated"
+REFUSED = {
+    "behind the switch": (2, NVFP4, "is behind the precision switch (before step 2)"),
+    "before what": (1, f"{NVFP4} --plan before", "this checkpoint is not behind a precision switch; leave it out"),
+    "a plan of BF16": (1, "--plan before", "--plan is for NVFP4; add --format nvfp4, or leave it out"),
+    "a type": (1, f"{NVFP4} --dtype float32", "with --format nvfp4 all else is bfloat16; leave it out"),
+    "nothing measured": (1, f"{NVFP4} --calibrate-samples 3", "is for --activations calibrated; add that"),
+    "no samples": (1, f"{MEASURED} --calibrate-samples 0", "0 measures nothing; give 1 or more"),
+    "data that is gone": (1, f"{MEASURED} --data-override data.validation.first=/nowhere/text", "/nowhere/text"),
+}
+
+
+@pytest.mark.slow
+def test_refusals_are_one_line_and_leave_nothing(checkpoints, tmp_path, capsys):
+    step_1 = checkpoints["hybrid"]
+    for what, (step, options, line) in REFUSED.items():
+        folder = step_1.with_name(f"step_0000000{step}")
+        said = export(capsys, folder, tmp_path / "out", *options.split(), code=2)
+        assert line in said and said.startswith("export_hf.py: ") and said.count("\n") == 1, (what, said)
+        assert list(tmp_path.iterdir()) == [], what
+    said = export(capsys, step_1.with_name("step_00000002"), tmp_path / "out", "--format", "nvfp4", "--plan", "before")
+    code, table = compared(capsys, tmp_path / "out", step_1.with_name("step_00000002"), "--plan", "before")
+    assert code == 0, table
+    card = (tmp_path / "out/README.md").read_text()
+    assert "by the plan before the run's precision switch" in card
+    said = export(capsys, step_1, tmp_path / "out", "--format", "nvfp4", "--activations", "calibrated", code=2)
+    assert "exists already; name another folder" in said
+    code, table = compared(capsys, tmp_path / "out", step_1, "--plan", "before")
+    assert code == 2 and "not behind a precision switch" in table
+    code, table = compared(capsys, tmp_path, step_1)
+    assert code == 2 and table == f"check_export.py: {tmp_path} has no config.json; give an exported folder\n"
+
+
+@pytest.mark.slow
+def test_the_check_compares_plain_folders_and_tokenizers(checkpoints, tmp_path, capsys):
+    export(capsys, checkpoints["transformer"], tmp_path / "out")
+    code, table = compared(capsys, tmp_path / "out", checkpoints["transformer"])
+    assert code == 0 and table.count(" equal\n") == 4 and "arcee, bfloat16" in table, table
+    code, table = compared(capsys, tmp_path / "out", checkpoints["hybrid"], "--no-tokenizer")
+    assert code == 4 and "DIFFERS" in table and "not compared" in table
+    tokenizer = json.loads((tmp_path / "out/tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
+    (tmp_path / "out/tokenizer.json").write_text(json.dumps(tokenizer))
+    code, table = compared(capsys, tmp_path / "out", checkpoints["transformer"])
+    assert code == 4 and "which made the data of the run" in table, table
