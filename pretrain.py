@@ -162,6 +162,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         plan=plan,
         resume=config.checkpoint.resume,
         origin=origin_state(run.checkpointer.origin),
+        initialized_from=origin_state(run.checkpointer.initialized_from),
     )
     if missing is None:
         introduce_run(run, start)
@@ -384,6 +385,16 @@ def resume(run: Run) -> int:
             allow_mismatch=settings.allow_mismatch,
         )
         start = resumed.step if resumed else 0
+        if settings.initialize_from is not None:
+            begun = checkpointer.initialize(
+                settings.initialize_from,
+                run.model,
+                run.controller.clock,
+                resumed=resumed is not None,
+                allow_mismatch=settings.allow_mismatch,
+            )
+            if begun is not None:
+                run.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
         if later := checkpointer.steps_after(start):
             raise ConfigError(
                 f"checkpoint.resume={settings.resume} starts from step {start}, but {checkpointer.root} already has "

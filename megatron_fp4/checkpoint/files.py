@@ -62,6 +62,7 @@ class Manifest:
     save_index: 1 for the first ever made in its folder, then counting up. step: optimizer steps done.
     consumed_*: training samples and tokens up to it. world_size: of the job that saved it.
     identity: see identity.py. files: by name relative to the checkpoint, all but the manifest itself.
+    weights_only: it has no optimizer state, so a run can begin from it but not go on with it.
     """
 
     save_index: int
@@ -73,6 +74,7 @@ class Manifest:
     files: dict[str, FileRecord]
     torch_version: str
     format: int = FORMAT
+    weights_only: bool = False
 
 
 def folder_name(step: int) -> str:
@@ -164,6 +166,8 @@ def read_checked(folder: Path, name: str, record: FileRecord) -> bytes:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it down to the disk, with a digest of itself."""
     content = dataclasses.asdict(manifest)
+    if not manifest.weights_only:  # a word that version 0.2 does not know
+        del content["weights_only"]
     write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
     sync_folder(folder)
 
