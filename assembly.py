@@ -22,6 +22,7 @@ from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
 from data.validation import ValidationSet, Yardstick
+from exchange.in_run import Exports, check_exports
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.choice import origin_state
@@ -70,6 +71,7 @@ def configure(overrides: list[str]) -> Config:
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, world_size(), device_type)
     check_initialization(config)
+    check_exports(config)
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
         backend_of(config)
@@ -156,6 +158,7 @@ class Run:
     validation: list[ValidationSet]
     yardsticks: dict[str, Yardstick]
     checkpointer: Checkpointer
+    exports: Exports
     guard: NonFiniteGuard
     spikes: SpikeGuard
     kernels: KernelChoices
@@ -350,6 +353,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
+    log = RunLog(config, active=mesh.rank == 0)
     return Run(
         config=config,
         mesh=mesh,
@@ -373,10 +377,11 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             num_steps=config.train.steps,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
+        exports=Exports(config, log, active=mesh.rank == 0),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
-        log=RunLog(config, active=mesh.rank == 0),
+        log=log,
         progress=progress or Progress(),
     )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_fp4.checkpoint import files, local_files
 from megatron_fp4.checkpoint.choice import Origin
@@ -90,8 +90,8 @@ def find_sources(given: Path) -> tuple[list[Source], list[str]]:
         folders = files.list_checkpoints(given / "checkpoints") or files.list_checkpoints(given)
     if not folders:
         raise ValueError(
-            f"{KEY}={given} has no checkpoint; give the path of one, such as RUN/checkpoints/step_00000200, or of a run "
-            "that has some"
+            f"{KEY}={given} has no checkpoint; give the path of one, such as RUN/checkpoints/step_00000200, or of a "
+            "run that has some"
         )
     found, problems = [], []
     for folder in folders:
@@ -165,12 +165,7 @@ def initialize_weights(
     _refuse(refusal)
     damaged: list[tuple[Path, str]] = []
     for source in sources:
-        problems = together.collect(
-            "compare",
-            lambda: model_problem(source, identity, allow_mismatch)  # noqa: B023
-            or tokenizer_problem(source, identity, allow_mismatch),  # noqa: B023
-        )
-        _refuse(together.first("compare", lambda: next(filter(None, problems), None)))  # noqa: B023
+        _check(source, identity, together, allow_mismatch)
         try:
             _load(source, model, together)
         except DamageError as error:
@@ -184,6 +179,15 @@ def initialize_weights(
     agree_on_damage(damaged, together, anywhere=True)
     listing = "; ".join(f"{folder.name}: {problem}" for folder, problem in damaged)
     raise ValueError(f"{KEY}={given} is damaged: {listing}; give another checkpoint")
+
+
+def _check(source: Source, identity: Mapping[str, Any], together: Together, allow_mismatch: bool) -> None:
+    """Raise ValueError on all ranks if any finds another model or tokenizer than the run's."""
+    of_ranks = together.collect(
+        "compare",
+        lambda: model_problem(source, identity, allow_mismatch) or tokenizer_problem(source, identity, allow_mismatch),
+    )
+    _refuse(together.first("compare", lambda: next(filter(None, of_ranks), None)))
 
 
 def _load(source: Source, model: nn.Module, together: Together) -> None:
@@ -208,7 +212,7 @@ def _tensor_problem(folder: Path, metadata: Metadata, state: dict[str, Any]) -> 
     saved = {
         name: (tuple(tensor.size), tensor.properties.dtype)
         for name, tensor in metadata.state_dict_metadata.items()
-        if name.startswith("model.") and hasattr(tensor, "size")
+        if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)
     }
     for name in (*expected, *saved):
         there, here = (
@@ -252,8 +256,8 @@ def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
     """Raise ValueError for a checkpoint that a run cannot go on with, because it has no optimizer state."""
     if manifest.weights_only:
         raise ValueError(
-            f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it with "
-            f"{KEY}={folder}, in a run.dir of its own"
+            f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
+            f"with {KEY}={folder}, in a run.dir of its own"
         )
 
 

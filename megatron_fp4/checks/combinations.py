@@ -190,7 +190,7 @@ def _local_checkpoints(config: Config) -> None:
             f"checkpoint.local_dir={local_dir} does nothing without checkpoint.local_interval; give the steps between "
             "local checkpoints, or set checkpoint.local_dir=null"
         )
-    shared = min(settings.interval or steps, steps)
+    shared = min(settings.interval or steps, settings.export_interval or steps, steps)
     if interval >= shared:
         raise ConfigError(
             f"checkpoint.local_interval={interval} does nothing: a shared checkpoint is made every {shared} steps; "
