@@ -184,7 +184,7 @@ class Exports:
                 self.end()
                 return False
             if busy and not said:
-                self._log.console.text(f"waiting for the export of step {self._current()}; a request to stop ends it")
+                self._log.console.text(f"waiting for the exports of steps {self._current()}; a request to stop ends that")
                 said = True
             progress.alive()
             time.sleep(pause)
@@ -310,8 +310,9 @@ class Exports:
                 newest = self._checkpoints / (files.read_pointer(self._checkpoints) or "")
                 files.prune(self._checkpoints, self._settings.keep, just_made=newest)
 
-    def _current(self) -> int:
-        return self._waiting[0] if self._running is None else self._running[0]
+    def _current(self) -> str:
+        running = [] if self._running is None else [self._running[0]]
+        return ", ".join(map(str, [*running, *self._waiting]))
 
     def _mark(self, step: int) -> Path:
         return self._root / f"{files.folder_name(step)}.tmp"
