@@ -188,6 +188,9 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         run.checkpointer.finish()
         take_note_of_saves(run)
         exported = run.exports.finish(steps_done, lambda: orders.stop, mesh.device, run.progress)
+        if steps_done == steps and not exported:
+            orders.obeyed()
+            log.stop(steps, orders.why_stop)
     run.progress.at(steps_done, "end")
     if steps_done < steps or not exported:
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")

@@ -1,4 +1,4 @@
-"""Exports beside a run, with a stand-in for the exporter: what is started when, what is left behind, what comes back."""
+"""Exports beside a run, with a stand-in for the exporter: what is started when, what is left, what comes back."""
 
 from __future__ import annotations
 
@@ -253,7 +253,8 @@ def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     run = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None and run.stdout.readline() == "written\n"
     told = tmp_path / "run" / "checkpoints" / "step_00000002" / "hang"
-    assert not gone(pid := int(told.read_text()))
+    pid = int(told.read_text())
+    assert not gone(pid)
     run.send_signal(signal.SIGKILL)
     run.wait()
     wait_for(lambda: gone(pid))
