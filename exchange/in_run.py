@@ -184,7 +184,7 @@ class Exports:
                 self.end()
                 return False
             if busy and not said:
-                self._log.console.text(f"waiting for the exports of steps {self._current()}; a request to stop ends that")
+                self._log.console.text(f"waiting for exports of steps: {self._current()}; a request to stop ends that")
                 said = True
             progress.alive()
             time.sleep(pause)

@@ -287,7 +287,7 @@ def test_a_finished_run_waits_and_a_stop_on_any_rank_ends_that(tmp_path: Path) -
     ranks = 2
     outcomes = launch(_ending, ranks, str(tmp_path / "waits"), "wait", -1, seconds=300.0)
     assert [outcome[:2] for outcome in outcomes] == [(True, True)] * ranks
-    assert outcomes[0][2] == ["waiting for the exports of steps 8; a request to stop ends that"]
+    assert outcomes[0][2] == ["waiting for exports of steps: 8; a request to stop ends that"]
     assert (tmp_path / "waits" / "exports" / "step_00000008").is_dir()
     outcomes = launch(_ending, ranks, str(tmp_path / "stops"), "hang", ranks - 1, seconds=300.0)
     assert [outcome[0] for outcome in outcomes] == [False] * ranks and outcomes[0][3] == [8]
