@@ -117,7 +117,7 @@ class Exports:
     def last(self) -> Path | None:
         """The export of the run's last step, if that was asked for and is there."""
         folder = self.folder(self._steps)
-        return folder if self.due(self._steps) and (folder / RECORD).is_file() else None
+        return folder if self.due(self._steps) and folder.is_dir() else None
 
     def protected(self) -> set[str]:
         """The names of checkpoints that are still to be exported. Any thread may ask."""
@@ -220,12 +220,15 @@ class Exports:
         return sorted(p for p in self._root.iterdir() if p.suffix == ".tmp" and _STEP.fullmatch(p.stem) and p.is_dir())
 
     def _is_missing(self, step: int) -> bool:
-        """Whether there is a checkpoint of that step, and no export of it."""
-        record = self._record(step)
-        if record is None:
+        """Whether there is a checkpoint of that step and no export of it. A folder that says nothing of what it was made
+        from was made by hand, and counts."""
+        wanted, made = self._record(step), self.folder(step) / RECORD
+        if wanted is None:
             return False
         try:
-            return bool(json.loads((self.folder(step) / RECORD).read_bytes()) != record)
+            return bool(json.loads(made.read_bytes()) != wanted)
+        except FileNotFoundError:
+            return not made.parent.is_dir()
         except (OSError, ValueError):
             return True
 

@@ -195,6 +195,16 @@ def test_another_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -
     assert written(tmp_path / "run", 2)["pid"] != before["pid"]
 
 
+def test_an_export_by_hand_counts(tmp_path: Path) -> None:
+    """It is what the line of a failed one offers."""
+    job = Job(tmp_path / "run")
+    job.save(2, "fail")
+    job.until(lambda: job.log.failed)
+    assert job.exports.lacking(2) == ["its export of step 2"]
+    (tmp_path / "run" / "exports" / "step_00000002").mkdir()
+    assert job.exports.lacking(2) == []
+
+
 def gone(pid: int) -> bool:
     """Whether a process has ended, be it that nobody has asked how."""
     try:
