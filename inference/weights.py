@@ -32,8 +32,10 @@ def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, 
     activations that are not quantized, since an activation's maximum ties a token to the batch that it is in.
 
     trained_in: the run's compute dtype, to which it rounded the masters first. shards: its tensor-parallel size.
-    Returns how many linears that are. Raises ValueError, in one line, where the codes of a checkpoint alone are unknown.
+    Returns how many linears that are. Raises ValueError, in one line, where the codes do not follow from a checkpoint.
     """
+    if trained_in == torch.float32 != model.embedding.dtype:
+        raise ValueError("the weights were quantized from FP32: compute in FP32 to have them as they were trained")
     recipes = {row.linear.name: row.recipe for row in plan.rows if row.recipe[FPROP_WEIGHT].quantized}
     for name, recipe in recipes.items():
         _check_known(name, recipe, shards)
@@ -52,11 +54,9 @@ def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, 
 
 def _check_known(name: str, recipe: Recipe, shards: int) -> None:
     if recipe[FPROP_WEIGHT].rounding == "stochastic":
-        raise ValueError(
-            f"{name} was trained with weights rounded stochastically, anew in every step: take the masters"
-        )
+        raise ValueError(f"{name} was trained with weights rounded stochastically, anew each step: take the masters")
     if recipe.fprop.rht and recipe.rht_signs == "fresh":
-        raise ValueError(f"{name} was trained with weights transformed with signs of each step's own: take the masters")
+        raise ValueError(f"{name} was trained with weights transformed with the signs of a step: take the masters")
     if recipe.amax == "shard" and shards > 1:
         raise ValueError(
             f"{name} was trained with a tensor scale for each of {shards} shards (precision.amax=shard), which one "
