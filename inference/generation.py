@@ -22,9 +22,6 @@ from megatron_fp4.parallel.collectives import all_gather_tokens
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
 
-PIECE = 512
-"""Columns of a prompt that go through the model at once."""
-
 
 class NotFiniteError(ArithmeticError):
     """The model's logits have NaN or infinity in them."""
@@ -47,47 +44,47 @@ class Continuation:
     ended: bool = False
 
 
-def generate(
-    model: HybridModel,
-    requests: Sequence[Request],
-    *,
-    max_tokens: int,
-    sampling: Sampling = GREEDY,
-    stop: int | None = None,
-    num_ids: int | None = None,
-    piece: int = PIECE,
-) -> list[Continuation]:
-    """The continuation of every request; arguments and errors as of `stream`."""
+@dataclass(frozen=True)
+class Settings:
+    """How texts go on.
+
+    max_tokens: new ones of each. stop: the token that ends a text; None: nothing does. num_ids: only tokens below are
+    chosen, where the model has more ids than its tokenizer; None: all. piece: columns of the prompts that go through
+    the model at once.
+
+    Raises ValueError for counts below 1.
+    """
+
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    stop: int | None = None
+    num_ids: int | None = None
+    piece: int = 512
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_tokens", self.max_tokens), ("piece", self.piece)):
+            if value < 1:
+                raise ValueError(f"{name} {value} is less than 1")
+
+
+def generate(model: HybridModel, requests: Sequence[Request], settings: Settings) -> list[Continuation]:
+    """The continuation of every request; errors as of `stream`."""
     found = [Continuation() for _ in requests]
-    for tokens in stream(
-        model, requests, max_tokens=max_tokens, sampling=sampling, stop=stop, num_ids=num_ids, piece=piece
-    ):
+    for tokens in stream(model, requests, settings):
         for continuation, token in zip(found, tokens, strict=True):
             if token is not None:
                 continuation.tokens.append(token)
     for continuation in found:
-        continuation.ended = len(continuation.tokens) < max_tokens
+        continuation.ended = len(continuation.tokens) < settings.max_tokens
     return found
 
 
-def stream(
-    model: HybridModel,
-    requests: Sequence[Request],
-    *,
-    max_tokens: int,
-    sampling: Sampling = GREEDY,
-    stop: int | None = None,
-    num_ids: int | None = None,
-    piece: int = PIECE,
-) -> Iterator[list[int | None]]:
+def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) -> Iterator[list[int | None]]:
     """The next token of every request, again and again; None for one that has ended.
-
-    max_tokens: new ones of each. stop: the token that ends a text; None: nothing does. num_ids: only tokens below are
-    chosen, where the model has more ids than its tokenizer. piece: columns of the prompts at a time.
 
     Raises ValueError for a prompt without tokens or with one that the model does not have, and NotFiniteError.
     """
-    mesh = model.mesh
+    mesh, sampling, max_tokens, piece = model.mesh, settings.sampling, settings.max_tokens, settings.piece
     vocab_size = model.head.weight.shape[0]
     prompts = [list(request.tokens) for request in requests]
     for number, prompt in enumerate(prompts, start=1):
@@ -96,8 +93,6 @@ def stream(
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             wrong = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"prompt {number} has the token {wrong}; the model has ids from 0 to {vocab_size - 1}")
-    if max_tokens < 1 or piece < 1:
-        raise ValueError(f"max_tokens {max_tokens} and pieces of {piece} must be 1 or more")
     draws = [Draws(sampling.seed, request.sample, prompt) for request, prompt in zip(requests, prompts, strict=True)]
     # The last new token is not looked at by anything.
     memory = model.new_memory(len(prompts), max(map(len, prompts)) + max_tokens - 1)
@@ -109,7 +104,7 @@ def stream(
         padded = [column + [0] * (length - len(column)) for column in columns]
         with torch.no_grad():
             logits = model(torch.tensor(padded, device=mesh.device), memory=memory, counts=counts)
-        return logits_of_all_ids(logits, mesh)[:, :num_ids]
+        return logits_of_all_ids(logits, mesh)[:, : settings.num_ids]
 
     logits: Tensor | None = None
     for begin in range(0, max(map(len, prompts)), piece):
@@ -124,7 +119,7 @@ def stream(
         tokens = agreed(choose(logits, sampling, [draw(place) for draw in draws]), mesh)
         if any(token == NOT_FINITE and on for token, on in zip(tokens, going, strict=True)):
             raise NotFiniteError("the model's logits are not finite")
-        going = [on and token != stop for token, on in zip(tokens, going, strict=True)]
+        going = [on and token != settings.stop for token, on in zip(tokens, going, strict=True)]
         if not any(going):
             return
         yield [token if on else None for token, on in zip(tokens, going, strict=True)]

@@ -38,3 +38,15 @@ class TextStream:
         self._ids = self._ids[self._said :]
         self._said = len(self._ids)
         return now[len(before) :]
+
+
+def prompt_tokens(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """The tokens of a prompt; of an empty one the end of a document, behind which another begins.
+
+    Raises ValueError for text that is no Unicode, as a command line in another encoding makes it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt {text!r} is not UTF-8") from error
+    return tokenizer.encode_batch([text])[0] or [tokenizer.eod_id]
