@@ -167,9 +167,9 @@ class WandbView:
 
     def texts(self, samples: list[dict[str, Any]], step: int) -> None:
         """Add a table of texts behind their prompts."""
-        columns: list[str | int] = ["prompt", "text", "ended"]
-        rows = [[sample[key] for key in columns] for sample in samples]
-        self._log(lambda: {"text": self._wandb.Table(columns, rows)}, step)
+        columns = ["prompt", "text", "ended"]
+        rows = [[sample[name] for name in columns] for sample in samples]
+        self._log(lambda: {"text": self._wandb.Table(columns=list(columns), data=rows)}, step)
 
     def _log(self, values: Callable[[], dict[str, Any]], step: int) -> None:
         if self._run is None or not self.outage.may_try:
