@@ -110,7 +110,7 @@ def choose_plan(
     plan = after if switched and which == "now" else before
     assert plan is not None
     chosen = TrainedPlan(plan, compute_dtype, tensor, before_switch=which == "before")
-    if switched and which == "now" and not chosen.fp4() and TrainedPlan(before, compute_dtype).fp4():
+    if switched_at is not None and plan is after and not chosen.fp4() and TrainedPlan(before, compute_dtype).fp4():
         raise ValueError(
             f"this checkpoint is behind the precision switch (before step {switched_at + 1}), and its forward pass has "
             f"no NVFP4 weights any more; give a checkpoint of before the switch, or quantize these weights by the plan "

@@ -64,6 +64,11 @@ class NVFP4Encoder:
             text += " Input scales are from calibration on held-out text."
         return text
 
+    @property
+    def use(self) -> str:
+        """For the model card."""
+        return self._layout.use
+
     def layout(self, name: str, sections: Sequence[Section]) -> list[Stored]:
         """What `name` becomes: by the tensors of one row, with the number of rows put in."""
         if name not in self._rows:

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from exchange.hf.encoder import IN_TRANSFORMERS
 from exchange.nvfp4 import inverse_tensor_scale, tensor_scale
 from megatron_fp4.quantization.elements import E2M1_MAX, E4M3_MAX
 from megatron_fp4.quantization.tensor import NVFP4Tensor
@@ -51,6 +52,8 @@ class Layout(ABC):
     weight_scale: ClassVar[str]
     input_scale: ClassVar[str]
     scales: ClassVar[str] = "weight_scale"
+    use: ClassVar[str] = "```\nvllm serve .\n```"
+    """How a folder is loaded, in Markdown."""
 
     def tensors(self, module: str, weight: NVFP4Tensor, input_amax: Tensor | None) -> dict[str, Tensor]:
         """All tensors of `module`, by their full names.
@@ -132,6 +135,7 @@ class CompressedTensors(Layout):
 
     name, codes, weight_scale = "compressed-tensors", "weight_packed", "weight_global_scale"
     input_scale = "input_global_scale"
+    use = f"{Layout.use}\nor, decompressed to BF16 (with compressed-tensors installed):\n\n{IN_TRANSFORMERS}"
 
     def stored_weight_scale(self, weight: NVFP4Tensor) -> Tensor:
         # One element, not zero dimensions: compressed-tensors divides by a scalar in BF16.

@@ -79,7 +79,7 @@ def export_hf(
         )
         (folder / CONFIG).write_text(json_text(described))
         (folder / GENERATION).write_text(json_text({key: value for key, value in special.items() if value is not None}))
-        (folder / CARD).write_text(model_card(checkpoint, architecture.MODEL_TYPE, encoder.description))
+        (folder / CARD).write_text(model_card(checkpoint, architecture.MODEL_TYPE, encoder.description, encoder.use))
         for name, content in {**files, **encoder.extra_files()}.items():
             (folder / name).write_bytes(content)
 
