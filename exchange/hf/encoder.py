@@ -10,7 +10,6 @@ from torch import Tensor
 
 from exchange.hf.sections import Section
 
-
 IN_TRANSFORMERS = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from exchange.nvfp4 import (
     refusal,
     reordered,
     tensor_scale,
+    trained_plan,
     trained_weight,
 )
 from megatron_fp4.config.compose import compose_config
@@ -54,6 +58,7 @@ CASES = {
 }
 
 
+@functools.cache
 def composed(*overrides: str) -> Config:
     return compose_config(list(overrides), CONFIGS)
 
@@ -211,3 +216,32 @@ def test_a_weight_that_is_not_finite_is_refused():
 def test_no_refusal_for_what_is_shipped():
     for name in ("nvfp4", "nvfp4_all_the_way", "nvfp4_nemotron_3"):
         assert refusal(TrainedPlan(switched(f"precision={name}")[0], torch.bfloat16, tensor=2)) is None
+
+
+def checkpoint(config: Config, saved: Plan, **changes: object) -> Any:
+    trainer = {"switch": {"switched_at": None}, "plan": json.loads(json.dumps(saved.as_dict()))}
+    fields = {"folder": Path("step_1"), "config": config, "trainer": trainer, "weights_only": False}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
+    config = composed(*HYBRID, "precision=nvfp4")
+    plans = plans_of(config)
+    assert len(trained_plan(checkpoint(config, plans[0]), plans).fp4()) == 8
+    other = plans_of(composed(*HYBRID, "precision=nvfp4", "precision.bf16_blocks.last=3"))[0]
+    with pytest.raises(ValueError, match=r"blocks\.3\.mixer\.up_proj was trained otherwise than .* step_1 says now"):
+        trained_plan(checkpoint(config, other), plans)
+    with pytest.raises(ValueError, match="step_1 has imported weights, which no run has trained in NVFP4"):
+        trained_plan(checkpoint(config, plans[0], weights_only=True), plans)
+
+
+def test_a_large_weight_is_quantized_in_parts_without_a_difference(monkeypatch):
+    for name in ("blocks.0.mixer.in_proj", "blocks.1.mixer.up_proj"):
+        row = TrainedPlan(switched("precision=nvfp4", FOUR_OVER_SIX)[0], torch.bfloat16).fp4()[name]
+        weight = torch.randn(row.linear.out_features, 64, generator=torch.Generator().manual_seed(1))
+        whole = trained_weight(weight, row, torch.bfloat16)
+        monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
+        parts = trained_weight(weight, row, torch.bfloat16)
+        monkeypatch.undo()
+        assert torch.equal(parts.codes, whole.codes) and parts.amax == whole.amax
+        assert torch.equal(parts.scales.view(torch.uint8), whole.scales.view(torch.uint8))
