@@ -216,7 +216,7 @@ def _shared_scales(
                 problems.append(f"{', '.join(names)} differ, and engines take the largest for all of them")
             if any(each.dtype != torch.float32 or not (each.isfinite() & (each > 0)).all() for each in found):
                 problems.append(f"{names[0]} is {found[0].tolist()}, no scale")
-    return Finding("scales of fused modules", f"{fused} times q, k and v", _first(problems))
+    return Finding("scales of fused modules", f"{fused} of q, k and v", _first(problems))
 
 
 def _exclusions(
