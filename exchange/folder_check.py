@@ -29,7 +29,7 @@ from exchange.nvfp4_reading import decoded
 from megatron_fp4.quantization.elements import E2M1_MAX, E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 
-CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
+CONFIG = "config.json"
 
 
 class Finding(NamedTuple):
@@ -235,13 +235,26 @@ def _exclusions(
             if layout.excludes(quantization, name) != expected:
                 word = "not excluded, though it is in BF16" if expected else "excluded, though it has codes"
                 problems.append(f"{name} is {word}")
+    expected_keys = layout.quantization_config((), is_calibrated(quantization))
+    problems += [
+        f"quantization_config.{key} is {quantization.get(key)!r} and should be {value!r}"
+        for key, value in expected_keys.items()
+        if key not in ("ignore", "producer") and quantization.get(key) != value
+    ]
     for name, content in layout.extra_files(plain, is_calibrated(quantization)).items():
         path = folder.path / name
         if not path.is_file():
             problems.append(f"{name} is missing")
-        elif json.loads(path.read_text())["quantization"] != json.loads(content)["quantization"]:
-            problems.append(f"{name} says something else than {CONFIG}")
-    return Finding("modules in BF16", f"{len(plain)} excluded, {len(quantized)} not", _first(problems))
+        elif _quantization(path) != json.loads(content)["quantization"]:
+            problems.append(f"{name} does not say what is quantized here")
+    return Finding("what is quantized", f"{len(plain)} excluded, {len(quantized)} not", _first(problems))
+
+
+def _quantization(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())["quantization"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _tokenizer(folder: Folder, tokenizer: TextTokenizer) -> Finding:

@@ -190,6 +190,9 @@ def layout_of(config: dict[str, Any]) -> Layout | None:
     method = quantization.get("quant_method")
     if method not in LAYOUTS:
         raise ValueError(f"its quantization_config.quant_method is {method!r}, not one of {', '.join(LAYOUTS)}")
+    groups, ignored = quantization.get("config_groups"), quantization.get("ignore")
+    if not isinstance(groups, dict) or not isinstance(groups.get("group_0"), dict) or not isinstance(ignored, list):
+        raise ValueError("its quantization_config has no config_groups.group_0 and ignore, as exports from here have")
     return LAYOUTS[method]
 
 

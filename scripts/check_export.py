@@ -6,6 +6,7 @@
 Of a folder in plain types: every tensor, and the fields of config.json. Of one in NVFP4 (ModelOpt's layout or
 compressed-tensors'): also that codes and scales decode to what the GEMMs of training multiplied with, that exactly the
 linears without codes are excluded, and that q, k and v have one tensor scale. And the tokenizer, if the run has one.
+If something differs, the files of the checkpoint are compared with their SHA-256 last.
 Exit code: 0 all equal, 4 something differs, 2 wrong arguments or nothing to compare with.
 """
 
@@ -59,6 +60,8 @@ def compare(options: argparse.Namespace) -> int:
         verdict = f"DIFFERS: {finding.problem}" if finding.problem else "equal"
         differing += bool(finding.problem)
         print(f"  {finding.what:<24}{finding.extent:<28}{verdict}", flush=True)
+    if differing:
+        checkpoint.verify()  # that it is not its files that are damaged
     if tokenizer is None:
         print(f"  {'tokenizer':<24}{'':<28}not compared")
     return differing

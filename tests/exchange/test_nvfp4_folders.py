@@ -145,6 +145,10 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
         "modelopt", lambda _, c: c["quantization_config"].update(ignore=["backbone.layers.5*", "*conv1d", "lm_head"]),
         "",
     ),
+    "the algorithm": (
+        "modelopt", lambda _, c: c["quantization_config"].update(quant_algo="NVFP4"),
+        "quantization_config.quant_algo is 'NVFP4' and should be 'W4A16_NVFP4'",
+    ),
     "a field of the model": (
         "modelopt", lambda _, c: c.update(time_step_min=0.001), "time_step_min is 0.001 and should be 0.0",
     ),
@@ -166,6 +170,13 @@ def test_the_check_finds_what_is_changed(checkpoints, tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps(config))
         code, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
         assert line in table and code == (4 if line else 0), (what, table)
+    for content, line in (("{}", "does not say what is quantized here"), (None, "hf_quant_config.json is missing")):
+        folder = tmp_path / "modelopt"
+        (folder / "hf_quant_config.json").unlink()
+        if content is not None:
+            (folder / "hf_quant_config.json").write_text(content)
+        code, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
+        assert line in table and code == 4, table
 
 
 @pytest.mark.slow

@@ -135,6 +135,9 @@ def test_an_unknown_layout_is_refused(form):
     assert layout_named("nvfp4") is layout_named("nvfp4-modelopt") is LAYOUTS["modelopt"]
     with pytest.raises(ValueError, match="quant_method is 'awq', not one of modelopt, compressed-tensors"):
         layout_of({"quantization_config": {"quant_method": "awq"}})
+    for other in ({"ignore": []}, {"config_groups": {"group_0": {}}}, {"config_groups": [], "ignore": []}):
+        with pytest.raises(ValueError, match=r"its quantization_config has no config_groups\.group_0 and ignore"):
+            layout_of({"quantization_config": {"quant_method": "modelopt", **other}})
     assert layout_of({}) is None
 
 
