@@ -44,6 +44,7 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.opening import phase_schedule
 from data.plan import planned_use
+from inference.in_run import text_samples
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import drift
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError, Resumed
@@ -234,9 +235,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
         if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
             answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
-        if run.validation and (done == steps or is_due(config.validation.interval, done)):
-            losses = validation_losses(run)
-            log.validation(done, run.tokens(done), losses, run.bits_per_byte(losses))
+        if done == steps or is_due(config.validation.interval, done):
+            losses = validate(run, done)
         take_note_of_saves(run, result.requests.save_failed)
         ordered = result.requests.stop or result.requests.save
         if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
@@ -255,8 +255,7 @@ def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
     steps, log, losses = run.config.train.steps, run.log, missing.losses
     log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
     if missing.validation:
-        losses = validation_losses(run)
-        log.validation(steps, run.tokens(steps), losses, run.bits_per_byte(losses))
+        losses = validate(run, steps)
     if missing.checkpoint:
         log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
     return steps, losses
@@ -353,6 +352,21 @@ def phase_rows(run: Run) -> list[show.PhaseRow]:
         steps = span.first_step + 1, span.end_step
         rows.append(show.PhaseRow(span.name, *steps, batch, span.num_samples * tokens, sources))
     return rows
+
+
+def validate(run: Run, step: int) -> dict[str, float]:
+    """After `step` steps: measure and record the held-out losses, and texts if the configuration has prompts. Returns
+    the losses by source."""
+    config, losses = run.config, {}
+    if run.validation:
+        losses = validation_losses(run)
+        run.log.validation(step, run.tokens(step), losses, run.bits_per_byte(losses))
+    if config.validation.prompts:
+        assert run.bundle.tokenizer is not None
+        run.progress.at(step, "text samples")
+        parts = run.model, run.controller, run.bundle.tokenizer, config.validation, config.run.seed, run.progress
+        run.log.texts(step, text_samples(*parts))
+    return losses
 
 
 def validation_losses(run: Run) -> dict[str, float]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_fp4.checks.effects import validate_replay, validate_spikes
+from megatron_fp4.checks.effects import validate_prompts, validate_replay, validate_spikes
 from megatron_fp4.config.file_mode import umask_of
 from megatron_fp4.config.schema import Config, ConfigError, DataConfig
 from megatron_fp4.precision.switch import switch_step
@@ -42,6 +42,7 @@ def validate(
     _looking_inside(config, device_type)
     validate_spikes(config)
     validate_replay(config)
+    validate_prompts(config)
 
 
 def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> None:

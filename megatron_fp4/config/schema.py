@@ -297,10 +297,14 @@ class ValidationConfig:
     """interval: steps between validations (0: only at the end).
 
     num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
+    prompts: texts that the model goes on with after each validation, by at most `prompt_tokens` tokens each: into the
+        log, metrics.jsonl, TensorBoard and wandb (inference/in_run.py). An empty one begins a new document.
     """
 
     interval: AtLeastZero = 50
     num_samples: AtLeastOne | None = 32
+    prompts: list[str] = field(default_factory=list)
+    prompt_tokens: AtLeastOne = 64
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -123,6 +123,14 @@ class RunLog:
         self.metrics.validation(step, tokens, losses, bits_per_byte)
         self.console.validation(step, losses, bits_per_byte)
 
+    def texts(self, step: int, samples: Sequence[Any]) -> None:
+        """What the model says after `step` steps: of each the prompt, its continuation `text` (None: not finite), and
+        whether it `ended`."""
+        self.metrics.texts(step, [asdict(sample) for sample in samples])
+        for sample in samples:
+            text = "nothing, because its logits are not finite" if sample.text is None else repr(sample.text)
+            self.console.event(step, f"the model goes on with {sample.prompt!r}: {text}")
+
     def saves(self, reports: Sequence[SaveReport]) -> None:
         """Saves have ended; those of which no checkpoint came are said loudly."""
         for report in reports:
