@@ -220,8 +220,8 @@ class Exports:
         return sorted(p for p in self._root.iterdir() if p.suffix == ".tmp" and _STEP.fullmatch(p.stem) and p.is_dir())
 
     def _is_missing(self, step: int) -> bool:
-        """Whether there is a checkpoint of that step and no export of it. A folder that does not say of what it was made
-        is somebody's own, and counts."""
+        """Whether there is a checkpoint of that step and no export of it. A folder without a record of what it was made
+        of is somebody's own, and counts."""
         wanted, made = self._record(step), self.folder(step) / RECORD
         if wanted is None:
             return False
