@@ -22,8 +22,9 @@ from exchange.checkpoint import load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
 from inference.generation import Request, Settings, generate
 from inference.sampling import Sampling
+from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
-from scripts.generate import main
+from scripts.generate import load, main, parse
 from tests.exchange.models import checkpoint_of, strong_model, tensors_of
 from tests.models.builders import small_config
 from tests.test_pretrain import ROOT, SMALL, records
@@ -148,6 +149,21 @@ def test_weights_as_trained(run: Path, said) -> None:
     assert "weights of 6 of 8 linears as they were trained, float32 on cpu" in err[0]
     code, _, err = said(run, "--prompt", PROMPT, "--weights", "trained", "--max-tokens", 3, "--dtype", "bfloat16")
     assert code == 0 and "bfloat16 on cpu" in err[0]
+
+
+def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
+    """Behind a switch to BF16 nothing is quantized any more."""
+    checkpoint = open_checkpoint(run, CONFIGS)
+    overrides = ["precision.switch.when=2", "precision.switch.target=bf16"]
+    checkpoint.config = config_from_saved(checkpoint.trainer["config"], overrides, CONFIGS)
+    options = parse([str(run), "--weights", "trained"])
+    try:
+        assert load(checkpoint, options)[1] == "weights of 6 of 8 linears as they were trained"
+        checkpoint.trainer["switch"]["switched_at"] = 1
+        with pytest.raises(ValueError, match="in the forward pass since the precision switch; leave it at master"):
+            load(checkpoint, options)
+    finally:
+        leave_distributed()
 
 
 def test_texts_longer_than_what_was_trained_on_are_told(run: Path, said) -> None:
