@@ -74,7 +74,12 @@ REFUSED = [
         "spikes.action=skip",
     ),
     (
-        ["data=indexed", "data.sources={web: /data/web}", "validation.prompts=[Once]"],
+        [
+            "data=indexed",
+            "data.sources={web: /data/web}",
+            "data.phases=[{name: main, blend: {web: 1.0}}]",
+            "validation.prompts=[Once]",
+        ],
         "validation.prompts=['Once'] needs the tokenizer that made the data",
         "data.tokenizer",
     ),
@@ -83,7 +88,7 @@ REFUSED = [
         "validation.prompt_tokens=10 has no effect without validation.prompts",
         "leave it out",
     ),
-    (["validation.prompts=[a,b\udcff]"], "validation.prompts[1]='b\\udcff' is not UTF-8", "in that encoding"),
+    (["validation.prompts=[a,'b\udcff']"], "validation.prompts[1]='b\\udcff' is not UTF-8", "in that encoding"),
 ]
 ACCEPTED = [
     ["validation.prompts=['def main(', '']", "validation.prompt_tokens=10"],
