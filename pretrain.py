@@ -143,7 +143,9 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
     run.progress.at(0, "load")
     start, steps, first_rank = resume(run), config.train.steps, mesh.rank == 0
-    missing = missing_of(run_dir, steps, validates=bool(run.validation)) if start == steps else None
+    missing = None
+    if start == steps:
+        missing = missing_of(run_dir, steps, validates=bool(run.validation), others=run.exports.lacking)
     if missing is not None and not (missing.names and run.checkpointer.has(steps)):
         log.console.text(
             f"{run_dir} is finished: the checkpoint it starts from is of step {start} of {steps}. Raise train.steps "
@@ -163,6 +165,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         plan=plan,
         resume=config.checkpoint.resume,
         origin=origin_state(run.checkpointer.origin),
+        initialized_from=origin_state(run.checkpointer.initialized_from),
     )
     if missing is None:
         introduce_run(run, start)
@@ -171,23 +174,31 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     test_backend(run)
     run.checkpointer.prepare(run.model, run.optimizer.optimizer)
     run.checkpointer.saves.before_publish = log.sync
+    run.checkpointer.saves.needed = run.exports.protected
     log.settings(plan)
     with (
         log,
         memory_history(run_dir, active=config.logging.memory_history and first_rank),
         ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=first_rank) as window,
         run.checkpointer,
+        run.exports,
         SaidAtOnce(),
     ):
+        run.exports.begin(start)
         steps_done, losses = train(run, start, orders, window) if missing is None else complete(run, missing)
         run.checkpointer.finish()
-        log.saves(run.checkpointer.reports())
+        take_note_of_saves(run)
+        exported = run.exports.finish(steps_done, lambda: orders.stop, mesh.device, run.progress)
+        if steps_done == steps and not exported:
+            orders.obeyed()
+            log.stop(steps, orders.why_stop)
     run.progress.at(steps_done, "end")
-    if steps_done < steps:
+    if steps_done < steps or not exported:
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
         bits, switched_at = run.bits_per_byte(losses), run.controller.switch.switched_at
-        summarize(log.console, config, run.tokens(steps), switched_at, losses, entropy, bits)
+        export = run.exports.last()
+        summarize(log.console, config, run.tokens(steps), switched_at, losses, entropy, bits, export)
     return state.ended(ExitCode.FINISHED, steps_done)
 
 
@@ -226,8 +237,9 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
             answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
         if done == steps or is_due(config.validation.interval, done):
             losses = validate(run, done)
-        log.saves(run.checkpointer.reports(result.requests.save_failed))
-        if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
+        take_note_of_saves(run, result.requests.save_failed)
+        ordered = result.requests.stop or result.requests.save
+        if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
             save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
         elif is_due(config.checkpoint.local_interval, done):
@@ -370,6 +382,8 @@ def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
     run.progress.at(step, "save")
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
+    if not local:
+        run.exports.want(step)
     run.checkpointer.save(
         step,
         run.model,
@@ -380,6 +394,13 @@ def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
         local=local,
         last=last,
     )
+
+
+def take_note_of_saves(run: Run, save_failed: bool = False) -> None:
+    """Say which saves have ended, and begin the exports that are due of them. save_failed: of any rank."""
+    reports = run.checkpointer.reports(save_failed)
+    run.log.saves(reports)
+    run.exports.saved(reports)
 
 
 def resume(run: Run) -> int:
@@ -398,6 +419,16 @@ def resume(run: Run) -> int:
             allow_mismatch=settings.allow_mismatch,
         )
         start = resumed.step if resumed else 0
+        if settings.initialize_from is not None:
+            begun = checkpointer.initialize(
+                settings.initialize_from,
+                run.model,
+                run.controller.clock,
+                resumed=resumed is not None,
+                allow_mismatch=settings.allow_mismatch,
+            )
+            if begun is not None:
+                run.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
         if later := checkpointer.steps_after(start):
             raise ConfigError(
                 f"checkpoint.resume={settings.resume} starts from step {start}, but {checkpointer.root} already has "

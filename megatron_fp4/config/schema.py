@@ -268,7 +268,14 @@ class CheckpointConfig:
         copy of each rank's part goes to the next node (null and 0: none).
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint: of another
         run, from which this one begins (its own go first on later starts), or of this one, to go back to.
-    allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
+    initialize_from: begin at step 0 with the weights, and nothing else, of this checkpoint: of another run (or its
+        folder: the newest intact one), or an imported one, which has only weights. Later starts go on with the run's
+        own.
+    export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
+        Face folder, by a process beside the run (exchange/in_run.py). export_at_end: export the last checkpoint.
+    export_format: of these folders' weights, as scripts/export_hf.py has them.
+    allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
+        with. Tensors of other shapes cannot be loaded.
     """
 
     interval: AtLeastZero = 100
@@ -278,6 +285,10 @@ class CheckpointConfig:
     local_dir: str | None = None
     local_interval: AtLeastZero = 0
     resume: str = "auto"
+    initialize_from: str | None = None
+    export_interval: AtLeastZero = 0
+    export_at_end: bool = False
+    export_format: Literal["bf16", "fp32"] = "bf16"
     allow_mismatch: bool = False
 
 

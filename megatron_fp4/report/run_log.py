@@ -148,6 +148,16 @@ class RunLog:
                 self.metrics.event(report.step, "save_failed", error=report.error, **times)
                 self.console.event(report.step, f"NOT SAVED, going on without: {report.error}")
 
+    def exported(self, step: int, folder: Path, export_format: str, seconds: float) -> None:
+        """The checkpoint of `step` steps is exported in `folder`; it took `seconds`."""
+        self.metrics.event(step, "export", path=str(folder), format=export_format, seconds=round(seconds, 3))
+        self.console.event(step, f"exported {folder} ({export_format}, {seconds:.1f} s)")
+
+    def export_failed(self, step: int, error: str, command: str) -> None:
+        """There is no export of `step` steps. command: what makes it by hand."""
+        self.metrics.event(step, "export_failed", error=error, command=command)
+        self.console.event(step, f"NOT EXPORTED, going on without: {error}; by hand: {command}")
+
     def stop(self, step: int, signal: object) -> None:
         """The run stops after `step` steps on a signal to this rank, or (None) to another."""
         self.metrics.event(step, "stop", signal=str(signal))
