@@ -22,14 +22,14 @@ Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the mode
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: Ctrl-C ends that too without a traceback
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\n"), sys.exit(130)))
 
 import argparse
-import os
 from dataclasses import replace
 from pathlib import Path
 
