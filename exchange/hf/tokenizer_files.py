@@ -81,9 +81,7 @@ def _converted(tokenizer: TextTokenizer) -> str:
                 f"{tokenizer.name}, a {tokenizer.kind} tokenizer, cannot be converted to a tokenizer.json ({reason}); "
                 "export with --no-tokenizer"
             ) from error
-    for probe, ours, theirs in zip(
-        _PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True
-    ):
+    for probe, ours, theirs in zip(_PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True):
         if ours != theirs:
             raise ValueError(
                 f"{tokenizer.name} encodes {probe!r:.40} otherwise once it is converted to a tokenizer.json; export "
