@@ -4,9 +4,9 @@
     python scripts/export_megatron.py runs/default exports/megatron --dtype float32
 
 CHECKPOINT is a checkpoint or a run, whose newest one is taken. OUTPUT gets iter_*/, latest_checkpointed_iteration.txt,
-megatron_args.sh (the model as Megatron-LM's flags) and a README.md. A model of the pattern `*-*-...` becomes a GPTModel,
-any other a MambaModel. Optimizer state is not exported. Nothing is overwritten, and nothing appears before all is done.
-See docs/models_in_and_out.md.
+megatron_args.sh (the model as Megatron-LM's flags) and a README.md. A model of the pattern `*-*-...` becomes a
+GPTModel, any other a MambaModel. Optimizer state is not exported. Nothing is overwritten, and nothing appears before
+all is done. See docs/models_in_and_out.md.
 
 Exit codes: 0 done; 2 the checkpoint is damaged, the model is none of Megatron's, or OUTPUT exists, in one line on
 stderr.

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from data.tokenizers.hugging_face import HuggingFaceTokenizer
 from data.tokenizers.interface import TextTokenizer
@@ -25,7 +25,7 @@ _PROBES = (
     "Hello, world! It's 12:30; 3.14159 x 10^23 is not 1e+23.",
     "def f(x):\n    return {'a': [1, 22, 333, 4444]}  # comment\n\n\n\tif x:\r\n\t\tpass",
     "  leading, trailing  and   many    spaces   \n \n",
-    "Grüße, naïve Ωmega, Привет мир, 你好，世界, こんにちは, مرحبا, 👩‍👩‍👧 🏳️‍🌈",
+    "Grüße, naïve Ωmega, Привет мир, 你好,世界, こんにちは, مرحبا, 👩‍👩‍👧 🏳️‍🌈",
     "camelCaseWords snake_case_words SHOUTING don't we'll I'M",
     "\u00a0\u2003\u200b\ufeff\x00\x07 e\u0301 é",
     "",
@@ -111,8 +111,10 @@ def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any, folder
     file = folder / "tokenizer.model"
     file.write_bytes(tokenizer.model)
 
+    has_bytes = tokenizer.has_bytes
+
     class Converter(convert.SpmConverter):  # type: ignore[name-defined]
-        handle_byte_fallback = tokenizer.has_bytes
+        handle_byte_fallback = has_bytes
 
         def tokenizer(self, proto: Any) -> Any:
             if proto.trainer_spec.model_type != 2:
@@ -127,16 +129,17 @@ def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any, folder
             return made
 
         def normalizer(self, proto: Any) -> Any:
-            spec, steps = proto.normalizer_spec, []
+            spec, steps = proto.normalizer_spec, list[Any]()
             if spec.precompiled_charsmap:
                 steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
             if spec.remove_extra_whitespaces:
-                steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-            return normalizers.Sequence(steps)
+                steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+            if spec.add_dummy_prefix:
+                steps.append(normalizers.Prepend(" "))
+            return normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
 
-        def pre_tokenizer(self, replacement: str, add_prefix_space: bool) -> Any:
-            scheme = "first" if self.proto.normalizer_spec.add_dummy_prefix else "never"
-            return pre_tokenizers.Metaspace(replacement=replacement, prepend_scheme=scheme, split=False)
+        def pre_tokenizer(self, replacement: str, add_prefix_space: bool) -> None:
+            return None
 
         def decoder(self, replacement: str, add_prefix_space: bool) -> Any:
             steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]

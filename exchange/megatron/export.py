@@ -47,8 +47,9 @@ def export_megatron(
 ) -> Exported:
     """Write `output`, which must not exist, whole or not at all.
 
-    dtype: of the weights; A_log, D and dt_bias stay FP32, and a model in BF16 rounds them when it loads them. layers: of
-    a GPTModel. Raises ValueError for a model that Megatron has not, FileExistsError, OSError, DamagedCheckpointError.
+    dtype: of the weights; A_log, D and dt_bias stay FP32, and a model in BF16 rounds them when it loads them. layers:
+    of a GPTModel. Raises ValueError for a model that Megatron has not, FileExistsError, OSError,
+    DamagedCheckpointError.
     """
     config = checkpoint.config
     check_fits(config.model)

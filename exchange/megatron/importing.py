@@ -1,7 +1,7 @@
 """A checkpoint of Megatron-core's GPTModel or MambaModel as one of ours, without optimizer state.
 
-The model's configuration is what shapes tell, and Megatron-LM's arguments in `common.pt` where they do not (heads, state
-groups, RoPE, the norm's eps). Where the checkpoint kept no arguments, a config of ours or overrides have to say it.
+The model's configuration is what shapes tell, and Megatron-LM's arguments in `common.pt` where they do not (heads,
+state groups, RoPE, the norm's eps). Where the checkpoint kept no arguments, a config of ours has to say it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Transformer Engine's layers and with its own (where the norm before a projection
         mlp.linear_fc1.{layer_norm_weight,weight}, mlp.linear_fc2.weight
     decoder.final_layernorm.weight (GPT), decoder.final_norm.weight (Mamba)
 
-The rows of linear_qkv are, for each KV head, its query heads, its key, its value: our own order. The sections of in_proj
-and of the convolution are tensors of their own, because each rank has a part of each.
+The rows of linear_qkv are, for each KV head, its query heads, its key, its value: our own order. The sections of
+in_proj and of the convolution are tensors of their own, because each rank has a part of each.
 """
 
 from __future__ import annotations

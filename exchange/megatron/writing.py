@@ -1,7 +1,7 @@
 """A folder of `torch_dist`, written piece by piece by one process.
 
-It is what torch.distributed.checkpoint reads: `.distcp` files, one torch.save after another, and `.metadata`, which says
-where which part of which tensor lies. Beside tensors Megatron keeps small objects, each a torch.save of a list.
+It is what torch.distributed.checkpoint reads: `.distcp` files, one torch.save after another, and `.metadata`, which
+says where which part of which tensor lies. Beside tensors Megatron keeps small objects, each a torch.save of a list.
 """
 
 from __future__ import annotations

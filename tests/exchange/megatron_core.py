@@ -7,10 +7,14 @@ of TransformerEngine 2: layer_norm_weight, weight, _extra_state), `mamba_ssm` an
 
 from __future__ import annotations
 
+import argparse
 import importlib.machinery
+import multiprocessing
 import sys
 import types
 import warnings
+import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from exchange.megatron.names import model_class
 from megatron_fp4.config.schema import ModelConfig
 
 _DECODING = "megatron.core.inference.contexts.attention_context.triton"
@@ -77,8 +82,8 @@ class _LayerNormLinear(_Linear):
         return super().forward(F.rms_norm(x, (x.shape[-1],), self.layer_norm_weight, self.eps))
 
 
-class _DotProductAttention(_Extra):
-    """Causal, [sequence, batch, heads, head_dim]."""
+class _DotProductAttention(nn.Module):
+    """Causal, [sequence, batch, heads, head_dim]. (Its extra state Transformer Engine does not miss.)"""
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -170,3 +175,169 @@ def install_stand_ins() -> None:
         from megatron.core.ssm import mamba_mixer
     mamba_mixer.get_cuda_rng_tracker = lambda: types.SimpleNamespace(fork=nullcontext)
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
+
+
+def build(config: ModelConfig, dtype: torch.dtype, *, local_spec: bool = False, padded_vocab: int = 0) -> nn.Module:
+    """megatron-core's model of `config`, its tensor-parallel size that of the process group."""
+    from megatron.core import parallel_state
+    from megatron.core.activations import squared_relu
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.models.mamba import MambaModel
+    from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+    from megatron.core.transformer import TransformerConfig
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(dist.get_world_size())
+    kind = model_class(config)
+    settings = TransformerConfig(
+        num_layers=len(config.pattern) // (2 if kind == "gpt" else 1),
+        hidden_size=config.hidden_dim,
+        num_attention_heads=config.num_query_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.ffn_dim,
+        mamba_num_heads=config.mamba_num_heads,
+        mamba_head_dim=config.mamba_head_dim,
+        mamba_num_groups=config.mamba_num_groups,
+        mamba_state_dim=config.mamba_state_dim,
+        use_mamba_mem_eff_path=False,  # its kernel does all at once; without it, Megatron's own code cuts the sections
+        is_hybrid_model=kind == "mamba",
+        normalization="RMSNorm",
+        layernorm_epsilon=config.norm_eps,
+        activation_func=squared_relu,
+        gated_linear_unit=False,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=dist.get_world_size(),
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    common: dict[str, Any] = {
+        "vocab_size": padded_vocab or config.vocab_size,
+        "max_sequence_length": 128,
+        "position_embedding_type": "rope" if config.rope else "none",
+        "rotary_base": int(config.rope_base),
+        "share_embeddings_and_output_weights": False,
+        "parallel_output": False,
+    }
+    if kind == "mamba":
+        assert not local_spec
+        model = MambaModel(settings, mamba_stack_spec, hybrid_override_pattern=config.pattern, **common)
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+        if local_spec:
+            spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+        model = GPTModel(settings, spec, **common)
+    return model.to(dtype).eval()
+
+
+def draw_weights(model: nn.Module) -> None:
+    """Weights of every size, the same on all ranks where they hold the same."""
+    for name, parameter in model.named_parameters():
+        shared = parameter.dim() == 1 and not name.endswith(
+            ("A_log", ".D", "dt_bias", "conv1d.bias", "mixer.norm.weight")
+        )
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (0 if shared else dist.get_rank()))
+        values = torch.randn(parameter.shape, generator=generator)
+        scale, mean = (0.2, 1.0) if "norm" in name and "in_proj.weight" not in name else (0.05, 0.0)
+        if name.endswith(("A_log", ".D", "dt_bias")):
+            scale, mean = 0.5, 0.5
+        elif "conv1d" in name:
+            scale = 0.3
+        with torch.no_grad():
+            parameter.copy_(values * scale + mean)
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """tokens [batch, sequence] -> FP32 [batch, sequence, vocabulary]."""
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        return model(tokens, positions, mask).float()
+
+
+def keys_of(config: ModelConfig, options: dict[str, Any], numbered: bool) -> dict[str, list[int] | None]:
+    """Every key of the checkpoint that Megatron would save, with the shape of a tensor and None for an object."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+
+    state = build(config, torch.float32, **options).sharded_state_dict(metadata=_metadata(numbered))
+    apply_factories(state)
+    flat = [leaf for value in state.values() for leaf in (value if isinstance(value, list) else [value])]
+    return {
+        each.unique_key if isinstance(each, ShardedObject) else each.key: (
+            None if isinstance(each, ShardedObject) else list(each.global_shape)
+        )
+        for each in flat
+    }
+
+
+def load_and_run(
+    folder: Path, config: ModelConfig, tokens: Tensor, dtype: torch.dtype, options: dict[str, Any]
+) -> Tensor:
+    """What Megatron computes with a checkpoint: loaded as Megatron-LM does, with its default strictness."""
+    from megatron.core import dist_checkpointing
+
+    model = build(config, dtype, **options)
+    common = dist_checkpointing.load_common_state_dict(str(folder))
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
+    wanted = {"model": model.sharded_state_dict(metadata=metadata)}
+    state = dist_checkpointing.load(wanted, str(folder), strict="assume_ok_unexpected")
+    model.load_state_dict(state["model"])
+    return logits_of(model, tokens)
+
+
+def draw_and_save(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    arguments: dict[str, Any],
+    options: dict[str, Any],
+    numbered: bool,
+) -> None:
+    """Save a model with drawn weights and Adam's state as Megatron-LM does."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        optim_state_to_sharding_state,
+    )
+
+    model = build(config, dtype, **options)
+    draw_weights(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        moment = torch.ones(parameter.shape)
+        optimizer.state[parameter] = {"exp_avg": moment, "exp_avg_sq": moment.clone()}
+    sharded = model.sharded_state_dict(metadata=_metadata(numbered))
+    adam = optimizer.state_dict()
+    ids = get_param_id_to_sharded_param_map(sharded, (p for g in optimizer.param_groups for p in g["params"]))
+    optim_state_to_sharding_state(adam, ids)
+    state = {
+        "args": argparse.Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": 30,
+        "model": sharded,
+        "optimizer": adam,
+    }
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(folder), content_metadata=_metadata(numbered))
+
+
+def _metadata(numbered: bool) -> dict[str, Any]:
+    return {"singleton_local_shards": False, "non_homogeneous_layers": numbered}
+
+
+def run_all(rank: int, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Several of these functions, in a process of their own: importing Megatron takes seconds."""
+    install_stand_ins()
+    warnings.simplefilter("ignore")
+    multiprocessing.current_process()._config["daemon"] = False  # its save starts processes
+    return [function(*arguments) for function, arguments in calls]
