@@ -1,59 +1,77 @@
 """Write a checkpoint as one that Megatron-LM loads: Megatron-core's distributed checkpoint (`torch_dist`).
 
-    python scripts/export_megatron.py runs/default/checkpoints/step_00000300 exports/megatron
-    python scripts/export_megatron.py runs/default exports/megatron --dtype float32
+    python scripts/export_megatron.py runs/8b/checkpoints/step_00002000 exported/megatron_8b
+    python scripts/export_megatron.py runs/8b exported/megatron_8b        the newest checkpoint of a run
 
-CHECKPOINT is a checkpoint or a run, whose newest one is taken. OUTPUT gets iter_*/, latest_checkpointed_iteration.txt,
-megatron_args.sh (the model as Megatron-LM's flags) and a README.md. A model of the pattern `*-*-...` becomes a
-GPTModel, any other a MambaModel. Optimizer state is not exported. Nothing is overwritten, and nothing appears before
-all is done. See docs/models_in_and_out.md.
-
-Exit codes: 0 done; 2 the checkpoint is damaged, the model is none of Megatron's, or OUTPUT exists, in one line on
-stderr.
+A model of the pattern `*-*-...` becomes a GPTModel, any other a MambaModel. The checkpoint may be of any mesh; one
+process reads it tensor by tensor, after every file has been compared with its SHA-256, and Megatron loads the result on
+any mesh. OUTPUT gets the weights without optimizer state, the model as Megatron-LM's flags (megatron_args.sh), the
+run's tokenizer and a README.md; it appears when it is whole.
+Exit code: 0 written, 2 refused, with one line on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
 from pathlib import Path
 
 import torch
 
+from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
-from exchange.megatron.arguments import SCRIPTS
-from exchange.megatron.export import export_megatron
-from exchange.megatron.names import model_class
+from exchange.megatron.export import export_megatron, start_command
+from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from scripts.export_hf import Progress
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run")
-    add("output", type=Path, metavar="OUTPUT", help="a folder that does not exist yet")
-    add("--dtype", choices=_DTYPES, default="bfloat16", help="of the weights (A_log, D and dt_bias are always FP32)")
-    layers = "of a GPTModel: one tensor for all (stacked), or numbered, as with non_homogeneous_layers"
-    add("--layers", choices=("stacked", "numbered"), default="stacked", help=layers)
-    options = parser.parse_args(arguments)
+    options = parse(arguments)
     try:
-        checkpoint = open_checkpoint(options.checkpoint, CONFIGS)
-        checkpoint.verify()
-        exported = export_megatron(checkpoint, options.output, dtype=_DTYPES[options.dtype], layers=options.layers)
+        export(options)
     except (ValueError, OSError, DamagedCheckpointError) as error:
-        print(f"export_megatron.py: {error}", file=sys.stderr)
+        print(f"export_megatron.py: {error}", file=sys.stderr, flush=True)
         return 2
-    script = SCRIPTS[model_class(checkpoint.config.model)]
-    size = f"{exported.parameters:,} parameters in {exported.tensors} tensors, {exported.bytes / 2**30:.2f} GiB"
-    print(f"{options.output}: step {checkpoint.step}, {size}")
-    print(f"source {options.output}/megatron_args.sh")
-    print(f'torchrun ... {script} "${{MEGATRON_ARGS[@]}}" --load {options.output} --finetune ...')
     return 0
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
+    parser.add_argument("output", type=Path, help="the folder to write, which must not exist")
+    dtypes = "of the weights (default bfloat16); A_log, D and dt_bias are always float32"
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=dtypes)
+    layers = "of a GPTModel: one tensor for all of them (default), or one each, as with non_homogeneous_layers"
+    parser.add_argument("--layers", choices=("stacked", "numbered"), default="stacked", help=layers)
+    parser.add_argument("--tokenizer", help="where the run's tokenizer is now, if not where its configuration says")
+    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+    options = parser.parse_args(arguments)
+    if options.tokenizer and options.no_tokenizer:
+        parser.error("--tokenizer and --no-tokenizer exclude each other")
+    return options
+
+
+def export(options: argparse.Namespace) -> None:
+    """Open, compare, write."""
+    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
+    tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
+    checkpoint.verify()
+    dtype = getattr(torch, options.dtype)
+    exported = export_megatron(
+        checkpoint, options.output, dtype=dtype, layers=options.layers, tokenizer=tokenizer, progress=Progress()
+    )
+    if tokenizer is None and not options.no_tokenizer:
+        print("no tokenizer: the run knew of none; --tokenizer PATH adds one")
+    size = sum(path.stat().st_size for path in options.output.rglob("*") if path.is_file())
+    print(
+        f"{options.output}: {checkpoint.config.model.name} after step {checkpoint.step}, {exported.parameters:,} "
+        f"parameters in {exported.tensors} tensors, {size / 2**20:,.1f} MiB in {time.monotonic() - began:.1f} s"
+    )
+    print(start_command(checkpoint, options.output, tokenizer is not None))
 
 
 if __name__ == "__main__":

@@ -1,48 +1,58 @@
-"""Make a checkpoint to start a run from out of what Megatron-LM saved: Megatron-core's distributed checkpoint.
+"""Make a checkpoint, from which a run begins, of what Megatron-LM saved: Megatron-core's distributed checkpoint.
 
-    python scripts/import_megatron.py /data/megatron/hybrid imports/hybrid
-    python scripts/import_megatron.py /data/megatron/hybrid/iter_0010000 imports/hybrid --model nemotron_h_8b
-    python scripts/import_megatron.py /data/megatron/gpt imports/gpt model.vocab_size=50257
+    python scripts/import_megatron.py /data/megatron/8b checkpoints/8b
+    python scripts/import_megatron.py /data/megatron/8b/iter_0010000 checkpoints/8b --model nemotron_h_8b
+    torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b
 
-FOLDER is what `--save` named, or an iter_* folder in it, of `--ckpt-format torch_dist` and of any mesh; it may have
-optimizer state, which is not taken. The model is what shapes and the arguments in common.pt say: a GPTModel or a
-MambaModel with squared ReLU, RMSNorm, no biases and separate embedding and head. Then
-`python pretrain.py checkpoint.initialize_from=CHECKPOINT ...` starts from it. See docs/models_in_and_out.md.
-
-Exit codes: 0 done; 2 FOLDER is damaged or holds another kind of model, or CHECKPOINT exists, in one line on stderr.
+The folder is what `--save` named, or an iter_* folder in it, of `--ckpt-format torch_dist` and of any mesh: a GPTModel
+or a MambaModel with squared ReLU, RMSNorm, no biases, and an embedding and a head of their own. Its optimizer state is
+left out. The model is what shapes and the arguments in common.pt say; `model.key=value` adds what they do not, and
+`model.vocab_size=N` cuts the rows that Megatron padded with. Weights become FP32 masters, exactly. The model's settings
+are printed, and written as CHECKPOINT.yaml, to be a file of configs/model. CHECKPOINT appears when it is whole.
+Exit code: 0 written, 2 refused, with one line on stderr.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
+from assembly import CONFIGS
 from exchange.megatron.importing import import_megatron
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
-
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("folder", type=Path, metavar="FOLDER", help="what Megatron-LM saved")
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="a folder that does not exist yet")
-    add("overrides", nargs="*", metavar="model.key=value", help="what neither shapes nor arguments tell")
-    add("--model", metavar="NAME", help="a config of configs/model that the weights have to fit")
-    options = parser.parse_args(arguments)
+    parser.add_argument("folder", type=Path, help="what Megatron-LM saved")
+    parser.add_argument("checkpoint", type=Path, help="the checkpoint to write, which must not exist")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="model.key=value", help="what neither shapes nor arguments tell"
+    )
+    parser.add_argument("--model", metavar="NAME", help="a config of configs/model that the weights have to fit")
+    parser.add_argument("--name", help="model.name of it (default: the folder's name, or that of --model)")
+    options = parser.parse_intermixed_args(arguments)
+    described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
     try:
-        imported = import_megatron(
-            options.folder, options.checkpoint, CONFIGS, model=options.model, overrides=options.overrides
+        if described.exists():
+            raise ValueError(f"{described} exists already; name another checkpoint, or remove it")
+        settings = import_megatron(
+            options.folder,
+            options.checkpoint,
+            CONFIGS,
+            name=options.name,
+            model=options.model,
+            overrides=options.overrides,
         )
+        described.write_text(yaml.safe_dump(settings, sort_keys=False))
     except (ValueError, OSError) as error:
-        print(f"import_megatron.py: {error}", file=sys.stderr)
+        print(f"import_megatron.py: {error}", file=sys.stderr, flush=True)
         return 2
-    model = imported.config.model
-    print(f"{options.checkpoint}: {imported.parameters:,} parameters, pattern {model.pattern}")
-    print(f"python pretrain.py checkpoint.initialize_from={options.checkpoint} ...")
+    print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:")
+    print(yaml.safe_dump(settings, sort_keys=False), end="")
     return 0
 
 

@@ -4,6 +4,7 @@
       latest_checkpointed_iteration.txt   the step
       iter_0000200/                       .metadata, *.distcp, metadata.json, common.pt
       megatron_args.sh                    the model as Megatron-LM's flags
+      tokenizer/                          of the run, as a Hugging Face folder
       README.md                           what it is, and how to start from it
 
 Only weights are in it. Parameters are read and written one at a time, large ones in parts.
@@ -16,14 +17,17 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from exchange.checkpoint import Checkpoint
+from data.tokenizers.interface import TextTokenizer
+from exchange.checkpoint import Checkpoint, check_tensors
+from exchange.hf.export import sequence_length
+from exchange.hf.tokenizer_files import tokenizer_files
 from exchange.megatron.arguments import SCRIPTS, arguments_of, as_shell, check_fits
 from exchange.megatron.names import Layers, Parameter, extra_states, model_class, parameters
 from exchange.megatron.writing import PieceWriter
@@ -32,39 +36,52 @@ from megatron_fp4.checkpoint import files
 
 _PART = 1 << 25
 """Elements of a part of a large tensor: 128 MiB in FP32."""
+_TOKENIZER = "tokenizer"
 
 
 class Exported(NamedTuple):
-    """What was written: the number of tensors as Megatron has them, of parameters, and the files' bytes."""
+    """What was written: the number of tensors as Megatron has them, and of parameters."""
 
     tensors: int
     parameters: int
-    bytes: int
 
 
 def export_megatron(
-    checkpoint: Checkpoint, output: Path, *, dtype: torch.dtype = torch.bfloat16, layers: Layers = "stacked"
+    checkpoint: Checkpoint,
+    output: Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: Layers = "stacked",
+    tokenizer: TextTokenizer | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
     """Write `output`, which must not exist, whole or not at all.
 
     dtype: of the weights; A_log, D and dt_bias stay FP32, and a model in BF16 rounds them when it loads them. layers:
-    of a GPTModel. Raises ValueError for a model that Megatron has not, FileExistsError, OSError,
-    DamagedCheckpointError.
+    of a GPTModel. tokenizer: of the run, None to leave it out. progress: is told the bytes of weights written, and all
+    of them.
+    Raises ValueError for a model that Megatron has not, a tokenizer that cannot be written, or an output that exists or
+    lies inside the checkpoint; OSError; DamagedCheckpointError.
     """
-    config = checkpoint.config
-    check_fits(config.model)
-    if layers == "numbered" and model_class(config.model) == "mamba":
+    config = checkpoint.config.model
+    check_fits(config)
+    if layers == "numbered" and model_class(config) == "mamba":
         raise ValueError("the layers of Megatron's hybrid models are always numbered; leave --layers out")
+    wanted = {parameter.name: torch.Size(parameter.shape) for parameter in parameters(config, layers)}
+    check_tensors(wanted, checkpoint.tensors, checkpoint.name)
     if output.exists() or output.is_symlink():
-        raise FileExistsError(f"{output} exists already; name another folder, or remove it")
+        raise ValueError(f"{output} exists already; name another folder, or remove it")
+    if checkpoint.folder.resolve() in (output.resolve(), *output.resolve().parents):
+        raise ValueError(f"{output} lies inside the checkpoint {checkpoint.folder}; name a folder elsewhere")
+    length = sequence_length(checkpoint)
+    of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
+    arguments = arguments_of(config, length, dtype == torch.bfloat16)
     staging = output.with_name(f"{output.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
-    step = checkpoint.step
-    iteration = staging / f"iter_{step:07d}"
+    iteration = staging / f"iter_{checkpoint.step:07d}"
     iteration.mkdir(parents=True)
     try:
-        exported = _write_tensors(checkpoint, iteration, dtype, layers)
-        arguments = arguments_of(config.model, config.train.sequence_length, dtype == torch.bfloat16)
+        exported = _write_tensors(checkpoint, iteration, dtype, layers, progress)
         common = {
             "args": argparse.Namespace(
                 **arguments,
@@ -77,7 +94,8 @@ def export_megatron(
                 consumed_valid_samples=0,
             ),
             "checkpoint_version": 3.0,
-            "iteration": step,
+            "iteration": checkpoint.step,
+            # With these Megatron makes the keys that it looks for.
             "content_metadata": {"singleton_local_shards": False, "non_homogeneous_layers": layers == "numbered"},
         }
         buffer = io.BytesIO()
@@ -86,36 +104,47 @@ def export_megatron(
         described = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         described |= {"common_backend": "torch", "common_backend_version": 1}
         files.write_file(iteration / "metadata.json", json.dumps(described))
-        files.write_file(staging / "latest_checkpointed_iteration.txt", str(step))
+        files.write_file(staging / "latest_checkpointed_iteration.txt", str(checkpoint.step))
         files.write_file(staging / "megatron_args.sh", as_shell(arguments))
-        files.write_file(staging / "README.md", _readme(checkpoint, output, dtype))
-        files.sync_folder(iteration)
-        files.sync_folder(staging)
+        files.write_file(staging / "README.md", _readme(checkpoint, output.name, dtype, bool(of_tokenizer)))
+        folders = [iteration, staging]
+        if of_tokenizer:
+            (staging / _TOKENIZER).mkdir()
+            folders.append(staging / _TOKENIZER)
+        for name, content in of_tokenizer.items():
+            files.write_file(staging / _TOKENIZER / name, content)
+        for folder in folders:
+            files.sync_folder(folder)
         os.rename(staging, output)
         files.sync_folder(output.parent)
-        return exported
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
+    return exported
 
 
-def _write_tensors(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, layers: Layers) -> Exported:
-    writer = PieceWriter(folder)
-    keys: set[str] = set()
-    count = 0
-    try:
-        for parameter in parameters(checkpoint.config.model, layers):
-            if tuple(checkpoint.tensors.get(parameter.name, ())) != parameter.shape:
-                raise ValueError(f"{checkpoint.name} has no {parameter.name} of shape {list(parameter.shape)}")
-            count += torch.Size(parameter.shape).numel()
+def _write_tensors(
+    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, layers: Layers, progress: Callable[[int, int], None]
+) -> Exported:
+    every = list(parameters(checkpoint.config.model, layers))
+    count = sum(torch.Size(parameter.shape).numel() for parameter in every)
+    total = sum(
+        torch.Size(section.shape).numel() * (torch.float32 if section.fp32 else dtype).itemsize
+        for parameter in every
+        for section in parameter.sections
+    )
+    done, keys = 0, set()
+    with PieceWriter(folder) as writer:
+        for parameter in every:
             for key, shape, offsets, piece in _pieces(checkpoint, parameter, dtype):
                 writer.add(key, shape, offsets, piece)
                 keys.add(key)
+                done += piece.nbytes
+                progress(done, total)
         for key in extra_states(checkpoint.config.model, layers):
             writer.add_object(key, torch.empty(0, dtype=torch.uint8))
-        return Exported(len(keys), count, writer.finish())
-    finally:
-        writer.abandon()
+        writer.finish()
+    return Exported(len(keys), count)
 
 
 def _pieces(
@@ -129,11 +158,10 @@ def _pieces(
         rows, width = section.shape[0], torch.Size(section.shape[1:]).numel()
         step = max(_PART // width, 1) if whole else rows
         for first in range(0, rows, step):
-            part = (
-                checkpoint.tensor(parameter.name, slice(first, first + step))
-                if values is None
-                else section.published(values)
-            )
+            if values is None:
+                part = checkpoint.tensor(parameter.name, slice(first, first + step))
+            else:
+                part = section.published(values)
             part = part.view(-1, *section.shape[1:]).to(torch.float32 if section.fp32 else dtype)
             place: tuple[int, ...] = (first, *(0 for _ in section.shape[1:]))
             if parameter.layer is not None:
@@ -141,23 +169,30 @@ def _pieces(
             yield section.name, stored, place, part
 
 
-def _readme(checkpoint: Checkpoint, output: Path, dtype: torch.dtype) -> str:
-    config = checkpoint.config
-    kind = model_class(config.model)
-    name = "GPTModel" if kind == "gpt" else "MambaModel"
-    return f"""# {config.model.name}, for Megatron-LM
+def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -> str:
+    """How Megatron-LM starts from `output`."""
+    script = SCRIPTS[model_class(checkpoint.config.model)]
+    flags = f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/{_TOKENIZER}" if tokenizer else ""
+    return (
+        f"source {output}/megatron_args.sh\n"
+        f'torchrun ... {script} "${{MEGATRON_ARGS[@]}}" --load {output} --finetune{flags} ...'
+    )
 
-Weights of step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of megatron_fp4 {__version__}, as a
-distributed checkpoint (`torch_dist`) of Megatron-core's {name}, in {str(dtype).removeprefix("torch.")}. There is no
-optimizer state in it. In `iter_{checkpoint.step:07d}/common.pt` is the model as arguments of Megatron-LM, and in
-`megatron_args.sh` the same as flags (core_v0.16):
+
+def _readme(checkpoint: Checkpoint, name: str, dtype: torch.dtype, tokenizer: bool) -> str:
+    model = checkpoint.config.model
+    theirs = "GPTModel" if model_class(model) == "gpt" else "MambaModel"
+    return f"""# {model.name}, for Megatron-LM
+
+Weights after step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of megatron_fp4 {__version__}, as a
+distributed checkpoint (`torch_dist`) of Megatron-core's {theirs}, in {str(dtype).removeprefix("torch.")}. There is no
+optimizer state in it. `iter_{checkpoint.step:07d}/common.pt` has the model as arguments of Megatron-LM
+(`--use-checkpoint-args`), `megatron_args.sh` as flags (core_v0.16):
 
 ```
-source {output.name}/megatron_args.sh
-torchrun ... {SCRIPTS[kind]} "${{MEGATRON_ARGS[@]}}" --load {output.name} --finetune ...
+{start_command(checkpoint, name, tokenizer)}
 ```
 
 `--finetune` begins at iteration 0; `--no-load-optim --no-load-rng` goes on at iteration {checkpoint.step}. The
-vocabulary has {config.model.vocab_size:,} rows: where the tensor-parallel size asks for more, Megatron fills them with
-zeros. The tokenizer is the run's own and not in this folder.
+vocabulary has {model.vocab_size:,} rows: where the tensor-parallel size asks for more, Megatron fills them with zeros.
 """

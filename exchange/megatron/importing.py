@@ -1,28 +1,29 @@
 """A checkpoint of Megatron-core's GPTModel or MambaModel as one of ours, without optimizer state.
 
 The model's configuration is what shapes tell, and Megatron-LM's arguments in `common.pt` where they do not (heads,
-state groups, RoPE, the norm's eps). Where the checkpoint kept no arguments, a config of ours has to say it.
+state groups, RoPE, the norm's eps). What neither tells, overrides have to say.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from exchange.hf.sections import ours_of
 from exchange.megatron.arguments import check_arguments, settings_of
 from exchange.megatron.names import EMBEDDING, FINAL_NORMS, HEAD, Layers, Parameter, parameters
-from exchange.megatron.reading import MegatronFolder
+from exchange.megatron.reading import COMMON, MegatronFolder
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig
 from models.pattern import check_model
 
+FORMAT = "megatron"
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _LETTERS = {"mixer": "M", "self_attention": "*", "mlp": "-"}
 # Parts of keys -> what a model here has not.
@@ -41,90 +42,96 @@ _UNKNOWN = {
 }
 
 
-class Imported(NamedTuple):
-    """What came of it: the configuration, and how many parameters it has."""
-
-    config: Config
-    parameters: int
-
-
 def import_megatron(
     folder: Path,
     checkpoint: Path,
     config_dir: Path,
     *,
+    name: str | None = None,
     model: str | None = None,
     overrides: Sequence[str] = (),
-) -> Imported:
-    """Write `checkpoint`, which must not exist, whole or not at all, from what Megatron-LM saved to `folder`.
+) -> dict[str, Any]:
+    """Write `checkpoint`, which must not exist, whole or not at all, from what Megatron-LM saved to `folder`; returns
+    its `model` settings. Weights become FP32 masters, exactly.
 
-    model: a config of `config_dir`/model that the weights have to fit. overrides: `model.key=value`, for what neither
-    shapes nor arguments tell; `model.vocab_size` cuts the rows that Megatron padded with.
-    Raises ValueError, in one line, for a model that none here is, and OSError.
+    name: what `model.name` becomes; None: the folder's. model: a config of `config_dir`/model that the weights have to
+    fit. overrides: `model.key=value`, for what neither shapes nor arguments tell; `model.vocab_size` cuts rows that
+    Megatron padded with.
+    Raises ValueError, in one line, for what is not such a folder or none of our models, and OSError.
     """
     opened = MegatronFolder(folder)
-    config, layers = _configuration(opened, config_dir, model, overrides)
+    given, base = _given(overrides, model, config_dir)
+    try:
+        check_arguments(opened.arguments)
+    except ValueError as error:
+        raise ValueError(f"{opened.folder / COMMON}: {error}") from error
+    pattern, layers = _pattern(opened)
+    settings = _settings(opened, pattern, layers, given)
+    if model is None:
+        settings = {"name": name or _name_of(folder), **settings, **given}
+    else:
+        _check_same(settings, {**dataclasses.asdict(base.model), **given}, given, model, opened)
+        settings = {**dataclasses.asdict(base.model), **({"name": name} if name else {})}
+    try:
+        config = dataclasses.replace(
+            base, model=dataclasses.replace(base.model if model else ModelConfig(), **settings)
+        )
+        check_model(config.model)
+    except ValueError as error:  # ConfigError is one, pydantic's another, of several lines
+        raise ValueError(f"{opened.folder}: {' '.join(str(error).split())}") from error
     expected = list(parameters(config.model, layers))
     _check_tensors(opened, expected, config.model)
-    new = [
-        NewTensor(parameter.name, parameter.shape, lambda parameter=parameter: _load(opened, parameter))
-        for parameter in expected
-    ]
-    source = {"from": "megatron-core", "folder": str(opened.folder), "iteration": opened.iteration}
-    write_weights_only(checkpoint, config, new, imported=source)
-    return Imported(config, sum(_numel(parameter.shape) for parameter in expected))
+    source = {"format": FORMAT, "from": folder.resolve().name, "iteration": opened.iteration}
+    write_weights_only(
+        checkpoint,
+        config,
+        (NewTensor(parameter.name, parameter.shape, _loader(opened, parameter)) for parameter in expected),
+        imported=source,
+    )
+    return settings
 
 
-def _configuration(
-    opened: MegatronFolder, config_dir: Path, model: str | None, overrides: Sequence[str]
-) -> tuple[Config, Layers]:
-    """The configuration that fits, and how the layers are stored."""
+def _given(overrides: Sequence[str], model: str | None, config_dir: Path) -> tuple[dict[str, Any], Config]:
+    """What the overrides set, and a run's configuration with them."""
     for override in overrides:
         if not override.startswith("model.") or "=" not in override:
             raise ValueError(f"{override}: give model.key=value, such as model.num_kv_heads=8")
-    given = {override.partition("=")[0].removeprefix("model.") for override in overrides}
-    if not opened.arguments and model is None:
-        raise ValueError(
-            f"{opened.folder} keeps no arguments (common.pt), so shapes alone are known; say which model it is by "
-            "--model NAME"
-        )
-    check_arguments(opened.arguments)
-    pattern, layers = _pattern(opened)
-    found = {"pattern": pattern, **settings_of(opened.arguments)}
-    needed = ["norm_eps"] + ["num_query_heads", "num_kv_heads", "head_dim", "rope"] * ("*" in pattern)
-    needed += ["mamba_num_groups"] * ("M" in pattern)
-    groups = [o.partition("=")[2] for o in overrides if o.startswith("model.mamba_num_groups=")]
-    found |= _sizes(opened, pattern, layers, int(groups[0]) if groups else found.get("mamba_num_groups"))
-    if model is None:
-        if missing := [name for name in needed if name not in found and name not in given]:
-            listing = " ".join(f"model.{name}=..." for name in missing)
-            raise ValueError(f"{opened.folder}: neither shapes nor arguments tell {listing}; give it, or --model NAME")
-        start = [*_reset(), "model.name=imported"]
-    else:
-        start = [f"model={model}"]
-    texts = [f"model.{name}={_text(value)}" for name, value in found.items() if name not in given] if not model else []
-    config = compose_config([*start, *texts, *overrides], config_dir)
-    check_model(config.model)
-    for name, value in found.items():
-        have = getattr(config.model, name)
-        if have != value and not (name == "vocab_size" and have < value) and name != "init_std" and name not in given:
+    config = compose_config([*([f"model={model}"] if model else []), *overrides], config_dir)
+    keys = (override.partition("=")[0].removeprefix("model.") for override in overrides)
+    return {key: getattr(config.model, key) for key in keys}, config
+
+
+def _settings(opened: MegatronFolder, pattern: str, layers: Layers, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the model, what shapes and arguments tell. Raises ValueError if something is told by none of them."""
+    known = {**settings_of(opened.arguments), **given}
+    wanted = ["norm_eps"] + ["num_query_heads", "num_kv_heads", "head_dim", "rope"] * ("*" in pattern)
+    wanted += ["mamba_num_groups"] * ("M" in pattern) + ["rope_base"] * bool("*" in pattern and known.get("rope"))
+    if missing := [key for key in wanted if key not in known]:
+        listing = " ".join(f"model.{key}=..." for key in missing)
+        raise ValueError(f"{opened.folder}: neither shapes nor arguments ({COMMON}) tell all; add {listing}")
+    settings = {"pattern": pattern, **_sizes(opened, pattern, layers, known.get("mamba_num_groups"))}
+    settings |= {key: known[key] for key in wanted}
+    if "init_std" in known:
+        settings["init_std"] = known["init_std"]
+    return settings
+
+
+def _check_same(
+    found: Mapping[str, Any], have: Mapping[str, Any], given: Mapping[str, Any], model: str, opened: MegatronFolder
+) -> None:
+    """Raise ValueError, naming the key, unless the config is that of the weights."""
+    for key, value in found.items():
+        cut = key == "vocab_size" and have[key] < value
+        if have[key] != value and key not in given and key != "init_std" and not cut:
             raise ValueError(
-                f"model.{name}={have} in {model}, and {value} in {opened.folder}; choose another --model, or none"
+                f"model.{key} is {have[key]} in {model}, and {value} in {opened.folder}; leave --model out"
             )
-    return config, layers
 
 
-def _reset() -> list[str]:
-    """Overrides that set what a model's config file would choose back to the schema's defaults."""
-    default = ModelConfig()
-    plain = (field.name for field in fields(ModelConfig) if field.name not in ("name", "pattern"))
-    keep = {name: getattr(default, name) for name in plain if isinstance(getattr(default, name), (bool, int, float))}
-    blocks = [f"model.{key}_bf16_blocks={{first: 0, last: 0}}" for key in ("nvfp4", "fp8")]
-    return [*(f"model.{name}={_text(value)}" for name, value in keep.items()), *blocks]
-
-
-def _text(value: Any) -> str:
-    return f"'{value}'" if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+def _name_of(folder: Path) -> str:
+    """Of what Megatron-LM saved to."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name.startswith("iter_") or folder.name == "release" else folder.name
 
 
 def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
@@ -181,7 +188,8 @@ def _sizes(opened: MegatronFolder, pattern: str, layers: Layers, groups: int | N
             )
         sizes["ffn_dim"] = down[1]
     if "M" in pattern and (heads := shape("M", "mixer.A_log")) and (z := shape("M", "mixer.in_proj.weight.z")):
-        sizes |= {"mamba_num_heads": heads[0], "mamba_head_dim": z[0] // heads[0]}
+        # Megatron's chunk; it moves rounding only.
+        sizes |= {"mamba_num_heads": heads[0], "mamba_head_dim": z[0] // heads[0], "mamba_chunk_size": 128}
         if (conv := shape("M", "mixer.conv1d.weight.x")) and len(conv) == 3:
             sizes["mamba_conv_width"] = conv[2]
         if (b := shape("M", "mixer.in_proj.weight.B")) and groups:
@@ -216,17 +224,14 @@ def _stored(expected: Sequence[Parameter]) -> Iterator[tuple[str, tuple[int, ...
             yield section.name, parameter.stored_shape(section)
 
 
-def _load(opened: MegatronFolder, parameter: Parameter) -> Tensor:
+def _loader(opened: MegatronFolder, parameter: Parameter) -> Callable[[], Tensor]:
     layer = None if parameter.layer is None else parameter.layer[0]
-    if len(parameter.sections) == 1:
-        key, rows = parameter.sections[0].name, parameter.shape[0]
-        return opened.tensor(key, layer, rows if key in (EMBEDDING, HEAD) else None)
-    values = {section.name: opened.tensor(section.name, layer) for section in parameter.sections}
-    return ours_of(parameter.sections, values, parameter.shape)
 
+    def load() -> Tensor:
+        if len(parameter.sections) == 1:
+            key, rows = parameter.sections[0].name, parameter.shape[0]
+            return opened.tensor(key, layer, rows if key in (EMBEDDING, HEAD) else None)
+        values = {section.name: opened.tensor(section.name, layer) for section in parameter.sections}
+        return ours_of(parameter.sections, values, parameter.shape)
 
-def _numel(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return load

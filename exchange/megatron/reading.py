@@ -22,6 +22,7 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 
+COMMON = "common.pt"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (bool, int, float, str, type(None))
@@ -40,7 +41,7 @@ class MegatronFolder:
             self._check_format()
             with files.open_plain(self.folder / METADATA) as file:
                 self._metadata: Metadata = read_metadata(file.readall(), foreign=True)
-            common = _read_common(self.folder / "common.pt")
+            common = _read_common(self.folder / COMMON)
         except DamagedCheckpointError as error:
             raise ValueError(f"{self.folder}: {error}") from error
         found = self._metadata.state_dict_metadata

@@ -34,7 +34,7 @@ _VERSION = "1.0.0"
 
 
 class PieceWriter:
-    """Writes into `folder`; `finish` makes it readable. Raises OSError."""
+    """Writes into `folder`; `finish` makes it readable. A context, which closes the files. Raises OSError."""
 
     def __init__(self, folder: Path, file_bytes: int = _FILE_BYTES) -> None:
         self._folder, self._file_bytes = folder, file_bytes
@@ -42,6 +42,14 @@ class PieceWriter:
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._names: list[str] = []
         self._file: BinaryIO | None = None
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def add(self, key: str, shape: Sequence[int], offsets: Sequence[int], piece: Tensor) -> None:
         """The part of tensor `key` that begins at `offsets`; `shape` is of the whole. Pieces must not overlap."""
@@ -61,8 +69,8 @@ class PieceWriter:
         self._tensors[key] = BytesStorageMetadata()
         self._save(MetadataIndex(key), [value])
 
-    def finish(self) -> int:
-        """Close and describe the files; returns their size in bytes. Each tensor has to be whole."""
+    def finish(self) -> None:
+        """Close and describe the files. Each tensor has to be whole."""
         self._close()
         for key, described in self._tensors.items():
             if isinstance(described, TensorStorageMetadata):
@@ -70,7 +78,6 @@ class PieceWriter:
         paths = {key: (key,) for key in self._tensors}
         content = Metadata(self._tensors, paths, self._places, version=_VERSION)
         files.write_file(self._folder / METADATA, pickle.dumps(content))
-        return sum((self._folder / name).stat().st_size for name in self._names)
 
     def _save(self, index: MetadataIndex, value: object) -> None:
         if self._file is not None and self._file.tell() >= self._file_bytes:
@@ -89,9 +96,3 @@ class PieceWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-
-    def abandon(self) -> None:
-        """Close what is open; the folder is of no use."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
