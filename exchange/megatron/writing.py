@@ -29,15 +29,15 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.metadata import METADATA
 
-_FILE_BYTES = 1 << 30
+FILE_BYTES = 1 << 30
 _VERSION = "1.0.0"
 
 
 class PieceWriter:
     """Writes into `folder`; `finish` makes it readable. A context, which closes the files. Raises OSError."""
 
-    def __init__(self, folder: Path, file_bytes: int = _FILE_BYTES) -> None:
-        self._folder, self._file_bytes = folder, file_bytes
+    def __init__(self, folder: Path, file_bytes: int | None = None) -> None:
+        self._folder, self._file_bytes = folder, file_bytes or FILE_BYTES
         self._tensors: dict[str, STORAGE_TYPES] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._names: list[str] = []
