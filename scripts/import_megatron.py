@@ -2,7 +2,8 @@
 
     python scripts/import_megatron.py /data/megatron/8b checkpoints/8b
     python scripts/import_megatron.py /data/megatron/8b/iter_0010000 checkpoints/8b --model nemotron_h_8b
-    torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b
+    python scripts/import_megatron.py /data/megatron/8b checkpoints/8b --tokenizer /data/tokenizer.json
+    torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b data.tokenizer=checkpoints/8b
 
 The folder is what `--save` named, or an iter_* folder in it, of `--ckpt-format torch_dist` and of any mesh: a GPTModel
 or a MambaModel with squared ReLU, RMSNorm, no biases, and an embedding and a head of their own. Its optimizer state is
@@ -34,6 +35,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--model", metavar="NAME", help="a config of configs/model that the weights have to fit")
     parser.add_argument("--name", help="model.name of it (default: the folder's name, or that of --model)")
+    kept = "the model's tokenizer, a folder or a file, to be kept (default: the one of an export of ours)"
+    parser.add_argument("--tokenizer", type=Path, metavar="PATH", help=kept)
     options = parser.parse_intermixed_args(arguments)
     described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
     try:
@@ -46,6 +49,7 @@ def main(arguments: list[str]) -> int:
             name=options.name,
             model=options.model,
             overrides=options.overrides,
+            tokenizer=options.tokenizer,
         )
         described.write_text(yaml.safe_dump(settings, sort_keys=False))
     except (ValueError, OSError) as error:

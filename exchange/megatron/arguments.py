@@ -16,6 +16,8 @@ from megatron_fp4.config.schema import ModelConfig
 # What MambaMixer has fixed.
 _CONV_WIDTH, _GATED_NORM_EPS = 4, 1e-5
 _SPEC = ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]
+TOKENIZER = "tokenizer"
+"""Folder of an export's tokenizer."""
 SCRIPTS = {"gpt": "pretrain_gpt.py", "mamba": "pretrain_mamba.py"}
 
 # Argument -> flag; one that is true is a flag without a value.

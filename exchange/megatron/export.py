@@ -28,7 +28,7 @@ from data.tokenizers.interface import TextTokenizer
 from exchange.checkpoint import Checkpoint, check_tensors
 from exchange.hf.export import sequence_length
 from exchange.hf.tokenizer_files import tokenizer_files
-from exchange.megatron.arguments import SCRIPTS, arguments_of, as_shell, check_fits
+from exchange.megatron.arguments import SCRIPTS, TOKENIZER, arguments_of, as_shell, check_fits
 from exchange.megatron.names import Layers, Parameter, extra_states, model_class, parameters
 from exchange.megatron.writing import PieceWriter
 from megatron_fp4 import __version__
@@ -36,7 +36,6 @@ from megatron_fp4.checkpoint import files
 
 _PART = 1 << 25
 """Elements of a part of a large tensor: 128 MiB in FP32."""
-_TOKENIZER = "tokenizer"
 
 
 class Exported(NamedTuple):
@@ -109,10 +108,10 @@ def export_megatron(
         files.write_file(staging / "README.md", _readme(checkpoint, output.name, dtype, bool(of_tokenizer)))
         folders = [iteration, staging]
         if of_tokenizer:
-            (staging / _TOKENIZER).mkdir()
-            folders.append(staging / _TOKENIZER)
+            (staging / TOKENIZER).mkdir()
+            folders.append(staging / TOKENIZER)
         for name, content in of_tokenizer.items():
-            files.write_file(staging / _TOKENIZER / name, content)
+            files.write_file(staging / TOKENIZER / name, content)
         for folder in folders:
             files.sync_folder(folder)
         os.rename(staging, output)
@@ -172,7 +171,7 @@ def _pieces(
 def start_command(checkpoint: Checkpoint, output: Path | str, tokenizer: bool) -> str:
     """How Megatron-LM starts from `output`."""
     script = SCRIPTS[model_class(checkpoint.config.model)]
-    flags = f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/{_TOKENIZER}" if tokenizer else ""
+    flags = f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {output}/{TOKENIZER}" if tokenizer else ""
     return (
         f"source {output}/megatron_args.sh\n"
         f'torchrun ... {script} "${{MEGATRON_ARGS[@]}}" --load {output} --finetune{flags} ...'
@@ -185,8 +184,8 @@ def _readme(checkpoint: Checkpoint, name: str, dtype: torch.dtype, tokenizer: bo
     return f"""# {model.name}, for Megatron-LM
 
 Weights after step {checkpoint.step} ({checkpoint.tokens:,} tokens) of a run of megatron_fp4 {__version__}, as a
-distributed checkpoint (`torch_dist`) of Megatron-core's {theirs}, in {str(dtype).removeprefix("torch.")}. There is no
-optimizer state in it. `iter_{checkpoint.step:07d}/common.pt` has the model as arguments of Megatron-LM
+distributed checkpoint (`torch_dist`) of Megatron-core's {theirs}, in {str(dtype).removeprefix("torch.")}; no optimizer
+state is in it. `iter_{checkpoint.step:07d}/common.pt` has the model as arguments of Megatron-LM
 (`--use-checkpoint-args`), `megatron_args.sh` as flags (core_v0.16):
 
 ```

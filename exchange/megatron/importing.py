@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
+from data.tokenizer import load_tokenizer
 from exchange.hf.sections import ours_of
-from exchange.megatron.arguments import check_arguments, settings_of
+from exchange.megatron.arguments import TOKENIZER, check_arguments, settings_of
 from exchange.megatron.names import EMBEDDING, FINAL_NORMS, HEAD, Layers, Parameter, parameters
 from exchange.megatron.reading import COMMON, MegatronFolder
+from exchange.tokenizer import TOKENIZER_FILES
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig
@@ -50,13 +52,14 @@ def import_megatron(
     name: str | None = None,
     model: str | None = None,
     overrides: Sequence[str] = (),
+    tokenizer: Path | None = None,
 ) -> dict[str, Any]:
     """Write `checkpoint`, which must not exist, whole or not at all, from what Megatron-LM saved to `folder`; returns
     its `model` settings. Weights become FP32 masters, exactly.
 
     name: what `model.name` becomes; None: the folder's. model: a config of `config_dir`/model that the weights have to
     fit. overrides: `model.key=value`, for what neither shapes nor arguments tell; `model.vocab_size` cuts rows that
-    Megatron padded with.
+    Megatron padded with. tokenizer: a folder or a file of it, to be kept; None: what an export of ours has beside it.
     Raises ValueError, in one line, for what is not such a folder or none of our models, and OSError.
     """
     opened = MegatronFolder(folder)
@@ -81,14 +84,40 @@ def import_megatron(
         raise ValueError(f"{opened.folder}: {' '.join(str(error).split())}") from error
     expected = list(parameters(config.model, layers))
     _check_tensors(opened, expected, config.model)
+    kept, fingerprint = _tokenizer(tokenizer or _beside(folder), config.model.vocab_size)
     source = {"format": FORMAT, "from": folder.resolve().name, "iteration": opened.iteration}
     write_weights_only(
         checkpoint,
         config,
         (NewTensor(parameter.name, parameter.shape, _loader(opened, parameter)) for parameter in expected),
         imported=source,
+        tokenizer=fingerprint,
+        extra_files=kept,
     )
     return settings
+
+
+def _beside(folder: Path) -> Path | None:
+    """The tokenizer that `export_megatron` writes beside the iteration."""
+    for parent in (folder, folder.resolve().parent):
+        if (found := parent / TOKENIZER).is_dir():
+            return found
+    return None
+
+
+def _tokenizer(path: Path | None, vocab_size: int) -> tuple[dict[str, bytes], str | None]:
+    """The files of a tokenizer by the names of a Hugging Face folder, and its fingerprint."""
+    if path is None:
+        return {}, None
+    found = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
+    if path.is_file():
+        found = {"tokenizer.model" if path.suffix == ".model" else "tokenizer.json": path}
+    if not {"tokenizer.json", "tokenizer.model"} & {*found}:
+        raise ValueError(f"{path} has neither tokenizer.json nor tokenizer.model; give a folder or a file that has")
+    opened = load_tokenizer(path)
+    if opened.vocab_size > vocab_size:
+        raise ValueError(f"{path} has {opened.vocab_size} ids and the model only {vocab_size}; give its own tokenizer")
+    return {name: file.read_bytes() for name, file in found.items()}, opened.fingerprint()
 
 
 def _given(overrides: Sequence[str], model: str | None, config_dir: Path) -> tuple[dict[str, Any], Config]:
