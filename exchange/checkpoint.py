@@ -49,8 +49,8 @@ class Checkpoint:
             with files.open_plain(folder / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != record.size:
                     raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
-        self.trainer: dict[str, Any] = json.loads(self._small(TRAINER))
-        self._metadata: Metadata = read_metadata(self._small(METADATA))
+        self.trainer: dict[str, Any] = json.loads(self.file(TRAINER))
+        self._metadata: Metadata = read_metadata(self.file(METADATA))
         self.config: Config = config_from_saved(self.trainer["config"], [], config_dir)
         self.tensors: dict[str, torch.Size] = {
             name.removeprefix(_PREFIX): saved.size
@@ -114,7 +114,8 @@ class Checkpoint:
             raise DamagedCheckpointError(f"{METADATA} has {written} of {result.numel()} elements of {full}")
         return result
 
-    def _small(self, name: str) -> bytes:
+    def file(self, name: str) -> bytes:
+        """The content of a small file of the checkpoint. Raises DamagedCheckpointError if it is not as it was saved."""
         if name not in self.manifest.files:
             raise DamagedCheckpointError(f"{files.MANIFEST} does not name {name}")
         return files.read_checked(self.folder, name, self.manifest.files[name])
