@@ -86,7 +86,9 @@ def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]
     for source in (CODE, PROSE):
         chosen = [document for document in held_out if document.source == source]
         items[f"{CLOZE}_{source}"] = _cloze(chosen)
-        passages = [(f"{d.origin}/{number}", d.origin, text) for d in chosen for number, text in enumerate(_passages(d))]
+        passages = [
+            (f"{d.origin}/{number}", d.origin, text) for d in chosen for number, text in enumerate(_passages(d))
+        ]
         picked = sorted(passages, key=lambda passage: _hash(f"{BYTES}/{passage[0]}/{passage[2]}"))[:BYTES_ITEMS]
         items[f"{BYTES}_{source}"] = [{"origin": origin, "text": text} for _, origin, text in picked]
     return items
