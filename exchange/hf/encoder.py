@@ -56,8 +56,10 @@ class PlainEncoder:
     @property
     def description(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"The FP32 master weights, in {name}; A_log, D and dt_bias in float32." if name != "float32" else (
-            "The FP32 master weights."
+        return (
+            f"The FP32 master weights, in {name}; A_log, D and dt_bias in float32."
+            if name != "float32"
+            else ("The FP32 master weights.")
         )
 
     def layout(self, name: str, sections: Sequence[Section]) -> list[Stored]:

@@ -82,7 +82,9 @@ def sections(config: ModelConfig) -> dict[str, list[Section]]:
         ours, theirs = f"{ours}.mixer", f"{theirs}.mixer"
         if letter == "M":
             found |= {
-                f"{ours}.in_proj.weight": [Section(f"{theirs}.in_proj.weight", (inner + channels + heads, hidden), in_proj)],
+                f"{ours}.in_proj.weight": [
+                    Section(f"{theirs}.in_proj.weight", (inner + channels + heads, hidden), in_proj)
+                ],
                 f"{ours}.conv.weight": [
                     Section(f"{theirs}.conv1d.weight", (channels, 1, config.mamba_conv_width), conv)
                 ],

@@ -36,7 +36,8 @@ def in_sections(names: Sequence[str], sizes: Sequence[int], order: Tensor, width
     """Sections of `sizes` rows each, `width` columns, of a parameter whose rows are `published[order]`."""
     ours = order.argsort()
     return [
-        Section(name, (size, width), rows) for name, size, rows in zip(names, sizes, ours.split(list(sizes)), strict=True)
+        Section(name, (size, width), rows)
+        for name, size, rows in zip(names, sizes, ours.split(list(sizes)), strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from data.tokenizers.hugging_face import HuggingFaceTokenizer
 from data.tokenizers.interface import TextTokenizer
@@ -81,9 +81,7 @@ def _converted(tokenizer: TextTokenizer) -> str:
                 f"{tokenizer.name}, a {tokenizer.kind} tokenizer, cannot be converted to a tokenizer.json ({reason}); "
                 "export with --no-tokenizer"
             ) from error
-    for probe, ours, theirs in zip(
-        _PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True
-    ):
+    for probe, ours, theirs in zip(_PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True):
         if ours != theirs:
             raise ValueError(
                 f"{tokenizer.name} encodes {probe!r:.40} otherwise once it is converted to a tokenizer.json; export "
@@ -113,8 +111,10 @@ def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any, folder
     file = folder / "tokenizer.model"
     file.write_bytes(tokenizer.model)
 
+    has_bytes = tokenizer.has_bytes
+
     class Converter(convert.SpmConverter):  # type: ignore[name-defined]
-        handle_byte_fallback = tokenizer.has_bytes
+        handle_byte_fallback = has_bytes
 
         def tokenizer(self, proto: Any) -> Any:
             if proto.trainer_spec.model_type != 2:
@@ -133,12 +133,13 @@ def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any, folder
             if spec.precompiled_charsmap:
                 steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
             if spec.remove_extra_whitespaces:
-                steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-            return normalizers.Sequence(steps)
+                steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+            if spec.add_dummy_prefix:
+                steps.append(normalizers.Prepend(" "))
+            return normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
 
-        def pre_tokenizer(self, replacement: str, add_prefix_space: bool) -> Any:
-            scheme = "first" if self.proto.normalizer_spec.add_dummy_prefix else "never"
-            return pre_tokenizers.Metaspace(replacement=replacement, prepend_scheme=scheme, split=False)
+        def pre_tokenizer(self, replacement: str, add_prefix_space: bool) -> None:
+            return None
 
         def decoder(self, replacement: str, add_prefix_space: bool) -> Any:
             steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
