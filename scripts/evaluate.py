@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import sys
 import tempfile
 import time
@@ -39,6 +38,9 @@ import torch
 
 from assembly import CONFIGS, plans_of
 from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.hf.encoder import PlainEncoder
+from exchange.hf.export import export_hf
+from exchange.tokenizer import tokenizer_of
 from inference.evaluation.agreement import (
     TOLERANCE,
     Losses,
@@ -55,6 +57,7 @@ from inference.evaluation.tasks import prepare_environment, task_names
 from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, step_of
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.report.run_files import replace_file
 
 # Options of one of the two ways to use the script.
 _OF_TASKS = ("tasks", "limit", "batch_size", "dtype", "num_fewshot", "include_path", "max_length")
@@ -99,11 +102,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     options = parser.parse_args(arguments)
-    for name in _OF_VALIDATION if options.validation is None else _OF_TASKS:
+    without = options.validation is None
+    for name in _OF_VALIDATION if without else _OF_TASKS:
         if getattr(options, name):
-            parser.error(
-                f"--{name.replace('_', '-')} does nothing {'without' if name in _OF_VALIDATION else 'with'} --validation"
-            )
+            parser.error(f"--{name.replace('_', '-')} does nothing {'without' if without else 'with'} --validation")
     if not options.models and options.validation is None and options.tasks != "list":
         parser.error("name a MODEL: an exported folder, a checkpoint or a run")
     if options.json is not None and not options.json.absolute().parent.is_dir():
@@ -162,16 +164,17 @@ def name_of(path: Path) -> str:
 
 
 @contextmanager
-def as_folder(model: Model, dtype: str) -> Iterator[Path]:
+def as_folder(model: Model, dtype: str, with_tokenizer: bool = True) -> Iterator[Path]:
     """Its Hugging Face folder, made for as long as it is needed if it is a checkpoint."""
     if model.checkpoint is None:
         yield model.path
         return
-    from exchange.hf.export import export_hf
-
+    # A name of its own in the system's folder for such things: removed again, also after an error.
     with tempfile.TemporaryDirectory(prefix="megatron_fp4_evaluate_") as temporary:
         folder = Path(temporary) / "model"
-        export_hf(model.checkpoint, folder, dtype=getattr(torch, dtype))
+        model.checkpoint.verify()
+        tokenizer = tokenizer_of(model.checkpoint) if with_tokenizer else None
+        export_hf(model.checkpoint, folder, encoder=PlainEncoder(getattr(torch, dtype)), tokenizer=tokenizer)
         yield folder
 
 
@@ -237,11 +240,11 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     _free()
     for model in models or [Model("FP32 export", checkpoint.folder, checkpoint)]:
-        with as_folder(model, "float32") as folder:
+        with as_folder(model, "float32", with_tokenizer=False) as folder:
             opened = open_folder(folder, device, "float32", with_tokenizer=False)
-            losses = folder_losses(opened, windows, ProgressLine(model.name))
+            found = folder_losses(opened, windows, ProgressLine(model.name))
             stored = "" if opened.stored == "float32" else f" (stored in {opened.stored})"
-            shown.append(Losses(f"transformers, FP32: {model.name}{stored}", losses, is_exact(opened, folder)))
+            shown.append(Losses(f"transformers, FP32: {model.name}{stored}", found, is_exact(opened)))
             del opened
         _free()
     apart = [losses for losses in shown if losses.exact and furthest(reference, losses) > TOLERANCE]
@@ -273,9 +276,8 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
 def write(path: Path | None, content: dict[str, Any]) -> None:
     """Write JSON, whole or not at all; nothing without a path."""
     if path is not None:
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        text = json.dumps(content, indent=1, default=str) + "\n"
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def _free() -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.opening import open_held_out
 from data.text_bytes import bytes_per_token
@@ -102,9 +101,10 @@ def framework_losses(
 def _cast(model: HybridModel, dtype: torch.dtype) -> None:
     """Weights as FSDP hands them to the forward pass: in the compute dtype, but for those that have to stay FP32."""
     exempt = {id(parameter) for unit in model.fp32_units() for parameter in unit.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in exempt:
-            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in exempt:
+                setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
 
 def folder_losses(opened: OpenedFolder, windows: Windows, progress: Progress | None = None) -> dict[str, float]:
@@ -190,6 +190,6 @@ def furthest(reference: Losses, losses: Losses) -> float:
     return max(abs(losses.nats[name] - loss) for name, loss in reference.nats.items())
 
 
-def is_exact(opened: OpenedFolder, folder: Path) -> bool:
+def is_exact(opened: OpenedFolder) -> bool:
     """Whether a folder has the checkpoint's weights to the last bit, so that it has to agree: FP32, not quantized."""
     return opened.stored == "float32" and getattr(opened.model.config, "quantization_config", None) is None

@@ -85,7 +85,8 @@ class FolderModel(HFLM):
             inputs.setdefault(tokens, []).append(number)
         rows, order = [], []
         for tokens, numbers in inputs.items():
-            positions, targets = [], []
+            positions: list[int] = []
+            targets: list[int] = []
             for number in numbers:
                 continuation = requests[number][2]
                 positions += range(len(tokens) - len(continuation), len(tokens))
