@@ -2,7 +2,7 @@
 
 The documents are the held-out ones of `data/builtin.py`, as text: any tokenizer will do. Two tasks for each source:
 
-`cloze`: a line of a document without its last word, behind up to 600 characters of what comes before it. Which word is
+`cloze`: a line of a document without its last word, behind up to 400 characters of what comes before it. Which word is
 it? Of four, the others are last words of other held-out lines of the source, drawn at random; so the right one and the
 wrong ones have the same distribution, and knowing how frequent words are tells nothing. A quarter is right by guessing.
 
@@ -33,7 +33,7 @@ VERSION = 1
 CLOZE, BYTES = "cloze", "bytes"
 CLOZE_ITEMS, BYTES_ITEMS = 400, 64
 _DISTRACTORS = 3
-_CONTEXT_CHARACTERS, _LEAST_CONTEXT = 600, 60
+_CONTEXT_CHARACTERS, _LEAST_CONTEXT = 400, 60
 _PASSAGE_CHARACTERS = 2000
 # A space, and then a word with at most punctuation behind it: tokenizers cut there.
 _LAST_WORD = re.compile(r"(.*\S) ([A-Za-z_][A-Za-z0-9_]{2,})[^A-Za-z0-9_]*")

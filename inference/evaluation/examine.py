@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from inference.evaluation.folder import OpenedFolder
+from inference.evaluation.folder import OpenedFolder, first_line
 from inference.evaluation.scoring import Progress
 from inference.evaluation.statistics import Document, Score, score
 
@@ -68,13 +70,18 @@ def examine(
     np.random.seed(1234)
     torch.manual_seed(1234)
     model = FolderModel(opened, batch_rows=batch_rows, max_length=max_length, progress=progress)
-    results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the table
+            results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True)
+    except AssertionError as error:  # such as more to generate than a window has room for
+        raise ValueError(f"lm-eval refuses {name}: {first_line(error)}") from error
     scores: dict[Metric, Score] = {}
     higher: dict[Metric, bool | None] = {}
     documents: dict[Metric, Mapping[Document, Any]] = {}
     for task, metrics in results["results"].items():
         samples = results["samples"].get(task, [])
-        for key, value in metrics.items():
+        listed = [str(metric.get("metric")) for metric in results["configs"].get(task, {}).get("metric_list") or ()]
+        for key, value in sorted(metrics.items(), key=lambda metric: _place(metric[0], listed)):
             metric, comma, filtered = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
@@ -96,6 +103,12 @@ def examine(
         "max_length": model.max_length,
     }
     return Examined(name, facts, scores, higher, _tasks(results), {row: of for row, of in documents.items() if of})
+
+
+def _place(key: str, listed: Sequence[str]) -> int:
+    """Where a metric stands: as in the task's list, others behind."""
+    metric = key.partition(",")[0]
+    return listed.index(metric) if metric in listed else len(listed)
 
 
 def _tasks(results: Mapping[str, Any]) -> dict[str, TaskFacts]:

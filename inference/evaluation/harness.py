@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import lm_eval.api.task
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
 
 from inference.evaluation.folder import OpenedFolder
 from inference.evaluation.scoring import Progress, Row, Scorer
 
+# A bar for each task, which lm-eval has no option to leave out.
+lm_eval.api.task.tqdm = partial(tqdm, disable=True)
 # Rows that generate at a time, where nobody says.
 _GENERATING_ROWS = 16
 

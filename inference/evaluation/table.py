@@ -41,9 +41,9 @@ def evaluation_table(models: Sequence[Examined]) -> str:
     lines.append("± is one standard error, over the documents of the task.")
     if others:
         lines.append(
-            "A difference marked * is larger than its standard error, in brackets as a multiple of it: one in three is "
-            "if two models are equally good, one in twenty larger than two. It is taken document by document; ~ marks "
-            "those that cannot be."
+            "In brackets a difference as a multiple of its standard error; * marks those above 1. Of two equally good "
+            "models one difference in three is above 1, and one in twenty above 2. Differences are taken document by "
+            "document; ~ marks those that could not be."
         )
     lines += [
         f"{task} version {facts.version}: {facts.documents:,} documents, {facts.num_fewshot} examples before each, "
@@ -65,7 +65,7 @@ def score_text(score: Score | None) -> str:
     if score is None:
         return "-"
     digits = _digits(score.stderr)
-    return f"{score.value:.{digits}f}" + ("" if score.stderr is None else f" ± {score.stderr:.{digits}f}")
+    return f"{score.value:,.{digits}f}" + ("" if score.stderr is None else f" ± {score.stderr:,.{digits}f}")
 
 
 def difference_text(found: Difference | None) -> str:
@@ -73,9 +73,9 @@ def difference_text(found: Difference | None) -> str:
     if found is None:
         return "-"
     digits = _digits(found.stderr)
-    text = f"{found.value:+.{digits}f}"
+    text = f"{found.value:+,.{digits}f}"
     if found.stderr is not None:
-        text += f" ± {found.stderr:.{digits}f}"
+        text += f" ± {found.stderr:,.{digits}f}"
         if found.stderr > 0:
             text += f" ({abs(found.value) / found.stderr:.1f})"
         text += " *" if found.exceeds else ""
@@ -84,12 +84,14 @@ def difference_text(found: Difference | None) -> str:
 
 def _digits(stderr: float | None) -> int:
     """Decimals that a number with this error is written with."""
-    return 4 if stderr is None or stderr < 1 else 2
+    if stderr is None or stderr < 1:
+        return 4
+    return 2 if stderr < 100 else 0
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose columns also stand below each other on a terminal; from the third on to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
         padded = (c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))

@@ -35,8 +35,7 @@ def prepare_environment(names: Sequence[str], include: Path | None) -> bool:
             os.environ.setdefault(variable, "1")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # lm-eval's bars are many; the script has a line of its own. Bootstraps would fork a process that has threads.
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    # Bootstraps would fork a process that has threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     return standard
 
