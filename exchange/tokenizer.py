@@ -31,6 +31,7 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     """
     data = checkpoint.config.data
     expected = checkpoint.manifest.identity.get("data.tokenizer")
+    found: TextTokenizer | None
     remedy = "give the right one as --tokenizer PATH"
     try:
         if given is not None:

@@ -3,9 +3,9 @@
     python scripts/import_hf.py exported/8b checkpoints/8b
     torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b data.tokenizer=checkpoints/8b
 
-`nemotron_h` (with `-`, `M` and `*` blocks) and `arcee` folders in safetensors. Weights become FP32 masters, exactly; the
-tokenizer and the other small files are kept in the checkpoint. The model's settings are printed, and written as
-CHECKPOINT.yaml, to be a file of configs/model. OUTPUT appears when it is whole.
+`nemotron_h` (with `-`, `M` and `*` blocks) and `arcee` folders in safetensors. Weights become FP32 masters, exactly;
+the tokenizer and the other small files are kept in the checkpoint. The model's settings are printed, and written as
+CHECKPOINT.yaml, to be a file of configs/model. CHECKPOINT appears when it is whole.
 Exit code: 0 written, 2 refused, with one line on stderr.
 """
 

@@ -131,7 +131,8 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "rescale_prenorm_residual": True,
-        "use_cache": True,
+        # Without attention, transformers' cache does not know how long it is, and a forward pass with one fails.
+        "use_cache": "*" in config.pattern,
     }
 
 

@@ -70,13 +70,18 @@ def write_shards(
         module.save_file(content, folder / file, metadata=_METADATA)
         del content
         places |= {stored.name: file for group in groups for stored in layout[group]}
-        with (folder / file).open("rb") as written:
-            os.fsync(written.fileno())
+        (folder / file).chmod(0o666 & ~_umask())  # it makes them for their owner alone
         done((folder / file).stat().st_size)
     if len(shards) > 1:
         total = sum(stored.num_bytes for group in layout.values() for stored in group)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class Shards:

@@ -25,7 +25,7 @@ _PROBES = (
     "Hello, world! It's 12:30; 3.14159 x 10^23 is not 1e+23.",
     "def f(x):\n    return {'a': [1, 22, 333, 4444]}  # comment\n\n\n\tif x:\r\n\t\tpass",
     "  leading, trailing  and   many    spaces   \n \n",
-    "Grüße, naïve Ωmega, Привет мир, 你好，世界, こんにちは, مرحبا, 👩‍👩‍👧 🏳️‍🌈",
+    "Grüße, naïve Ωmega, Привет мир, 你好,世界, こんにちは, مرحبا, 👩‍👩‍👧 🏳️‍🌈",
     "camelCaseWords snake_case_words SHOUTING don't we'll I'M",
     "\u00a0\u2003\u200b\ufeff\x00\x07 e\u0301 é",
     "",
@@ -129,7 +129,7 @@ def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any, folder
             return made
 
         def normalizer(self, proto: Any) -> Any:
-            spec, steps = proto.normalizer_spec, []
+            spec, steps = proto.normalizer_spec, list[Any]()
             if spec.precompiled_charsmap:
                 steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
             if spec.remove_extra_whitespaces:
