@@ -229,6 +229,8 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     if not options.set and (recorded := recorded_losses(checkpoint)):
         shown.append(Losses("recorded by the run", recorded))
     if options.as_trained:
+        if checkpoint.weights_only:
+            raise ValueError(f"--as-trained: {checkpoint.name} has weights only, which no run of ours trained")
         before, after = plans_of(checkpoint.config)
         plan = before if after is None or checkpoint.trainer["switch"]["switched_at"] is None else after
         quantized = f"{plan.num_quantized} of {len(plan.rows)} linears quantized"

@@ -45,8 +45,6 @@ def load_dataset(kind: str, source: str, version: float, **_: Any) -> dict[str, 
     kind, source: CLOZE or BYTES, of CODE or PROSE. Raises ValueError for a Python without its sources, or a damaged
     cache.
     """
-    import datasets
-
     if version != VERSION:
         raise ValueError(f"the task file is of version {version}, and items are made of version {VERSION}; update both")
     folder = item_folder()
@@ -55,6 +53,8 @@ def load_dataset(kind: str, source: str, version: float, **_: Any) -> dict[str, 
         items = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise ValueError(f"the cached tasks {folder} are damaged ({error}); delete the folder to make them") from error
+    import datasets
+
     return {"test": datasets.Dataset.from_list(items)}
 
 
@@ -118,9 +118,9 @@ def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
                 name = f"{document.origin}/{_hash(document.text):x}/{line_number}"
                 lines.append((name, document.origin, context, match[2]))
             before = _tail(before + line)
-    items = []
+    items, words = [], sorted(line[3] for line in lines)
     for name, origin, context, word in sorted(lines, key=lambda line: _hash(f"{CLOZE}/{line[0]}"))[:CLOZE_ITEMS]:
-        choices = [word, *_distractors(name, word, [line[3] for line in lines])]
+        choices = [word, *_distractors(name, word, words)]
         if len(choices) > _DISTRACTORS:
             choices.sort(key=lambda choice: _hash(f"{name}/{choice}"))
             items.append({"origin": origin, "context": context, "choices": choices, "answer": choices.index(word)})
