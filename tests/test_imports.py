@@ -35,7 +35,7 @@ BELOW = {
     "megatron_fp4/planning": {*FLOORS, "models"},
     "data": set(),
     "models": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel")},
-    "exchange": {*FLOORS, "models", "data"},
+    "exchange": {*FLOORS, "models", "data", "megatron_fp4/__version__"},
     "inference": {*FLOORS, "models", "data", "exchange"},
 }
 

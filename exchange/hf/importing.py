@@ -42,6 +42,8 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
         check_model(config.model)
     except ValueError as error:  # ConfigError is one
         raise ValueError(f"{folder / CONFIG}: {error}") from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG} does not describe a model ({error!r}); fetch the folder again") from error
     if content.get("quantization_config"):
         raise ValueError(f"{folder / CONFIG} has a quantization_config; import the folder of the weights in 16 bits")
     tensors = Shards(folder)

@@ -142,9 +142,9 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in _FIXED.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]}, where only {value} can be imported")
-    low, high = (float(limit) for limit in (config.get("time_step_limit") or (0.0, math.inf)))
-    if (low, high) != (0.0, math.inf):
-        raise ValueError(f"time_step_limit={[low, high]}; training here does not clamp the step sizes of Mamba-2")
+    limits = [_number(limit) for limit in config.get("time_step_limit") or (0.0, math.inf)]
+    if limits != [0.0, math.inf]:
+        raise ValueError(f"time_step_limit={limits}; training here does not clamp the step sizes of Mamba-2")
     return {
         "pattern": _pattern(config),
         "rope": False,
@@ -169,6 +169,11 @@ _LEGACY_DEFAULTS = {
     "layer_norm_epsilon": 1e-5,
     "initializer_range": 0.02,
 }
+
+
+def _number(value: Any) -> float:
+    """JSON has no infinity: transformers writes {"__float__": "Infinity"}."""
+    return float(value["__float__"] if isinstance(value, dict) else value)
 
 
 def _pattern(config: Mapping[str, Any]) -> str:

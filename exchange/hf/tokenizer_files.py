@@ -99,6 +99,7 @@ def _from_tiktoken(tokenizer: TiktokenTokenizer, convert: Any, folder: Path) -> 
     (folder / "ranks.tiktoken").write_text("\n".join(lines))
     made = convert.TikTokenConverter(vocab_file=str(folder / "ranks.tiktoken"), pattern=pattern).converted()
     settings = json.loads(made.to_str())
+    settings["model"]["vocab"] |= special  # or they would be numbered one after the other
     settings["added_tokens"] = [
         {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True}
