@@ -37,6 +37,7 @@ from typing import Any
 import torch
 
 from assembly import CONFIGS, plans_of
+from data.tokenizers.interface import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf.encoder import PlainEncoder
 from exchange.hf.export import export_hf
@@ -60,7 +61,7 @@ from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.report.run_files import replace_file
 
 # Options of one of the two ways to use the script.
-_OF_TASKS = ("tasks", "limit", "batch_size", "dtype", "num_fewshot", "include_path", "max_length")
+_OF_TASKS = ("tasks", "include_path", "num_fewshot", "limit", "batch_size", "max_length", "dtype", "tokenizer")
 _OF_VALIDATION = ("as_trained", "set")
 
 
@@ -92,6 +93,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--max-length", type=at_least(2), metavar="N", help="tokens of a window (default: the model's)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the computation (default: auto, as the folder says)")
+    parser.add_argument("--tokenizer", help="of the checkpoints, where it is now, if not where their runs had it")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--validation", type=Path, metavar="CHECKPOINT", help="score the validation windows of its run")
     parser.add_argument(
@@ -158,24 +160,37 @@ def models_of(texts: Sequence[str]) -> list[Model]:
 
 
 def name_of(path: Path) -> str:
-    """`nvfp4@200` of `runs/nvfp4/checkpoints/step_00000200`; of others the folder's name."""
+    """`nvfp4@200` of a run's checkpoint `runs/nvfp4/checkpoints/step_00000200`; of others the folder's name."""
     path = path.resolve()
-    return f"{path.parent.parent.name}@{step_of(path)}" if (path / MANIFEST).is_file() else path.name
+    of_run = (path / MANIFEST).is_file() and path.parent.name == "checkpoints"
+    return f"{path.parent.parent.name}@{step_of(path)}" if of_run else path.name
 
 
 @contextmanager
-def as_folder(model: Model, dtype: str, with_tokenizer: bool = True) -> Iterator[Path]:
-    """Its Hugging Face folder, made for as long as it is needed if it is a checkpoint."""
+def as_folder(model: Model, dtype: str, tokenizer: TextTokenizer | None = None) -> Iterator[Path]:
+    """Its Hugging Face folder; of a checkpoint one that is there for as long as it is needed."""
     if model.checkpoint is None:
         yield model.path
         return
-    # A name of its own in the system's folder for such things: removed again, also after an error.
     with tempfile.TemporaryDirectory(prefix="megatron_fp4_evaluate_") as temporary:
         folder = Path(temporary) / "model"
         model.checkpoint.verify()
-        tokenizer = tokenizer_of(model.checkpoint) if with_tokenizer else None
         export_hf(model.checkpoint, folder, encoder=PlainEncoder(getattr(torch, dtype)), tokenizer=tokenizer)
         yield folder
+
+
+def tokenizers_of(models: Sequence[Model], given: str | None) -> dict[str, TextTokenizer]:
+    """Of the models that are checkpoints, by name. Raises ValueError for one that is not there."""
+    found = {}
+    for model in models:
+        if model.checkpoint is not None:
+            tokenizer = tokenizer_of(model.checkpoint, given)
+            if tokenizer is None:
+                raise ValueError(f"{model.path}: its run knew of no tokenizer; give the one of its data as --tokenizer")
+            found[model.name] = tokenizer
+    if given is not None and not found:
+        raise ValueError(f"--tokenizer {given} is for checkpoints, and folders have their own; leave it out")
+    return found
 
 
 def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -192,14 +207,17 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
     from inference.evaluation.tasks import load_tasks
 
     dtype, examined = options.dtype or "auto", []
-    load_tasks(names, options.include_path, options.num_fewshot, standard)  # before anything that takes long
+    tokenizers = tokenizers_of(models, options.tokenizer)
+    load_tasks(names, options.include_path, options.num_fewshot, standard)  # refused before anything that takes long
     for model in models:
-        with as_folder(model, "float32" if dtype == "auto" else dtype) as folder:
+        stored = "float32" if dtype == "auto" else dtype
+        with as_folder(model, stored, tokenizers.get(model.name)) as folder:
             opened = open_folder(folder, device, dtype)
             examined.append(
                 examine(
                     model.name,
                     opened,
+                    # Anew, so that every model is shown the same examples: drawing them goes on where it was.
                     load_tasks(names, options.include_path, options.num_fewshot, standard),
                     facts=model.facts,
                     limit=options.limit,
@@ -242,7 +260,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     )
     _free()
     for model in models or [Model("FP32 export", checkpoint.folder, checkpoint)]:
-        with as_folder(model, "float32", with_tokenizer=False) as folder:
+        with as_folder(model, "float32") as folder:
             opened = open_folder(folder, device, "float32", with_tokenizer=False)
             found = folder_losses(opened, windows, ProgressLine(model.name))
             stored = "" if opened.stored == "float32" else f" (stored in {opened.stored})"

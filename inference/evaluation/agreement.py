@@ -22,6 +22,7 @@ from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
 from inference.evaluation.folder import OpenedFolder
 from inference.evaluation.scoring import Progress, Row, Scorer
+from inference.evaluation.table import markdown
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
@@ -172,8 +173,11 @@ def recorded_losses(checkpoint: Checkpoint) -> dict[str, float] | None:
 def agreement_table(windows: Windows, reference: Losses, others: Sequence[Losses]) -> str:
     """Losses in nats and in bits per byte, and how far each is from the reference."""
     names = [held_out.name for held_out in windows.sets]
-    header = ["validation loss", *(f"{name}, nats | bits per byte | less FP32" for name in names)]
-    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (3 * len(names))]
+    header = [
+        "validation loss",
+        *(f"{name}{what}" for name in names for what in (", nats", ", bits/byte", " less FP32")),
+    ]
+    rows = []
     for losses in (*others, reference):
         cells = [losses.title]
         for name in names:
@@ -181,8 +185,8 @@ def agreement_table(windows: Windows, reference: Losses, others: Sequence[Losses
             bits = windows.yardsticks[name].bits_per_byte(loss)
             apart = "" if losses is reference else f"{loss - reference.nats[name]:+.1e}"
             cells += [f"{loss:.6f}", "-" if bits is None else f"{bits:.6f}", apart]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown(header, rows, left=1)
 
 
 def furthest(reference: Losses, losses: Losses) -> float:

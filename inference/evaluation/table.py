@@ -37,7 +37,7 @@ def evaluation_table(models: Sequence[Examined]) -> str:
         for other in others:
             cells += [score_text(other.scores.get(row)), difference_text(difference_of(first, other, row))]
         rows.append(cells)
-    lines = [_markdown(header, rows), ""]
+    lines = [markdown(header, rows), ""]
     lines.append("± is one standard error, over the documents of the task.")
     if others:
         lines.append(
@@ -89,15 +89,15 @@ def _digits(stderr: float | None) -> int:
     return 2 if stderr < 100 else 0
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose columns also stand below each other on a terminal; from the third on to the right."""
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 2) -> str:
+    """A table whose columns also stand below each other on a terminal; all but the first `left` to the right."""
     widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
-        padded = (c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        padded = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
         return "| " + " | ".join(padded) + " |"
 
-    rule = ["-" * w if i < 2 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
     return "\n".join([line(header), line(rule), *map(line, rows)])
 
 

@@ -72,7 +72,7 @@ def test_a_masked_hybrid_before_and_after_its_switch(
     checkpoint = run / "checkpoints" / f"step_{step:08d}"
     found = validated(["--validation", str(checkpoint), "--as-trained"], tmp_path)
     quantized = next(title for title in found["nats"] if title.startswith("framework as trained"))
-    assert quantized.endswith(" 0 of 6 linears quantized") == (step == 2)
+    assert quantized.endswith(" 0 of 8 linears quantized") == (step == 2)
     ours, theirs = found["nats"]["framework, FP32"], found["nats"]["transformers, FP32: FP32 export"]
     assert ours.keys() == {"web", "other"}
     for name, loss in ours.items():
@@ -124,12 +124,20 @@ def test_what_cannot_be_compared_is_one_line(
         (["--as-trained"], "has weights only, which no run of ours trained"),
         (["--set", "train.sequence_length=32"], "--set train.sequence_length=32 is not about the validation data"),
         (["--set", "data.validation={web: /nowhere/web}"], "/nowhere/web"),
-        (["--set", "data.validation={}"], "the run has no validation set"),
         ([str(tmp_path)], "is neither a checkpoint nor a run with checkpoints"),
     ):
         assert evaluate.main([*given, *arguments]) == 2
         refusal = capsys.readouterr().err
         assert message in refusal and refusal.count("\n") == 1
+
+
+def test_a_run_without_validation_is_refused(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = [text for text in data if not text.startswith("data.validation")]
+    checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", without)
+    assert evaluate.main(["--validation", str(checkpoint.folder)]) == 2
+    assert "the run has no validation set; name held-out data with --set data.validation=" in capsys.readouterr().err
 
 
 def test_rows_are_windows_or_pieces_of_documents() -> None:

@@ -201,6 +201,8 @@ def examined(folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_
     record = task_files / "scores.json"
     names = [f"folder={folders['hybrid']}", f"other={checkpoints['transformer'].folder}"]
     tasks = ["--tasks", "fox_*", "--include-path", str(task_files), "--device", "cpu", "--batch-size", "4"]
+    tokenizer().save(task_files / "tokenizer.json")
+    tasks += ["--tokenizer", str(task_files / "tokenizer.json")]
     assert evaluate.main([*names, *tasks, "--json", str(record)]) == 0
     return json.loads(record.read_text())
 
@@ -328,6 +330,8 @@ def test_a_folder_that_is_not_whole_is_refused(
         (["{folder}", "--tasks", "fox_gone"], "task fox_gone cannot be loaded .*gone.jsonl"),
         (["{folder}", "--tasks", "fox_text", "--device", "cuda:77"], "--device cuda:77 is not here"),
         (["{folder}", "--tasks", "fox_write", "--max-length", "4"], "lm-eval refuses hybrid: .*must be less than"),
+        (["{folder}", "--tasks", "fox_text", "--tokenizer", "x"], "--tokenizer x is for checkpoints, and folders have"),
+        (["{checkpoint}", "--tasks", "fox_text"], "its run knew of no tokenizer; give the one of its data"),
         (["/nowhere", "--tasks", "fox_text"], "/nowhere is not a folder; give a checkpoint"),
     ],
 )
@@ -335,6 +339,7 @@ def test_what_a_user_gets_wrong_is_one_line(
     arguments: list[str],
     message: str,
     folders: dict[str, Path],
+    checkpoints: dict[str, Checkpoint],
     task_files: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -343,7 +348,8 @@ def test_what_a_user_gets_wrong_is_one_line(
     gone = (task_files / "text.yaml").read_text().replace("fox_text", "fox_gone").replace("data.jsonl", "gone.jsonl")
     (task_files / "gone.yaml").write_text(gone)
     try:
-        given = [text.format(folder=folders["hybrid"]) for text in arguments]
+        checkpoint = checkpoints["hybrid"].folder
+        given = [text.format(folder=folders["hybrid"], checkpoint=checkpoint) for text in arguments]
         assert evaluate.main([*given, "--include-path", str(task_files)]) == 2
     finally:
         (task_files / "gone.yaml").unlink()
