@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import sys
 import tempfile
 import time
@@ -296,8 +297,17 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
 def write(path: Path | None, content: dict[str, Any]) -> None:
     """Write JSON, whole or not at all; nothing without a path."""
     if path is not None:
-        text = json.dumps(content, indent=1, default=str) + "\n"
+        text = json.dumps(finite(content), indent=1, default=str, allow_nan=False) + "\n"
         replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def finite(value: Any) -> Any:
+    """With null in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _free() -> None:

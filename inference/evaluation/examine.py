@@ -7,7 +7,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ Metric = tuple[str, str]
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What a task was. sha256: of the documents that were used, in order."""
+    """What a task was. sha256: of the documents and prompts that were used, in order."""
 
     version: str
     num_fewshot: int
@@ -35,14 +35,14 @@ class TaskFacts:
 
 @dataclass(frozen=True)
 class Examined:
-    """The scores of one model. documents: what lm-eval made of each, by metric; not of groups."""
+    """The scores of one model. documents: what lm-eval made of each, by metric."""
 
     name: str
     facts: Mapping[str, Any]
     scores: Mapping[Metric, Score]
     higher_is_better: Mapping[Metric, bool | None]
     tasks: Mapping[str, TaskFacts]
-    documents: Mapping[Metric, Mapping[Document, Any]] = field(default_factory=dict)
+    documents: Mapping[Metric, Mapping[Document, Any]]
 
 
 def examine(
@@ -79,7 +79,7 @@ def examine(
     higher: dict[Metric, bool | None] = {}
     documents: dict[Metric, Mapping[Document, Any]] = {}
     for task, metrics in results["results"].items():
-        samples = results["samples"].get(task, [])
+        members = _members(task, results["group_subtasks"])
         listed = [str(metric.get("metric")) for metric in results["configs"].get(task, {}).get("metric_list") or ()]
         for key, value in sorted(metrics.items(), key=lambda metric: _place(metric[0], listed)):
             metric, comma, filtered = key.partition(",")
@@ -87,8 +87,9 @@ def examine(
                 continue
             row = (task, metric if filtered == "none" else f"{metric} ({filtered})")
             documents[row] = {
-                (sample["doc_id"], sample["doc_hash"]): plain(sample[metric])
-                for sample in samples
+                _key(sample, member if member != task else ""): plain(sample[metric])
+                for member in members
+                for sample in results["samples"].get(member, ())
                 if sample["filter"] == filtered and metric in sample
             }
             stderr = metrics.get(f"{metric}_stderr,{filtered}")
@@ -102,7 +103,7 @@ def examine(
         "parameters": sum(parameter.numel() for parameter in opened.model.parameters()),
         "max_length": model.max_length,
     }
-    return Examined(name, facts, scores, higher, _tasks(results), {row: of for row, of in documents.items() if of})
+    return Examined(name, facts, scores, higher, _tasks(results), documents)
 
 
 def _place(key: str, listed: Sequence[str]) -> int:
@@ -114,11 +115,23 @@ def _place(key: str, listed: Sequence[str]) -> int:
 def _tasks(results: Mapping[str, Any]) -> dict[str, TaskFacts]:
     found = {}
     for task, samples in results["samples"].items():
-        hashes = dict.fromkeys((sample["doc_id"], sample["doc_hash"]) for sample in samples)
+        hashes = dict.fromkeys(_key(sample) for sample in samples)
         digest = hashlib.sha256("\n".join(of for _, of in hashes).encode()).hexdigest()
         shots = int(results["n-shot"].get(task, 0))
         found[task] = TaskFacts(str(results["versions"].get(task)), shots, len(hashes), digest)
     return found
+
+
+def _members(task: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The tasks of a group, those of its groups too; of a task itself."""
+    if task not in groups:
+        return [task]
+    return [member for child in groups[task] for member in _members(child, groups)]
+
+
+def _key(sample: Mapping[str, Any], task: str = "") -> Document:
+    """What makes an item the same for two models: the document, and the prompt with its examples. task: of a group."""
+    return sample["doc_id"], f"{task}{sample['doc_hash'][:16]}{sample['prompt_hash'][:16]}"
 
 
 def plain(value: Any) -> Any:

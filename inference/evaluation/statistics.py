@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Document = tuple[int, str]
-"""A document's number in its task, and the hash of its content."""
+"""A document's number in its task, and the hash of it and of how it was asked."""
 
 
 @dataclass(frozen=True)

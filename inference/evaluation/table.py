@@ -32,8 +32,7 @@ def evaluation_table(models: Sequence[Examined]) -> str:
     for row in rows_of(models):
         task, metric = row
         arrow = {True: " (higher is better)", False: " (lower is better)"}.get(first.higher_is_better.get(row), "")  # type: ignore[arg-type]
-        number = first.tasks[task].documents if task in first.tasks else None
-        cells = [task, metric + arrow, "" if number is None else f"{number:,}", score_text(first.scores.get(row))]
+        cells = [task, metric + arrow, f"{len(first.documents.get(row, ())):,}", score_text(first.scores.get(row))]
         for other in others:
             cells += [score_text(other.scores.get(row)), difference_text(difference_of(first, other, row))]
         rows.append(cells)

@@ -10,18 +10,17 @@ import difflib
 import fnmatch
 import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from inference.evaluation.folder import MISSING, first_line
 
 SHIPPED = Path(__file__).resolve().parent.parent / "tasks"
 # What `dataset_path` may name besides a folder without being fetched.
 _LOCAL_FORMATS = {"arrow", "csv", "json", "pandas", "parquet", "text"}
-_NAME = re.compile(r"^(?:- )?(?:task|group|tag):[ \t]*[\"']?([\w./*-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
-_DATASET = re.compile(r"^dataset_path:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
 
 
 def prepare_environment(names: Sequence[str], include: Path | None) -> bool:
@@ -43,38 +42,69 @@ def prepare_environment(names: Sequence[str], include: Path | None) -> bool:
 def is_standard(names: Sequence[str], include: Path | None) -> bool:
     """Whether a task is one of lm-eval's own, or reads a dataset that may have to be fetched. As far as the files tell
     without lm-eval: in doubt, yes."""
-    local, remote = _names_of(SHIPPED)
-    if include is not None:
-        more = _names_of(include)
-        local, remote = local | more[0], remote | more[1]
+    local, remote = _names_of(SHIPPED, include)
     for name in names:
         if _is_file(name):
-            if _remote(Path(name)):
+            if _reaches_out(_read(Path(name)), local):
                 return True
         elif not fnmatch.filter(local, name) or fnmatch.filter(remote, name):
             return True
     return False
 
 
-def _names_of(folder: Path) -> tuple[set[str], set[str]]:
-    """Tasks, groups and tags of task files: those that read local files, those that do not."""
-    local: set[str] = set()
+def task_names(include: Path | None = None) -> list[str]:
+    """Shipped tasks, groups and tags and those of a folder; lm-eval's own are not among them, nor is it imported."""
+    return sorted(set().union(*_names_of(SHIPPED, include)))
+
+
+def _names_of(*folders: Path | None) -> tuple[set[str], set[str]]:
+    """Tasks, groups and tags of task files: those of files alone, and those that may need a network."""
+    found = [_read(file) for folder in folders if folder is not None for file in folder.rglob("*.yaml")]
+    local = {name for settings in found for name in _named(settings)}
     remote: set[str] = set()
-    for file in folder.rglob("*.yaml"):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        for included in re.findall(r"^include:[ \t]*(\S+)", text, re.MULTILINE):
-            if (file.parent / included).is_file():
-                text += "\n" + (file.parent / included).read_text(encoding="utf-8", errors="replace")
-        (remote if _remote(file) else local).update(_NAME.findall(text))
-    return local, remote
+    while more := {n for s in found if _reaches_out(s, local - remote) for n in _named(s)} - remote:
+        remote |= more
+    return local - remote, remote
 
 
-def _remote(file: Path) -> bool:
+def _named(settings: Mapping[str, Any]) -> list[str]:
+    """What a file can be asked for by."""
+    names = [settings.get("task"), settings.get("group"), *_listed(settings.get("tag"))]
+    return [name for name in names if isinstance(name, str)]
+
+
+def _reaches_out(settings: Mapping[str, Any], local: set[str]) -> bool:
+    """Whether a task's dataset is neither of files nor of a function, or a group has members that are not local."""
+    members = [m.get("task") if isinstance(m, dict) else m for m in _listed(settings.get("task"))]
+    if "group" in settings and not set(members) <= local:
+        return True
+    dataset = settings.get("dataset_path")
+    return dataset is not None and dataset not in _LOCAL_FORMATS and not Path(str(dataset)).exists()
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _read(file: Path, depth: int = 0) -> dict[str, Any]:
+    """A task file with those that it includes, its functions left out; nothing if it is none."""
     try:
-        found = _DATASET.findall(file.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return False
-    return any(path not in _LOCAL_FORMATS and not Path(path).exists() for path in found)
+        settings = yaml.load(file.read_text(encoding="utf-8"), Loader=_Tolerant)
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}  # lm-eval says what is wrong if it is asked for
+    if not isinstance(settings, dict):
+        return {}
+    below: dict[str, Any] = {}
+    for included in _listed(settings.get("include")) if depth < 8 else ():
+        below |= _read(file.parent / str(included), depth + 1)
+    return below | settings
+
+
+class _Tolerant(yaml.SafeLoader):
+    """Of files with tags that only lm-eval knows, such as `!function`."""
+
+
+_Tolerant.add_multi_constructor("!", lambda loader, suffix, node: None)
 
 
 def _is_file(name: str) -> bool:
@@ -141,8 +171,3 @@ def _prepare(name: str, task: Any, num_fewshot: int | None) -> None:
     if num_fewshot is not None or own is None:
         task.set_config(key="num_fewshot", value=num_fewshot or 0)
     task.set_fewshot_seed(seed=1234)
-
-
-def task_names(include: Path | None = None) -> list[str]:
-    """Shipped tasks and those of a folder, without lm-eval's own, and without importing it."""
-    return sorted(set().union(*_names_of(SHIPPED), *(_names_of(include) if include else ())))

@@ -23,7 +23,7 @@ from exchange.checkpoint import Checkpoint, load_model
 from inference.evaluation import builtin, scoring
 from inference.evaluation.folder import OpenedFolder, open_folder
 from inference.evaluation.scoring import Row, Scorer
-from inference.evaluation.tasks import is_standard
+from inference.evaluation.tasks import is_standard, task_names
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
 from tests.inference.folders import MODELS, TEXT, checkpoint_of, folder_of, tokenizer
@@ -81,6 +81,13 @@ def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"task: fox_write\n{head}output_type: generate_until\ntest_split: test\ndoc_to_text: text\n"
         "doc_to_target: '{{choices[0]}}'\ngeneration_kwargs: {until: ['.'], max_gen_toks: 6}\n"
         "metric_list:\n  - {metric: exact_match}\n"
+    )
+    more = (folder / "choice.yaml").read_text().replace("fox_choice", "fox_more").replace("data.jsonl", "more.jsonl")
+    (folder / "more.yaml").write_text(more)
+    (folder / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[3:9]))
+    (folder / "all.yaml").write_text(
+        "group: fox_group\ntask: [fox_choice, fox_more]\n"
+        "aggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
     )
     return folder
 
@@ -233,8 +240,14 @@ def test_the_record_adds_up(examined: dict[str, Any], folders: dict[str, Path]) 
         total = -sum(nats for nats, _ in pairs) / sum(length for _, length in pairs) / math.log(2)
         assert bits["scores"][model]["value"] == pytest.approx(total)
         assert 0 < bits["scores"][model]["stderr"] < total
+    group = result(examined, "fox_group", "acc")
+    answers = [each for task in ("fox_choice", "fox_more") for each in documents["folder", task, "acc"]]
+    assert len(answers) == 16 and group["scores"]["folder"]["value"] == pytest.approx(statistics.fmean(answers))
+    assert group["scores"]["folder"]["stderr"] == pytest.approx(statistics.stdev(answers) / 4)
+    assert group["differences_to_first"]["other"]["paired"]
     assert bits["higher_is_better"] is False and chosen["higher_is_better"] is True
-    assert {each["task"] for each in examined["results"]} == {"fox_choice", "fox_text", "fox_write"}
+    tasks = {"fox_choice", "fox_more", "fox_text", "fox_write", "fox_group"}
+    assert {each["task"] for each in examined["results"]} == tasks
     assert examined["models"]["folder"]["path"] == str(folders["hybrid"])
     assert examined["models"]["folder"]["stored_dtype"] == "float32" and examined["models"]["other"]["step"] == 0
     assert {"lm_eval", "transformers", "torch", "python"} <= examined["versions"].keys()
@@ -255,6 +268,17 @@ def test_the_same_model_twice_does_not_differ(
     assert cells[3] == cells[4] and re.fullmatch(r"\d+\.\d{4} ± \d+\.\d{4}", cells[3])
     assert cells[5] == "+0.0000 ± 0.0000"
     assert re.search(r"fox_text version .*: 3 documents, 0 examples before each, sha256 [0-9a-f]{12}", printed)
+
+
+def test_all_models_are_shown_the_same_examples(folders: dict[str, Path], task_files: Path, tmp_path: Path) -> None:
+    """Documents whose prompts differ would not be paired."""
+    models = [f"a={folders['hybrid']}", f"b={folders['transformer']}"]
+    tasks = ["--tasks", "fox_choice", "--include-path", str(task_files), "--num-fewshot", "2"]
+    record = tmp_path / "scores.json"
+    assert evaluate.main([*models, *tasks, "--json", str(record)]) == 0
+    found = json.loads(record.read_text())
+    assert found["tasks"]["fox_choice"]["num_fewshot"] == 2
+    assert result(found, "fox_choice", "acc")["differences_to_first"]["b"]["paired"]
 
 
 def test_shipped_tasks_run(
@@ -379,8 +403,16 @@ def test_no_network_for_what_is_local(task_files: Path, tmp_path: Path) -> None:
     assert not is_standard(["builtin", "builtin_cloze_*"], None)
     assert not is_standard(["fox_choice", "builtin_bytes_code", str(task_files / "text.yaml")], task_files)
     assert is_standard(["fox_choice"], None) and is_standard(["hellaswag"], task_files)
-    (tmp_path / "hub.yaml").write_text("task: of_the_hub\ndataset_path: some/dataset\n")
-    assert is_standard(["of_the_hub"], tmp_path) and is_standard([str(tmp_path / "hub.yaml")], None)
+    (tmp_path / "base").write_text("dataset_path: some/dataset\ndoc_to_text: !function code.of_mine\n")
+    (tmp_path / "hub.yaml").write_text("include: base\ntask: of_the_hub\ntag: [mine, others]\n")
+    (tmp_path / "mixed.yaml").write_text("group: mixed\ntask: [builtin, of_the_hub]\n")
+    (tmp_path / "outer.yaml").write_text("group: outer\ntask:\n  - {task: builtin_cloze_code}\n  - mixed\n")
+    (tmp_path / "mine.yaml").write_text("group: ours\ntask: [builtin]\n")
+    for name in ("of_the_hub", "mine", "mixed", "outer", str(tmp_path / "hub.yaml"), str(tmp_path / "mixed.yaml")):
+        assert is_standard([name], tmp_path), name
+    assert not is_standard(["ours"], tmp_path)
+    assert task_names(tmp_path)[:3] == ["builtin", "builtin_bytes_code", "builtin_bytes_prose"]
+    assert {"of_the_hub", "outer", "mine"} <= set(task_names(tmp_path))
 
 
 def test_the_libraries_are_imported_behind_the_environment(tmp_path: Path) -> None:
