@@ -196,4 +196,4 @@ def furthest(reference: Losses, losses: Losses) -> float:
 
 def is_exact(opened: OpenedFolder) -> bool:
     """Whether a folder has the checkpoint's weights to the last bit, so that it has to agree: FP32, not quantized."""
-    return opened.stored == "float32" and getattr(opened.model.config, "quantization_config", None) is None
+    return opened.stored == "float32"

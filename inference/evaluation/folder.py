@@ -14,7 +14,8 @@ MISSING = 'lm-eval and transformers are not installed: pip install "megatron_fp4
 
 @dataclass(frozen=True)
 class OpenedFolder:
-    """model: of transformers, on its device, in evaluation mode. stored: the dtype that the folder says it is in."""
+    """model: of transformers, on its device, in evaluation mode. stored: the dtype that the folder says it is in, or the
+    format of its quantized weights, which are decoded."""
 
     model: Any
     tokenizer: Any
@@ -42,9 +43,14 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
     transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        quantized = _quantization(folder, config, transformers)
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True, **quantized
         )
+    except ValueError as error:
+        if str(error).startswith(str(folder)):
+            raise
+        raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
     except Exception as error:  # transformers raises any type, with pages of text
         raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
     # transformers only warns, and draws what is missing at random.
@@ -56,7 +62,29 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
             )
     tokenizer = _tokenizer(folder, transformers) if with_tokenizer else None
     stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    if quantized:
+        stored = str(_settings(config).get("format"))
     return OpenedFolder(model.to(device).eval(), tokenizer, stored)
+
+
+def _quantization(folder: Path, config: Any, transformers: Any) -> dict[str, Any]:
+    """What loading takes for a folder of quantized weights: they are decoded, and activations stay as they are.
+
+    Left packed they are decoded when the whole model is first called, which scoring does not do.
+    """
+    method = _settings(config).get("quant_method")
+    if method is None:
+        return {}
+    if method != "compressed-tensors":
+        raise ValueError(
+            f"{folder} is in the layout of {method}, which is not read here; export it again with "
+            "--format nvfp4-compressed-tensors, or without --format"
+        )
+    return {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    return dict(getattr(config, "quantization_config", None) or {})
 
 
 def _tokenizer(folder: Path, transformers: Any) -> Any:

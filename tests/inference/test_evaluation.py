@@ -321,9 +321,15 @@ def of_another_kind(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
 
 
+def in_another_layout(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "modelopt"}}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (in_another_layout, r"is in the layout of modelopt, .* --format nvfp4-compressed-tensors, or without"),
         (without_weight, r"is not a whole model: missing keys .*up_proj.weight; export it again"),
         (without_tokenizer, r"has no tokenizer, which tasks of text need"),
         (without_eos, r"has no eos_token"),
