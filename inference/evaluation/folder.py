@@ -14,7 +14,7 @@ MISSING = 'lm-eval and transformers are not installed: pip install "megatron_fp4
 
 @dataclass(frozen=True)
 class OpenedFolder:
-    """model: of transformers, on its device, in evaluation mode. stored: the dtype that the folder says it is in, or the
+    """model: of transformers, on its device, in evaluation mode. stored: the dtype that the folder says it has, or the
     format of its quantized weights, which are decoded."""
 
     model: Any

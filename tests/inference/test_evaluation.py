@@ -7,8 +7,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +21,6 @@ from exchange.checkpoint import Checkpoint, load_model
 from inference.evaluation import builtin, scoring
 from inference.evaluation.folder import OpenedFolder, open_folder
 from inference.evaluation.scoring import Row, Scorer
-from inference.evaluation.tasks import is_standard, task_names
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
 from tests.inference.folders import MODELS, TEXT, checkpoint_of, folder_of, tokenizer
@@ -403,41 +400,3 @@ def test_options_that_would_do_nothing_are_refused(
     with pytest.raises(SystemExit, match="2"):
         evaluate.main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_no_network_for_what_is_local(task_files: Path, tmp_path: Path) -> None:
-    assert not is_standard(["builtin", "builtin_cloze_*"], None)
-    assert not is_standard(["fox_choice", "builtin_bytes_code", str(task_files / "text.yaml")], task_files)
-    assert is_standard(["fox_choice"], None) and is_standard(["hellaswag"], task_files)
-    (tmp_path / "base").write_text("dataset_path: some/dataset\ndoc_to_text: !function code.of_mine\n")
-    (tmp_path / "hub.yaml").write_text("include: base\ntask: of_the_hub\ntag: [mine, others]\n")
-    (tmp_path / "mixed.yaml").write_text("group: mixed\ntask: [builtin, of_the_hub]\n")
-    (tmp_path / "outer.yaml").write_text("group: outer\ntask:\n  - {task: builtin_cloze_code}\n  - mixed\n")
-    (tmp_path / "mine.yaml").write_text("group: ours\ntask: [builtin]\n")
-    for name in ("of_the_hub", "mine", "mixed", "outer", str(tmp_path / "hub.yaml"), str(tmp_path / "mixed.yaml")):
-        assert is_standard([name], tmp_path), name
-    assert not is_standard(["ours"], tmp_path)
-    assert task_names(tmp_path)[:3] == ["builtin", "builtin_bytes_code", "builtin_bytes_prose"]
-    assert {"of_the_hub", "outer", "mine"} <= set(task_names(tmp_path))
-
-
-def test_the_libraries_are_imported_behind_the_environment(tmp_path: Path) -> None:
-    """They read whether to stay offline when they are imported; without them one line names the extra."""
-    code = (
-        "import sys\nimport scripts.evaluate as evaluate\n"
-        "early = {'transformers', 'datasets', 'huggingface_hub', 'lm_eval'} & set(sys.modules)\n"
-        "assert not early, early\n"
-        "sys.modules['lm_eval.tasks'] = None\n"
-        "assert evaluate.main(['--tasks', 'list']) == 0\n"
-        "evaluate.is_folder = lambda path: True\n"
-        "code = evaluate.main(['x'])\n"
-        "import os\nassert os.environ['HF_HUB_OFFLINE'] == os.environ['HF_DATASETS_OFFLINE'] == '1'\n"
-        "sys.exit(code)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 2, ended.stderr
-    shipped = [f"builtin_{kind}_{source}" for kind in ("bytes", "cloze") for source in (CODE, PROSE)]
-    assert ended.stdout.split() == ["builtin", *shipped]
-    assert ended.stderr == (
-        'evaluate.py: lm-eval and transformers are not installed: pip install "megatron_fp4[eval]"\n'
-    )
