@@ -29,6 +29,7 @@ from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from models.execution import PLAIN, Execution
 from models.hybrid import HybridModel, build_model
+from models.pattern import check_model
 
 _PREFIX = "model."
 _READERS = 4
@@ -52,6 +53,7 @@ class Checkpoint:
         self.trainer: dict[str, Any] = json.loads(self.file(TRAINER))
         self._metadata: Metadata = read_metadata(self.file(METADATA))
         self.config: Config = config_from_saved(self.trainer["config"], [], config_dir)
+        check_model(self.config.model)
         self.tensors: dict[str, torch.Size] = {
             name.removeprefix(_PREFIX): saved.size
             for name, saved in self._metadata.state_dict_metadata.items()
@@ -147,8 +149,12 @@ def _checkpoint_in(folder: Path) -> Path:
             f"{folder} is not a folder; give a checkpoint, such as RUN/checkpoints/step_00000200, or a run"
         )
     for root in (folder / "checkpoints", folder):
-        if whole := [path for path, manifest, _ in files.scan(root) if manifest is not None]:
+        found = files.scan(root)
+        if whole := [path for path, manifest, _ in found if manifest is not None]:
             return whole[0]
+        if found:
+            listing = "; ".join(f"{path.name}: {problem}" for path, _, problem in found)
+            raise ValueError(f"{folder} has no checkpoint that is whole ({listing}); give another run or checkpoint")
     raise ValueError(f"{folder} is neither a checkpoint nor a run with checkpoints; give one that is")
 
 

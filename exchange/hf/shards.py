@@ -60,6 +60,8 @@ def write_shards(
     file. No more than a shard, and the group that is made for it, is in memory at a time. Raises OSError.
     """
     module = safetensors()
+    from safetensors import SafetensorError
+
     places: dict[str, str] = {}
     for file, groups in shards.items():
         content: dict[str, Tensor] = {}
@@ -67,7 +69,12 @@ def write_shards(
             made = tensors(group)
             assert [Stored(n, t.dtype, tuple(t.shape)) for n, t in made.items()] == list(layout[group]), group
             content |= made
-        module.save_file(content, folder / file, metadata=_METADATA)
+        try:
+            module.save_file(content, folder / file, metadata=_METADATA)
+        except SafetensorError as error:  # what it makes of a full disk
+            raise OSError(
+                f"{folder / file} cannot be written ({error}); make room, or name a folder elsewhere"
+            ) from error
         del content
         places |= {stored.name: file for group in groups for stored in layout[group]}
         (folder / file).chmod(0o666 & ~_umask())  # it makes them for their owner alone

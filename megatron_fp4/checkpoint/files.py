@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,11 +256,12 @@ def read_pointer(root: Path) -> str | None:
         return None
 
 
-def prune(root: Path, keep: int, just_made: Path) -> list[Path]:
-    """Remove all but the `keep` newest (0: keep all), never `just_made` or what `latest` names. Returns removed."""
+def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) -> list[Path]:
+    """Remove all but the `keep` newest (0: keep all), never `just_made`, what `latest` names or those whose names are
+    `needed`. Returns removed."""
     if keep == 0:
         return []
-    protected = {just_made.name, read_pointer(root)}
+    protected = {just_made.name, read_pointer(root), *needed}
     newest_first = [folder for folder, manifest, _ in scan(root) if manifest is not None]
     removed = [folder for folder in newest_first[keep:] if folder.name not in protected]
     for folder in removed:
