@@ -27,22 +27,14 @@ import gc
 import json
 import math
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from assembly import CONFIGS, plans_of
-from data.tokenizers.interface import TextTokenizer
-from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf.encoder import PlainEncoder
-from exchange.hf.export import export_hf
-from exchange.tokenizer import tokenizer_of
+from exchange.checkpoint import open_checkpoint
 from inference.evaluation.agreement import (
     TOLERANCE,
     Losses,
@@ -54,9 +46,10 @@ from inference.evaluation.agreement import (
     open_windows,
     recorded_losses,
 )
-from inference.evaluation.folder import DTYPES, device_named, first_line, is_folder, open_folder
+from inference.evaluation.folder import DTYPES, device_named, first_line, open_folder
+from inference.evaluation.models import Model, as_folder, models_of, tokenizers_of
 from inference.evaluation.tasks import prepare_environment, task_names
-from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, step_of
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.report.run_files import replace_file
@@ -127,80 +120,13 @@ def at_least(minimum: int) -> Any:
     return number
 
 
-@dataclass(frozen=True)
-class Model:
-    """One of the command line. checkpoint: None if it is a folder already."""
-
-    name: str
-    path: Path
-    checkpoint: Checkpoint | None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """For the record."""
-        if self.checkpoint is None:
-            return {"path": str(self.path)}
-        return {"path": self.checkpoint.name, "step": self.checkpoint.step, "tokens": self.checkpoint.tokens}
-
-
-def models_of(texts: Sequence[str]) -> list[Model]:
-    """The models that are named. Raises ValueError for one that is not there, and names that are not told apart."""
-    found = []
-    for text in texts:
-        name, equals, rest = text.partition("=")
-        if not equals or Path(text).exists():
-            name, rest = "", text
-        path = Path(rest)
-        checkpoint = None if is_folder(path) else open_checkpoint(path, CONFIGS)
-        found.append(Model(name or name_of(path), path, checkpoint))
-    names = [model.name for model in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two models are called {name}; name them, as first={name} second=...")
-    return found
-
-
-def name_of(path: Path) -> str:
-    """`nvfp4@200` of a run's checkpoint `runs/nvfp4/checkpoints/step_00000200`; of others the folder's name."""
-    path = path.resolve()
-    of_run = (path / MANIFEST).is_file() and path.parent.name == "checkpoints"
-    return f"{path.parent.parent.name}@{step_of(path)}" if of_run else path.name
-
-
-@contextmanager
-def as_folder(model: Model, dtype: str, tokenizer: TextTokenizer | None = None) -> Iterator[Path]:
-    """Its Hugging Face folder; of a checkpoint one that is there for as long as it is needed."""
-    if model.checkpoint is None:
-        yield model.path
-        return
-    with tempfile.TemporaryDirectory(prefix="megatron_fp4_evaluate_") as temporary:
-        folder = Path(temporary) / "model"
-        model.checkpoint.verify()
-        export_hf(model.checkpoint, folder, encoder=PlainEncoder(getattr(torch, dtype)), tokenizer=tokenizer)
-        yield folder
-
-
-def tokenizers_of(models: Sequence[Model], given: str | None) -> dict[str, TextTokenizer]:
-    """Of the models that are checkpoints, by name. Raises ValueError for one that is not there."""
-    found = {}
-    for model in models:
-        if model.checkpoint is not None:
-            tokenizer = tokenizer_of(model.checkpoint, given)
-            if tokenizer is None:
-                raise ValueError(f"{model.path}: its run knew of no tokenizer; give the one of its data as --tokenizer")
-            found[model.name] = tokenizer
-    if given is not None and not found:
-        raise ValueError(f"--tokenizer {given} is for checkpoints, and folders have their own; leave it out")
-    return found
-
-
 def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
     """lm-eval's tasks on every model, one after the other; the table."""
     names = (options.tasks or "builtin").split(",")
     if names == ["list"]:
         print("\n".join(task_names(options.include_path)))
         return 0
-    models, device = models_of(options.models), device_named(options.device)
+    models, device = models_of(options.models, CONFIGS), device_named(options.device)
     standard = prepare_environment(names, options.include_path)
     # Behind the environment, which these read when they are imported.
     from inference.evaluation.examine import examine
@@ -240,7 +166,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     checkpoint, device = open_checkpoint(options.validation, CONFIGS), device_named(options.device)
     if wrong := [text for text in options.set or () if not text.startswith(("data.", "validation."))]:
         raise ValueError(f"--set {wrong[0]} is not about the validation data; it takes data.* and validation.*")
-    models = models_of(options.models)
+    models = models_of(options.models, CONFIGS)
     prepare_environment([], None)
     torch.backends.cudnn.allow_tf32 = False  # FP32 is to be FP32, in convolutions too
     windows = open_windows(config_from_saved(checkpoint.trainer["config"], options.set or [], CONFIGS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         quantized = _quantization(folder, config, transformers)
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True, **quantized
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that `quantized` is not what the folder says
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True, **quantized
+            )
     except ValueError as error:
         if str(error).startswith(str(folder)):
             raise

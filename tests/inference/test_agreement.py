@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
@@ -113,6 +114,45 @@ def test_folders_are_judged_if_they_have_the_same_weights(
     assert TOLERANCE < apart < 0.05 and "(stored in bfloat16)" in capsys.readouterr().out
     found = validated([*given, f"wrong={other}"], tmp_path, code=4)
     assert found["agrees"] is False and "DIFFERS: transformers, FP32: wrong is " in capsys.readouterr().out
+
+
+def test_a_quantized_folder_is_scored_with_its_weights_decoded(data: list[str], tmp_path: Path) -> None:
+    """One linear packed in compressed-tensors' layout, and a plain folder with what that stands for."""
+    checkpoint = checkpoint_of(tmp_path / "checkpoint", "transformer", data)
+    plain, packed = (folder_of(tmp_path / name, checkpoint) for name in ("plain", "packed"))
+    name = "model.layers.0.mlp.up_proj"
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([magnitudes, -magnitudes])
+    tensors = load_file(plain / "model.safetensors")
+    rows, columns = tensors[f"{name}.weight"].shape
+    draws = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (rows, columns), generator=draws, dtype=torch.uint8)
+    scales = 2.0 ** torch.randint(1, 4, (rows, columns // 16), generator=draws)
+    tensors[f"{name}.weight"] = values[codes.int()] * scales.repeat_interleave(16, 1) / 64
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    del tensors[f"{name}.weight"]
+    tensors |= {
+        f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
+        f"{name}.weight_scale": scales.to(torch.float8_e4m3fn),
+        f"{name}.weight_global_scale": torch.tensor([64.0]),
+    }
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    settings = json.loads((packed / "config.json").read_text())
+    settings["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": [],
+        "config_groups": {"group_0": {"targets": [f"re:.*{name[6:]}$"], "weights": {**weights, "dynamic": False}}},
+    }
+    (packed / "config.json").write_text(json.dumps(settings))
+    # The plain one is in FP32 and not the checkpoint's.
+    found = validated(["--validation", str(checkpoint.folder), str(plain), str(packed)], tmp_path, code=4)["nats"]
+    decoded = found["transformers, FP32: packed (stored in nvfp4-pack-quantized)"]
+    for source, loss in found["transformers, FP32: plain"].items():
+        assert decoded[source] == pytest.approx(loss, abs=1e-6)
+        assert abs(found["framework, FP32"][source] - loss) > 1e-3
 
 
 def test_what_cannot_be_compared_is_one_line(

@@ -42,7 +42,7 @@ def test_the_libraries_are_imported_behind_the_environment() -> None:
         "assert not early, early\n"
         "sys.modules['lm_eval.tasks'] = None\n"
         "assert evaluate.main(['--tasks', 'list']) == 0\n"
-        "evaluate.is_folder = lambda path: True\n"
+        "import inference.evaluation.models as models\nmodels.is_folder = lambda path: True\n"
         "code = evaluate.main(['x'])\n"
         "import os\nassert os.environ['HF_HUB_OFFLINE'] == os.environ['HF_DATASETS_OFFLINE'] == '1'\n"
         "sys.exit(code)\n"
