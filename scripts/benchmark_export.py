@@ -3,7 +3,8 @@
     python scripts/benchmark_export.py --folder DISK model=nemotron_h_12b
 
 makes a checkpoint of that model under DISK whose weights are zeros and take no room (files with holes), exports it in a
-process of its own, and prints the peak memory of that process beside the model's size; --import does the way back too.
+process of its own, and prints the peak memory of that process beside the model's size; --import does the way back too,
+and --format megatron exports what Megatron-LM loads.
 What it wrote is removed again. DISK needs room for the export: two bytes a parameter.
 """
 
@@ -28,12 +29,15 @@ from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
 from models.flops import parameter_count
 
+FORMATS = ("hf", "megatron")
+
 
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="key=value: the configuration of the model")
     parser.add_argument("--folder", type=Path, required=True, help="where to write, for as long as it takes")
+    parser.add_argument("--format", choices=FORMATS, default="hf", help="Hugging Face's (default) or Megatron-core's")
     parser.add_argument("--import", dest="back", action="store_true", help="import what was exported")
     options = parser.parse_intermixed_args(arguments)
     folder = options.folder / "benchmark_export"
@@ -45,10 +49,11 @@ def main(arguments: list[str]) -> int:
         write_weights_only(folder / "checkpoint", config, holes(sections, folder), imported={})
         dig(folder / "checkpoint")
         print(f"{config.model.name}: {total:,} parameters, masters {4 * total / 2**30:.1f} GiB")
-        measure("export", "export_hf.py", folder / "checkpoint", folder / "hf", "--no-tokenizer")
+        out = folder / options.format
+        measure("export", f"export_{options.format}.py", folder / "checkpoint", out, "--no-tokenizer")
         if options.back:
             shutil.rmtree(folder / "checkpoint")
-            measure("import", "import_hf.py", folder / "hf", folder / "back")
+            measure("import", f"import_{options.format}.py", out, folder / "back")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
