@@ -180,8 +180,8 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     missing. Raises ValueError, naming the argument, for one that is no number above 0."""
 
     def number(name: str, kind: type) -> Any:
-        value: Any = arguments.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0):
+        value = arguments.get(name)
+        if value is not None and (type(value) not in (int, kind) or not value > 0):
             raise ValueError(f"Megatron's {name}={value!r} is no number above 0; the checkpoint is damaged")
         return value
 
