@@ -22,7 +22,7 @@ from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
 from data.validation import ValidationSet, Yardstick
-from exchange.in_run import Exports, check_exports
+from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.choice import origin_state
@@ -71,7 +71,7 @@ def configure(overrides: list[str]) -> Config:
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, world_size(), device_type)
     check_initialization(config)
-    check_exports(config)
+    check_exports(config, plans_of(config))
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
         backend_of(config)
@@ -377,7 +377,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             num_steps=config.train.steps,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
-        exports=Exports(config, log, active=mesh.rank == 0),
+        exports=Exports(config, log, active=mesh.rank == 0, last=last_exportable(config, plans_of(config))),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONS: dict[str, tuple[str, ...]] = {
     "bf16": ("--dtype", "bfloat16"),
     "fp32": ("--dtype", "float32"),
+    "nvfp4": ("--format", "nvfp4"),
+    "nvfp4-compressed-tensors": ("--format", "nvfp4-compressed-tensors"),
 }
 """`checkpoint.export_format` -> what scripts/export_hf.py is told."""
 _PATIENCE = 5.0

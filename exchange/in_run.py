@@ -35,12 +35,16 @@ import torch.distributed as dist
 
 from exchange.export_process import ExportProcess, export_command
 from exchange.hf.architectures import architecture_of
+from exchange.nvfp4 import TrainedPlan, refusal
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError
 from megatron_fp4.faults.progress import Progress
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.report.record_file import move_aside
 from megatron_fp4.report.run_log import RunLog
+from megatron_fp4.training.schedule import WSDSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +53,11 @@ PACKAGE = "safetensors"
 _STEP = re.compile(r"step_(\d{8,})")
 
 
-def check_exports(config: Config) -> None:
-    """Raise ConfigError for exports that a run cannot make, or settings of exports that do nothing."""
+def check_exports(config: Config, plans: tuple[Plan, Plan | None]) -> None:
+    """Raise ConfigError for exports that a run cannot make, or settings of exports that do nothing.
+
+    plans: of the run, before and after the precision switch.
+    """
     settings, steps = config.checkpoint, config.train.steps
     interval, default = settings.export_interval, CheckpointConfig().export_format
     if interval > steps:
@@ -75,13 +82,45 @@ def check_exports(config: Config) -> None:
         architecture_of(config.model)
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from error
+    if settings.export_format.startswith("nvfp4"):
+        _check_nvfp4(config, plans)
+
+
+def _check_nvfp4(config: Config, plans: tuple[Plan, Plan | None]) -> None:
+    settings, steps = config.checkpoint, config.train.steps
+    key = f"checkpoint.export_format={settings.export_format}"
+    if problem := refusal(_trained(config, plans[0])):
+        raise ConfigError(f"{key}: {problem.replace('--format hf', 'checkpoint.export_format=bf16')}")
+    last = last_exportable(config, plans)
+    if last is not None and (settings.export_at_end or settings.export_interval > last):
+        first = steps if settings.export_at_end else settings.export_interval
+        raise ConfigError(
+            f"{key}: step {first} is behind the precision switch (before step {last + 1}), which ends NVFP4 in the "
+            f"forward pass; give checkpoint.export_format=bf16, or an interval of at most {last} without export_at_end"
+        )
+
+
+def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | None:
+    """The last step whose checkpoint has what `checkpoint.export_format` wants; None if all have, or if a measurement
+    decides."""
+    after, switch = plans[1], config.precision.switch
+    if not config.checkpoint.export_format.startswith("nvfp4") or after is None or _trained(config, after).fp4():
+        return None
+    schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
+    step = switch_step(switch.when, config.train.steps, schedule.decay_start_step)
+    return None if step is None or step >= config.train.steps else step
+
+
+def _trained(config: Config, plan: Plan) -> TrainedPlan:
+    return TrainedPlan(plan, getattr(torch, config.precision.compute_dtype), config.parallel.tensor)
 
 
 class Exports:
     """The exports of one run. All but `due`, `finish` and `folder` is for the first rank (`active`); on the others it
     does nothing.
 
-    command: what exports a checkpoint, of its folder, the output and the format.
+    last: the last step whose checkpoint can be exported (`last_exportable`); None: all can. command: what exports a
+    checkpoint, of its folder, the output and the format.
     """
 
     def __init__(
@@ -89,9 +128,10 @@ class Exports:
         config: Config,
         log: RunLog,
         active: bool,
+        last: int | None = None,
         command: Callable[[Path, Path, str], Sequence[str]] = export_command,
     ) -> None:
-        self._settings, self._steps = config.checkpoint, config.train.steps
+        self._settings, self._steps, self._last = config.checkpoint, config.train.steps, last
         run_dir = Path(config.run.dir).absolute()
         self._checkpoints, self._root = run_dir / "checkpoints", run_dir / FOLDER
         self._log, self._active, self._command = log, active, command
@@ -108,6 +148,8 @@ class Exports:
         """Whether the checkpoint of `step` steps is to be exported, and so to be made; the same on all ranks."""
         interval = self._settings.export_interval
         at_end = self._settings.export_at_end and step == self._steps
+        if self._last is not None and step > self._last:
+            return False
         return step > 0 and (at_end or (interval > 0 and step % interval == 0))
 
     def folder(self, step: int) -> Path:
@@ -220,8 +262,8 @@ class Exports:
         return sorted(p for p in self._root.iterdir() if p.suffix == ".tmp" and _STEP.fullmatch(p.stem) and p.is_dir())
 
     def _is_missing(self, step: int) -> bool:
-        """Whether there is a checkpoint of that step and no export of it. A folder that says nothing of what it was made
-        from was made by hand, and counts."""
+        """Whether there is a checkpoint of that step and no export of it. A folder without a record of what it was made
+        of is somebody's own, and counts."""
         wanted, made = self._record(step), self.folder(step) / RECORD
         if wanted is None:
             return False

@@ -54,7 +54,7 @@ class Attention(Mixer):
         self._split = execution.cheap(execution.pure(split_heads))
         self._attend = execution.kernel("attention", attend_fused if execution.compiled else attend)
         qkv, out = self.linears(config)
-        self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=config.num_kv_heads)
+        self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=qkv.groups)
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
 
     def forward(
@@ -102,7 +102,7 @@ class Attention(Mixer):
         q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
         key, title = "model.num_query_heads x model.head_dim", "the attention's output projection"
         return (
-            input_projection("qkv_proj", config, q_dim + 2 * kv_dim),
+            input_projection("qkv_proj", config, q_dim + 2 * kv_dim, config.num_kv_heads),
             output_projection("out_proj", config, q_dim, key, title),
         )
 

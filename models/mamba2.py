@@ -130,7 +130,7 @@ class Mamba2(Mixer):
         self.chunk_size = config.mamba_chunk_size
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
         into, out = self.linears(config)
-        self.in_proj = ColumnParallelLinear(into.in_features, into.out_features, mesh, num_groups=groups)
+        self.in_proj = ColumnParallelLinear(into.in_features, into.out_features, mesh, num_groups=into.groups)
         conv = execution.kernel("conv", causal_conv_silu)
         self.conv = CausalConv(_conv_channels(config), config.mamba_conv_width, mesh, conv)
         self.ssm = SSMParameters(heads, mesh)
@@ -262,10 +262,10 @@ class Mamba2(Mixer):
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
         """Into the inner width and out of it."""
-        inner = config.mamba_inner_dim
+        inner, groups = config.mamba_inner_dim, config.mamba_num_groups
         key, title = "model.mamba_num_heads x model.mamba_head_dim", "the Mamba output projection"
         return (
-            input_projection("in_proj", config, inner + _conv_channels(config) + config.mamba_num_heads),
+            input_projection("in_proj", config, inner + _conv_channels(config) + config.mamba_num_heads, groups),
             output_projection("out_proj", config, inner, key, title),
         )
 

@@ -129,10 +129,13 @@ def check_multiple(config: ModelConfig, name: str, of: str, what: str) -> None:
         raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; {what} that work: {works}")
 
 
-def input_projection(name: str, config: ModelConfig, out_features: int) -> LinearShape:
-    """A mixer's first linear, which reads the hidden state; its outputs are sharded over tensor-parallel ranks."""
-    title = "the projections into every block"
-    return LinearShape(name, 0, config.hidden_dim, out_features, input_key="model.hidden_dim", title=title)
+def input_projection(name: str, config: ModelConfig, out_features: int, groups: int = 1) -> LinearShape:
+    """A mixer's first linear, which reads the hidden state; its outputs are sharded over tensor-parallel ranks.
+
+    groups: equal groups of outputs that stay together.
+    """
+    title, key = "the projections into every block", "model.hidden_dim"
+    return LinearShape(name, 0, config.hidden_dim, out_features, input_key=key, title=title, groups=groups)
 
 
 def output_projection(name: str, config: ModelConfig, in_features: int, input_key: str, title: str) -> LinearShape:

@@ -22,14 +22,14 @@ Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the mode
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: Ctrl-C ends that too without a traceback
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\n"), sys.exit(130)))
 
 import argparse
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +38,7 @@ import torch
 from assembly import CONFIGS, plans_of
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
-from inference.generation import NotFiniteError, Settings
+from inference.generation import NotFiniteError, Settings, check_prompts
 from inference.sampling import Sampling
 from inference.weights import lower_weights, weights_as_trained
 from inference.writer import Writer, say, tokens_of
@@ -107,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
             "PATH, or token ids with --raw"
         )
     prompts = None if given is None else [tokens_of(tokenizer, prompt) for prompt in given]
+    check_prompts(prompts or [], checkpoint.config.model.vocab_size)
     if not options.no_verify:
         checkpoint.verify()
     model, weights = load(checkpoint, options)
@@ -154,8 +155,8 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
         count = weights_as_trained(model, plan, trained_in, config.parallel.tensor)
         if not count or checkpoint.weights_only:
             raise ValueError(
-                f"--weights trained: {checkpoint.folder} has no linear that was trained with quantized weights in the "
-                "forward pass; leave it at master"
+                f"--weights trained: {checkpoint.folder} has no linear whose weights were quantized in the forward "
+                f"pass {'since the precision switch' if switched else 'of its training'}; leave it at master"
             )
         weights = f"weights of {count} of {len(plan.rows)} linears as they were trained"
     lower_weights(model, model.embedding.dtype)

@@ -23,7 +23,15 @@ from tests.test_pretrain import SMALL, losses, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
-FEW = [*SMALL, *FAST, "train.steps=4", "checkpoint.interval=0", "precision=bf16", "precision.switch.when=never"]
+FEW = [
+    *SMALL,
+    *FAST,
+    "train.global_batch_size=2",
+    "train.steps=4",
+    "checkpoint.interval=0",
+    "precision=bf16",
+    "precision.switch.when=never",
+]
 Start = Callable[..., str]
 
 

@@ -24,7 +24,7 @@ from tests.test_pretrain import SMALL, losses, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
-FEW = [*SMALL, *FAST, "train.steps=4", "checkpoint.interval=2", "precision.switch.when=3"]
+FEW = [*SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=2", "precision.switch.when=3"]
 Start = Callable[..., str]
 
 

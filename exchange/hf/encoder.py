@@ -10,6 +10,14 @@ from torch import Tensor
 
 from exchange.hf.sections import Section
 
+IN_TRANSFORMERS = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")
+print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=32)[0]))
+```"""
+
 
 class Stored(NamedTuple):
     """A tensor of a folder: its name, type and shape."""
@@ -30,6 +38,10 @@ class Encoder(Protocol):
     @property
     def description(self) -> str:
         """For the model card: what the weights are written as, in a sentence."""
+
+    @property
+    def use(self) -> str:
+        """For the model card: how the folder is loaded, in Markdown."""
 
     def layout(self, name: str, sections: Sequence[Section]) -> list[Stored]:
         """What our parameter `name` becomes, before it is read."""
@@ -61,6 +73,10 @@ class PlainEncoder:
             if name != "float32"
             else ("The FP32 master weights.")
         )
+
+    @property
+    def use(self) -> str:
+        return IN_TRANSFORMERS
 
     def layout(self, name: str, sections: Sequence[Section]) -> list[Stored]:
         return [Stored(section.name, self._dtype(section), section.shape) for section in sections]

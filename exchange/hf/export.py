@@ -79,7 +79,7 @@ def export_hf(
         )
         (folder / CONFIG).write_text(json_text(described))
         (folder / GENERATION).write_text(json_text({key: value for key, value in special.items() if value is not None}))
-        (folder / CARD).write_text(model_card(checkpoint, architecture.MODEL_TYPE, encoder.description))
+        (folder / CARD).write_text(model_card(checkpoint, architecture.MODEL_TYPE, encoder.description, encoder.use))
         for name, content in {**files, **encoder.extra_files()}.items():
             (folder / name).write_bytes(content)
 
@@ -136,16 +136,21 @@ def json_text(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
 
-@contextmanager
-def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
-    """A folder to write into, which becomes `output` if nothing is raised, and goes otherwise.
-
-    Raises ValueError if `output` exists or lies inside `checkpoint`.
-    """
+def check_output(output: Path, checkpoint: Path | None = None) -> None:
+    """Raise ValueError if `output` exists or lies inside `checkpoint`."""
     if output.exists() or output.is_symlink():
         raise ValueError(f"{output} exists already; name another folder, or remove it")
     if checkpoint is not None and checkpoint.resolve() in (output.resolve(), *output.resolve().parents):
         raise ValueError(f"{output} lies inside the checkpoint {checkpoint}; name a folder elsewhere")
+
+
+@contextmanager
+def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
+    """A folder to write into, which becomes `output` if nothing is raised, and goes otherwise.
+
+    Raises ValueError as `check_output` does.
+    """
+    check_output(output, checkpoint)
     staging = output.with_name(f"{output.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)

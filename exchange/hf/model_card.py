@@ -12,8 +12,9 @@ from models.flops import parameter_count
 METRICS = "metrics.jsonl"
 
 
-def model_card(checkpoint: Checkpoint, model_type: str, weights: str) -> str:
-    """Markdown with the fields that model hubs read. weights: what they are written as."""
+def model_card(checkpoint: Checkpoint, model_type: str, weights: str, use: str) -> str:
+    """Markdown with the fields that model hubs read. weights: what they are written as. use: how they are
+    loaded, in Markdown."""
     config, trainer = checkpoint.config, checkpoint.trainer
     model, train = config.model, config.train
     counts = parameter_count(model)
@@ -46,17 +47,7 @@ def model_card(checkpoint: Checkpoint, model_type: str, weights: str) -> str:
         lines += ["These are imported weights, which no run of this framework has trained."]
     if losses := _losses(checkpoint):
         lines += ["", "## Held-out loss", "", *losses]
-    lines += [
-        "",
-        "## Use",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model, tokenizer = AutoModelForCausalLM.from_pretrained("."), AutoTokenizer.from_pretrained(".")',
-        'print(tokenizer.decode(model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=32)[0]))',
-        "```",
-    ]
+    lines += ["", "## Use", "", use]
     return "\n".join(lines) + "\n"
 
 

@@ -273,7 +273,8 @@ class CheckpointConfig:
         own.
     export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
         Face folder, by a process beside the run (exchange/in_run.py). export_at_end: export the last checkpoint.
-    export_format: of these folders' weights, as scripts/export_hf.py has them.
+    export_format: of these folders' weights, as scripts/export_hf.py has them; NVFP4 (of ModelOpt or
+        compressed-tensors) only of checkpoints whose forward pass has it, not behind a switch that ends it.
     allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
         with. Tensors of other shapes cannot be loaded.
     """
@@ -288,7 +289,7 @@ class CheckpointConfig:
     initialize_from: str | None = None
     export_interval: AtLeastZero = 0
     export_at_end: bool = False
-    export_format: Literal["bf16", "fp32"] = "bf16"
+    export_format: Literal["bf16", "fp32", "nvfp4", "nvfp4-compressed-tensors"] = "bf16"
     allow_mismatch: bool = False
 
 

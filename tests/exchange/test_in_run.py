@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import typing
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,17 @@ from typing import Any
 import pytest
 import torch
 
+from assembly import plans_of
 from exchange import in_run
-from exchange.in_run import Exports, check_exports
+from exchange.export_process import OPTIONS, export_command
+from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import FileRecord, Manifest
 from megatron_fp4.checkpoint.saves import SaveReport
-from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, ModelConfig, RunConfig, TrainConfig
+from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, RunConfig, TrainConfig
 from megatron_fp4.faults.progress import Progress
+from scripts import export_hf
+from tests.checks.composed import composed
 from tests.training.harness import alone, launch
 
 # Writes the output as an exporter does. Told by a file in the checkpoint to fail, or to wait until it is ended.
@@ -80,7 +85,7 @@ class Job:
             run=RunConfig(dir=str(run_dir)), train=TrainConfig(steps=8), checkpoint=CheckpointConfig(**settings)
         )
         self.run_dir, self.log = run_dir, Log()
-        self.exports = Exports(config, self.log, active, stand_in)  # type: ignore[arg-type]
+        self.exports = Exports(config, self.log, active, None, stand_in)  # type: ignore[arg-type]
         self.exports.begin(start)
 
     def save(self, step: int, told: str = "", error: str | None = None) -> Path:
@@ -312,41 +317,71 @@ def test_a_stop_waits_for_nothing(tmp_path: Path) -> None:
     assert list(job.log.failed) == [2] and job.names("exports") == ["step_00000002.tmp"]
 
 
-def config(rope: bool = False, **settings: Any) -> Config:
-    return Config(model=ModelConfig(rope=rope), train=TrainConfig(steps=8), checkpoint=CheckpointConfig(**settings))
+def config(*overrides: str) -> Config:
+    return composed("train.steps=8", "model.nvfp4_bf16_blocks.last=1", *overrides)
 
 
-def test_which_checkpoints_are_due() -> None:
-    def due(**settings: Any) -> list[int]:
-        exports = Exports(config(**settings), Log(), True)  # type: ignore[arg-type]
-        return [step for step in range(9) if exports.due(step)]
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_exports(config(*overrides), plans_of(config(*overrides)))
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
-    assert due() == [] and due(export_interval=3) == [3, 6] and due(export_at_end=True) == [8]
-    assert due(export_interval=4, export_at_end=True) == [4, 8]
+
+EACH = "checkpoint.export_interval=2"
+END = "checkpoint.export_at_end=true"
+NVFP4 = "checkpoint.export_format=nvfp4"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("overrides", "steps"),
     [
-        (config(export_interval=9), ["checkpoint.export_interval=9 does nothing", "train.steps=8", "give 8 or less"]),
-        (config(export_format="fp32"), ["checkpoint.export_format=fp32 does nothing", "checkpoint.export_interval or"]),
-        (config(rope=True, export_interval=2), ["checkpoint.export_interval=2: no architecture", "nothing to export"]),
+        ([], []),
+        (["checkpoint.export_interval=3"], [3, 6]),
+        ([END], [8]),
+        (["checkpoint.export_interval=4", END], [4, 8]),
+        ([EACH, NVFP4, "precision.switch.when=5"], [2, 4]),  # behind the switch there is no NVFP4 weight
+        ([EACH, NVFP4, "precision.switch.when=5", "precision.switch.scope=backward"], [2, 4, 6, 8]),
+        ([EACH, NVFP4, "precision.switch.when=8"], [2, 4, 6, 8]),
+        ([EACH, END, NVFP4, "precision.switch.when=gradient_noise"], [2, 4, 6, 8]),
     ],
 )
-def test_what_cannot_be_exported_is_refused_before_the_run(wrong: Config, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as error:
-        check_exports(wrong)
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), str(error.value)
+def test_which_checkpoints_are_due(overrides: list[str], steps: list[int]) -> None:
+    whole = config(*overrides)
+    plans = plans_of(whole)
+    check_exports(whole, plans)
+    exports = Exports(whole, Log(), True, last_exportable(whole, plans))  # type: ignore[arg-type]
+    assert [step for step in range(9) if exports.due(step)] == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["checkpoint.export_interval=9"], ["checkpoint.export_interval=9 does nothing", "give 8 or less"]),
+        ([NVFP4], ["checkpoint.export_format=nvfp4 does nothing", "checkpoint.export_interval or"]),
+        ([EACH, "model.rope=true"], ["checkpoint.export_interval=2: no architecture", "nothing to export"]),
+        ([EACH, NVFP4, "precision=bf16"], ["no linear", "with NVFP4 weights", "checkpoint.export_format=bf16"]),
+        ([END, NVFP4, "precision.switch.when=5"], ["step 8 is behind the precision switch (before step 6)"]),
+        (["checkpoint.export_interval=6", NVFP4, "precision.switch.when=5"], ["step 6 is behind the precision switch"]),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_the_run(overrides: list[str], words: list[str]) -> None:
+    line = refused(*overrides)
+    assert all(word in line for word in words), line
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_exports(config(export_interval=8))
     monkeypatch.setattr(in_run, "PACKAGE", "no_such_package")
-    check_exports(config())
-    for settings, remedy in (
-        ({"export_interval": 2}, "checkpoint.export_interval=0"),
-        ({"export_at_end": True}, "checkpoint.export_at_end=false"),
-    ):
-        with pytest.raises(ConfigError, match="megatron_fp4\\[hf\\]") as error:
-            check_exports(config(**settings))
-        assert str(error.value).endswith(f"or set {remedy}")
+    check_exports(config(), plans_of(config()))
+    for override, remedy in ((EACH, "checkpoint.export_interval=0"), (END, "checkpoint.export_at_end=false")):
+        line = refused(override)
+        assert "megatron_fp4[hf]" in line and line.endswith(f"or set {remedy}")
+
+
+def test_the_exporter_knows_every_format() -> None:
+    formats = typing.get_args(typing.get_type_hints(CheckpointConfig)["export_format"])
+    assert set(formats) == OPTIONS.keys()
+    for name in formats:
+        options = export_hf.parse(export_command(Path("checkpoint"), Path("output"), name)[2:])
+        assert options.dtype == {"bf16": "bfloat16", "fp32": "float32"}.get(name)
+        assert options.format == (name if name.startswith("nvfp4") else "hf")
