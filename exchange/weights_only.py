@@ -8,8 +8,6 @@ that every mesh reads it; and it keeps the files that came with the weights, suc
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from exchange.new_folder import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.identity import run_identity
@@ -52,14 +51,9 @@ def write_weights_only(
 
     config: of a run of this model. imported: where the weights come from, of JSON types, for the trainer state.
     tokenizer: its fingerprint if it is known. extra_files: name -> content, kept beside.
-    Raises FileExistsError, OSError, and what `load` raises.
+    Raises ValueError if it exists, OSError, and what `load` raises.
     """
-    if folder.exists() or folder.is_symlink():
-        raise FileExistsError(f"{folder} exists already; name another folder, or remove it")
-    staging = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
+    with new_folder(folder) as staging:
         records, pieces, wholes = _write_tensors(staging, tensors)
         trainer = {"version": __version__, "config": as_saved(config), "imported": dict(imported)}
         content: dict[str, str | bytes] = {
@@ -71,11 +65,6 @@ def write_weights_only(
             records[name] = files.write_file(staging / name, text)
         manifest = manifest_of(0, 0, 0, 1, run_identity(config, {"tokenizer": tokenizer}))
         files.write_manifest(staging, replace(manifest, save_index=1, files=records, weights_only=True))
-        os.rename(staging, folder)
-        files.sync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 def _write_tensors(

@@ -23,8 +23,9 @@ import torch
 from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.hf.encoder import Encoder, PlainEncoder
-from exchange.hf.export import SHARD_BYTES, check_output, export_again, export_hf
+from exchange.hf.export import SHARD_BYTES, export_again, export_hf
 from exchange.hf.importing import is_import
+from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from scripts.export import nvfp4

@@ -7,10 +7,7 @@ folder is written under another name and renamed: there is a whole one, or none.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from exchange.hf.architectures import architecture_of
 from exchange.hf.encoder import Encoder, PlainEncoder
 from exchange.hf.model_card import model_card
 from exchange.hf.tokenizer_files import tokenizer_files
-from megatron_fp4.checkpoint.files import sync_folder
+from exchange.new_folder import new_folder
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 SHARD_BYTES = 2 << 30
@@ -137,37 +134,6 @@ def sequence_length(checkpoint: Checkpoint) -> int:
 def json_text(content: Mapping[str, Any]) -> str:
     """As transformers writes it."""
     return json.dumps(content, indent=2, sort_keys=True) + "\n"
-
-
-def check_output(output: Path, checkpoint: Path | None = None) -> None:
-    """Raise ValueError if `output` exists or lies inside `checkpoint`."""
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"{output} exists already; name another folder, or remove it")
-    if checkpoint is not None and checkpoint.resolve() in (output.resolve(), *output.resolve().parents):
-        raise ValueError(f"{output} lies inside the checkpoint {checkpoint}; name a folder elsewhere")
-
-
-@contextmanager
-def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
-    """A folder to write into, which becomes `output` if nothing is raised, and goes otherwise.
-
-    Raises ValueError as `check_output` does.
-    """
-    check_output(output, checkpoint)
-    staging = output.with_name(f"{output.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-        for path in staging.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(staging)
-        os.rename(staging, output)
-        sync_folder(output.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 def _special_ids(tokenizer: TextTokenizer | None) -> dict[str, int | None]:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +29,7 @@ from exchange.hf.tokenizer_files import tokenizer_files
 from exchange.megatron.arguments import SCRIPTS, TOKENIZER, arguments_of, as_shell, check_fits
 from exchange.megatron.names import Layers, Parameter, extra_states, model_class, parameters
 from exchange.megatron.writing import PieceWriter
+from exchange.new_folder import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 
@@ -68,18 +67,12 @@ def export_megatron(
         raise ValueError("the layers of Megatron's hybrid models are always numbered; leave --layers out")
     wanted = {parameter.name: torch.Size(parameter.shape) for parameter in parameters(config, layers)}
     check_tensors(wanted, checkpoint.tensors, checkpoint.name)
-    if output.exists() or output.is_symlink():
-        raise ValueError(f"{output} exists already; name another folder, or remove it")
-    if checkpoint.folder.resolve() in (output.resolve(), *output.resolve().parents):
-        raise ValueError(f"{output} lies inside the checkpoint {checkpoint.folder}; name a folder elsewhere")
     length = sequence_length(checkpoint)
     of_tokenizer = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     arguments = arguments_of(config, length, dtype == torch.bfloat16)
-    staging = output.with_name(f"{output.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    iteration = staging / f"iter_{checkpoint.step:07d}"
-    iteration.mkdir(parents=True)
-    try:
+    with new_folder(output, checkpoint.folder) as staging:
+        iteration = staging / f"iter_{checkpoint.step:07d}"
+        iteration.mkdir()
         exported = _write_tensors(checkpoint, iteration, dtype, layers, progress)
         common = {
             "args": argparse.Namespace(
@@ -106,19 +99,10 @@ def export_megatron(
         files.write_file(staging / "latest_checkpointed_iteration.txt", str(checkpoint.step))
         files.write_file(staging / "megatron_args.sh", as_shell(arguments))
         files.write_file(staging / "README.md", _readme(checkpoint, output.name, dtype, bool(of_tokenizer)))
-        folders = [iteration, staging]
         if of_tokenizer:
             (staging / TOKENIZER).mkdir()
-            folders.append(staging / TOKENIZER)
         for name, content in of_tokenizer.items():
             files.write_file(staging / TOKENIZER / name, content)
-        for folder in folders:
-            files.sync_folder(folder)
-        os.rename(staging, output)
-        files.sync_folder(output.parent)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return exported
 
 

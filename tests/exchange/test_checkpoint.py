@@ -92,7 +92,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path, mesh: ParallelMesh) -> None:
 
     with pytest.raises(OSError, match="no space"):
         write_weights_only(tmp_path / "b", config, [NewTensor("head.weight", (4, 4), breaks)], imported={})
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(ValueError, match="exists already"):
         write_weights_only(tmp_path / "w", config, [], imported={})
     assert [path.name for path in tmp_path.iterdir()] == ["w"]
 
