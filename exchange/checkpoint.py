@@ -86,7 +86,7 @@ class Checkpoint:
             records = self.manifest.files
             for problem in pool.map(lambda name: files.check_file(self.folder, name, records[name]), records):
                 if problem:
-                    raise DamagedCheckpointError(problem)
+                    raise DamagedCheckpointError(f"{self.folder} is damaged: {problem}; give another checkpoint")
 
     def tensor(self, name: str, rows: slice | None = None) -> Tensor:
         """A parameter, FP32 on the CPU, of its global shape; `rows`: of its first dimension, the others are not read.

@@ -20,6 +20,7 @@ from data.tokenizer import load_tokenizer
 from data.tokenizers.interface import TextTokenizer
 from exchange.checkpoint import Checkpoint
 from exchange.hf.architectures import architecture_in, architecture_of
+from exchange.hf.importing import is_import
 from exchange.hf.sections import Section
 from exchange.hf.shards import Shards
 from exchange.nvfp4 import TrainedPlan, multiplied_weight
@@ -82,8 +83,8 @@ def check_folder(
     """
     sections = architecture_of(checkpoint.config.model).sections(checkpoint.config.model)
     rows = {} if trained is None else trained.fp4()
-    imported = checkpoint.trainer.get("imported")
-    yield _configuration(folder, checkpoint, exactly=imported is None)
+    again = is_import(checkpoint) and folder.config == json.loads(checkpoint.file(CONFIG))
+    yield _configuration(folder, checkpoint, exactly=not again)
     yield _presence(folder, sections, {f"{name}.weight" for name in rows})
     wrong: list[str] = []
     tensors = 0
@@ -91,7 +92,7 @@ def check_folder(
         if name.removesuffix(".weight") not in rows:
             ours = checkpoint.tensor(name)
             tensors += len(parts)
-            dtypes = {} if imported is None else imported["dtypes"]
+            dtypes = checkpoint.trainer["imported"]["dtypes"] if again else {}
             wrong += [problem for part in parts if (problem := _plain_fault(folder, part, ours, dtypes))]
     yield Finding("tensors in plain types", f"{tensors}", _first(wrong))
     if trained is not None:

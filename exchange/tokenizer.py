@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from data.builtin import open_builtin
@@ -51,6 +50,9 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
             f"{found.name} is not the tokenizer of the run that made {checkpoint.folder}: its fingerprint is "
             f"{found.fingerprint()[:12]}, the run's {expected[:12]}; {remedy}"
         )
+    rows = checkpoint.config.model.vocab_size
+    if found is not None and found.vocab_size > rows:
+        raise ValueError(f"{found.name} has {found.vocab_size} ids and the model only {rows}; {remedy}")
     return found
 
 
@@ -59,7 +61,6 @@ def _kept_tokenizer(checkpoint: Checkpoint) -> TextTokenizer | None:
     kept = [name for name in TOKENIZER_FILES if name in checkpoint.manifest.files]
     if not {"tokenizer.json", "tokenizer.model"} & {*kept}:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        for name in kept:
-            (Path(folder) / name).write_bytes(checkpoint.file(name))
-        return load_tokenizer(folder, checkpoint.config.data.eod_token)
+    for name in kept:
+        checkpoint.file(name)  # they are as they were
+    return load_tokenizer(checkpoint.folder, checkpoint.config.data.eod_token)

@@ -4,7 +4,7 @@ Published weights stack their sections: `[q | k | v]`, Mamba-2's `[z | x | B | C
 to one group (a KV head with its query heads; a state group with its heads), as `[q_0 | k_0 | v_0 | q_1 | k_1 | ...]`:
 an even split over tensor-parallel ranks then gives every rank whole groups, at any tensor-parallel size.
 
-No program converts published checkpoints yet. Tests compare the mixers, by these orders, with the published formulas.
+exchange/ converts checkpoints by them; tests also compare the mixers, by these orders, with the published formulas.
 
 Each function returns `order`, int64 [rows], with
 

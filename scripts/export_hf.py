@@ -14,6 +14,7 @@ Exit code: 0 written, 2 refused, with one line on stderr.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -59,13 +60,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="where the run's tokenizer is now, if not where its configuration says")
     parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
     parser.add_argument(
-        "--shard-gib", type=float, default=SHARD_BYTES / 2**30, help="size of a safetensors file at most (default 2)"
+        "--shard-gib", type=float, help=f"size of a safetensors file at most (default {SHARD_BYTES / 2**30:g})"
     )
     nvfp4.add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.tokenizer and options.no_tokenizer:
         parser.error("--tokenizer and --no-tokenizer exclude each other")
-    if not options.shard_gib > 0:
+    if options.shard_gib is not None and not 0 < options.shard_gib < math.inf:
         parser.error(f"--shard-gib={options.shard_gib}: give a size above 0")
     return options
 
@@ -75,7 +76,9 @@ def export(options: argparse.Namespace) -> None:
     nvfp4.check_arguments(options)
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
     plain = options.format == "hf"
-    if is_import(checkpoint) and plain and not (options.dtype or options.tokenizer or options.no_tokenizer):
+    if is_import(checkpoint) and plain and options.dtype is None:
+        _refuse_changes(options)
+        check_output(options.output, checkpoint.folder)
         checkpoint.verify()
         export_again(checkpoint, options.output, progress=Progress())
     else:
@@ -90,7 +93,7 @@ def export(options: argparse.Namespace) -> None:
             options.output,
             encoder=encoder,
             tokenizer=tokenizer,
-            shard_bytes=int(options.shard_gib * 2**30),
+            shard_bytes=SHARD_BYTES if options.shard_gib is None else int(options.shard_gib * 2**30),
             progress=Progress(),
         )
         if tokenizer is None and not options.no_tokenizer:
@@ -100,6 +103,20 @@ def export(options: argparse.Namespace) -> None:
         f"{options.output}: {checkpoint.config.model.name} after step {checkpoint.step}, {size / 2**20:,.1f} MiB in "
         f"{time.monotonic() - began:.1f} s"
     )
+
+
+def _refuse_changes(options: argparse.Namespace) -> None:
+    """Raise ValueError for what would make an import another folder than it was."""
+    given = {
+        "--tokenizer": options.tokenizer,
+        "--no-tokenizer": options.no_tokenizer or None,
+        "--shard-gib": options.shard_gib,
+    }
+    if changing := [name for name, value in given.items() if value is not None]:
+        raise ValueError(
+            f"{changing[0]}: without --dtype an import becomes the folder that it was, byte for byte; add --dtype, or "
+            "leave it out"
+        )
 
 
 class Progress:

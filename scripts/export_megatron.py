@@ -22,6 +22,7 @@ import torch
 from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.megatron.export import export_megatron, start_command
+from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from scripts.export_hf import Progress
@@ -58,6 +59,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def export(options: argparse.Namespace) -> None:
     """Open, compare, write."""
     checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
+    check_output(options.output, checkpoint.folder)
     tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
     checkpoint.verify()
     dtype = getattr(torch, options.dtype)

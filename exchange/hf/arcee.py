@@ -82,6 +82,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         **{theirs: getattr(config, ours) for ours, theirs in _KEYS.items()},
         **_FIXED,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+        "rope_theta": config.rope_base,  # the only place where transformers before 5.0 and engines with it look
         "attention_dropout": 0.0,
         "use_cache": True,
     }

@@ -82,16 +82,22 @@ class PlainEncoder:
         return [Stored(section.name, self._dtype(section), section.shape) for section in sections]
 
     def tensors(self, name: str, sections: Sequence[Section], ours: Tensor) -> dict[str, Tensor]:
-        return {
-            section.name: section.published(ours).to(self._dtype(section)).reshape(section.shape)
-            for section in sections
-        }
+        """Raises ValueError where a finite number would become infinite."""
+        return {section.name: self._written(section, section.published(ours)) for section in sections}
 
     def config_entries(self) -> dict[str, Any]:
         return {"dtype": str(self.dtype).removeprefix("torch.")}
 
     def extra_files(self) -> dict[str, bytes]:
         return {}
+
+    def _written(self, section: Section, values: Tensor) -> Tensor:
+        written = values.to(self._dtype(section)).reshape(section.shape)
+        if written.dtype == torch.float16 and not torch.equal(written.isinf(), values.isinf().view(written.shape)):
+            raise ValueError(
+                f"{section.name} has values up to {float(values.abs().max()):.4g}, beyond float16; choose another dtype"
+            )
+        return written
 
     def _dtype(self, section: Section) -> torch.dtype:
         return self._dtypes.get(section.name, torch.float32 if section.fp32 else self.dtype)

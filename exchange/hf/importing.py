@@ -52,7 +52,8 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
     tokenizer = tokenizer_in(folder)
     if tokenizer is not None and tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} ids and the model only {config.model.vocab_size}"
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} ids and the model only {config.model.vocab_size}; "
+            "fetch the folder again, or take its tokenizer away"
         )
     kept = {name: (folder / name).read_bytes() for name in _KEPT if (folder / name).is_file()}
     write_weights_only(

@@ -75,13 +75,14 @@ def _losses(checkpoint: Checkpoint) -> list[str]:
     if checkpoint.weights_only or not path.is_file():
         return []
     last = None
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line that a killed run did not finish
-            continue
-        if record.get("kind") == "validation" and record["step"] <= checkpoint.step:
-            last = record
+    with path.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line that a killed run did not finish
+                continue
+            if record.get("kind") == "validation" and record["step"] <= checkpoint.step:
+                last = record
     if last is None:
         return []
     rows = [
@@ -91,6 +92,13 @@ def _losses(checkpoint: Checkpoint) -> list[str]:
         "|---|---|---|",
     ]
     for name, loss in last["losses"].items():
-        bits = (last.get("bits_per_byte") or {}).get(name)
-        rows.append(f"| {name} | {loss:.4f} | {'' if bits is None else f'{bits:.4f}'} |")
+        bits = (last.get("bits_per_byte") or {}).get(name, "")
+        rows.append(f"| {name} | {_number(loss)} | {_number(bits)} |")
     return rows
+
+
+def _number(value: float | str | None) -> str:
+    """None: it was not finite, for which JSON has no number."""
+    if value is None:
+        return "not finite"
+    return value if isinstance(value, str) else f"{value:.4f}"

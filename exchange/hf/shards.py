@@ -114,7 +114,7 @@ class Shards:
         else:
             raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a model in safetensors")
         for name in names:
-            if Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name:
                 raise ValueError(f"{folder / INDEX} names {name!r}, which is not a file beside it")
             with self._opened(name) as file:
                 self.files[name] = list(file.keys())

@@ -49,6 +49,9 @@ def check_arguments(options: argparse.Namespace) -> None:
         raise ValueError(f"--dtype {options.dtype}: with --format {options.format} all else is bfloat16; leave it out")
     if options.activations != "calibrated" and (measured := [name for name in used if name in _OF_CALIBRATION]):
         raise ValueError(f"{measured[0]} is for --activations calibrated; add that, or leave it out")
+    for override in options.data_override or ():
+        if not override.lstrip("+~").startswith("data."):
+            raise ValueError(f"--data-override {override} is not of the data; give data.KEY=VALUE")
 
 
 _OF_CALIBRATION = ("--calibrate-samples", "--data-override")

@@ -112,12 +112,32 @@ def damaged_run(folder: Path) -> None:
     cut("manifest.json")(folder / "checkpoints" / "step_00000004")
 
 
+def somebodys_own(folder: Path) -> None:
+    folder.with_name("out.tmp").mkdir()
+    (folder.with_name("out.tmp") / "thesis.txt").write_text("mine")
+
+
+def index_names(shard: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"]["lm_head.weight"] = shard
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+HUGGING_FACE = trainer(lambda content: content.update(imported={"format": "hugging_face"}))
+INDEX = "model.safetensors.index.json"
 SHARD = "__0_0.distcp"
 EXPORT = {
     "another version": Case(manifest(format=3), "{it} {out}", ("has format 3, this version reads 1 to 2", "use the")),
     "no shard": Case(remove(SHARD), "{it} {out}", (f"{SHARD} is missing", "give another checkpoint")),
     "short shard": Case(cut(SHARD), "{it} {out}", (f"{SHARD} has", "bytes instead of")),
-    "changed shard": Case(flip(SHARD), "{it} {out}", (f"{SHARD} has changed since it was written",)),
+    "changed shard": Case(
+        flip(SHARD),
+        "{it} {out}",
+        ("is damaged", f"{SHARD} has changed since it was written", "give another checkpoint"),
+    ),
     "no index": Case(remove(".metadata"), "{it} {out}", (".metadata is missing",)),
     "changed index": Case(flip(".metadata"), "{it} {out}", (".metadata has changed",)),
     "changed manifest": Case(flip("manifest.json"), "{it} {out}", ("is damaged: manifest.json",)),
@@ -138,6 +158,13 @@ EXPORT = {
         "{it} {out} --tokenizer {tmp}/other/tokenizer.json",
         ("not the tokenizer of the run", "--tokenizer PATH"),
     ),
+    "large tokenizer": Case(
+        manifest(identity={}),
+        "{it} {out} --tokenizer {tmp}/other/tokenizer.json",
+        ("320 ids and the model only 300", "--tokenizer PATH"),
+    ),
+    "an import in other shards": Case(HUGGING_FACE, "{it} {out} --shard-gib 1", ("--shard-gib: without --dtype",)),
+    "an import without": Case(HUGGING_FACE, "{it} {out} --no-tokenizer", ("--no-tokenizer: without --dtype",)),
     "no tokenizer": Case(nothing, "{it} {out} --tokenizer {tmp}/none.json", ("none.json", "--tokenizer PATH")),
     "output is a folder": Case(nothing, "{it} {tmp}/other", ("other exists already; name another folder",)),
     "output is a file": Case(place("mine"), "{it} {out}", ("out exists already; name another folder",)),
@@ -147,9 +174,9 @@ EXPORT = {
     "output in the checkpoint": Case(
         nothing, "{it} {it}/hf", ("lies inside the checkpoint", "name a folder elsewhere")
     ),
+    "output.tmp is somebody's": Case(somebodys_own, "{it} {out}", ("out.tmp is in the way", "name another folder")),
     "no space": Case(nothing, "{it} {out}", ("out.tmp", "make room"), room=20_000),
 }
-INDEX = "model.safetensors.index.json"
 FIRST = "model-00001-of-*.safetensors"
 IMPORT = {
     "unknown letter": Case(
@@ -167,6 +194,8 @@ IMPORT = {
         ("neither model.safetensors nor",),
     ),
     "cut index": Case(cut(INDEX), "{it} {out}", (f"{INDEX} is not readable", "fetch the folder again")),
+    "index of numbers": Case(index_names(5), "{it} {out}", ("names 5, which is not a file beside it",)),
+    "index of elsewhere": Case(index_names("../out.safetensors"), "{it} {out}", ("which is not a file beside it",)),
     "other shape": Case(
         config_setting("intermediate_size", 80), "{it} {out}", ("up_proj.weight is [48, 32], [80, 32]",)
     ),
@@ -180,6 +209,7 @@ IMPORT = {
     "output is a file": Case(place("mine"), "{it} {out}", ("out exists already",)),
     "output is a link": Case(place(link=True), "{it} {out}", ("out exists already",)),
     "output in a file": Case(place("mine"), "{it} {out}/model", ("out",)),
+    "output.tmp is somebody's": Case(somebodys_own, "{it} {out}", ("out.tmp is in the way", "name another folder")),
     "no space": Case(nothing, "{it} {out}", ("File too large",), room=20_000),
 }
 
@@ -264,3 +294,10 @@ def test_an_export_is_refused(name: str, mine: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("name", IMPORT)
 def test_an_import_is_refused(name: str, mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(import_hf.main, IMPORT[name], mine / "folder", capsys)
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1"])
+def test_sizes_of_shards_are_sizes(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        export_hf.main(["checkpoint", "out", "--shard-gib", size])
+    assert "give a size above 0" in capsys.readouterr().err

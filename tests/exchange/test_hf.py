@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assembly import CONFIGS
 from data.tokenizer import train_tokenizer
 from exchange.checkpoint import load_model, open_checkpoint
+from exchange.folder_check import Folder, check_folder
 from exchange.hf.architectures import architecture_of
 from exchange.hf.encoder import PlainEncoder
 from exchange.hf.export import export_again, export_hf
 from exchange.hf.importing import import_hf
+from exchange.hf.model_card import _losses
+from exchange.hf.sections import Section
 from exchange.hf.shards import Shards
+from exchange.tokenizer import tokenizer_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
@@ -156,6 +162,53 @@ def test_a_folder_of_transformers_own_comes_back_byte_for_byte(
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_an_import_is_checked_and_exported_in_another_type(tmp_path: Path, mesh: ParallelMesh) -> None:
+    tokenizer = train_tokenizer(["def function(argument): return argument\n" * 20, "some prose, and more"], 290)
+    _, folder = exported(tmp_path, "hybrid", mesh, tokenizer=tokenizer, encoder=PlainEncoder(torch.bfloat16))
+    settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": "{{ messages }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    import_hf(folder, tmp_path / "back", CONFIGS)
+    back = open_checkpoint(tmp_path / "back", CONFIGS)
+    kept = tokenizer_of(back)
+    export_again(back, tmp_path / "again")
+    export_hf(back, tmp_path / "float32", encoder=FP32, tokenizer=kept)
+    for name in ("again", "float32"):
+        findings = list(check_folder(Folder(tmp_path / name), back, None, kept))
+        assert len(findings) == 4 and not any(finding.problem for finding in findings), (name, findings)
+        written = json.loads((tmp_path / name / "tokenizer_config.json").read_text())
+        assert written == settings, "what came with the weights goes with them"
+    tensors = load_file(tmp_path / "again/model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].float()
+    save_file(tensors, tmp_path / "again/model.safetensors")
+    assert any(finding.problem for finding in check_folder(Folder(tmp_path / "again"), back, None, None))
+
+
+def test_a_number_that_float16_has_not_is_refused() -> None:
+    section = Section("lm_head.weight", (2, 2))
+    encoder, weight = PlainEncoder(torch.float16), torch.tensor([[1.0, -7e4], [2.0, 3.0]])
+    with pytest.raises(ValueError, match=r"lm_head.weight has values up to 7e\+04, beyond float16"):
+        encoder.tensors("head.weight", [section], weight)
+    assert encoder.tensors("head.weight", [section], weight / 2)["lm_head.weight"][0, 1] == -35008
+
+
+def test_losses_that_are_not_finite_are_said(tmp_path: Path) -> None:
+    """metrics.jsonl has `null` for them."""
+    records: list[dict[str, object]] = [
+        {"kind": "validation", "step": step, "losses": {"code": loss, "prose": 2.5}, "bits_per_byte": {"code": loss}}
+        for step, loss in ((2, 1.5), (4, None), (6, 3.5))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + '\n{"kind": "vali')
+    checkpoint = SimpleNamespace(folder=tmp_path / "checkpoints/step_00000004", step=4, weights_only=False)
+    assert _losses(checkpoint)[-2:] == ["| code | not finite | not finite |", "| prose | 2.5000 |  |"]  # type: ignore[arg-type]
+
+
+def test_rope_stands_where_older_readers_look(tmp_path: Path, mesh: ParallelMesh) -> None:
+    """transformers before 5.0 takes 10000 where there is no `rope_theta` beside the other keys."""
+    _, folder = exported(tmp_path, "transformer", mesh)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 500.0
 
 
 def test_the_tokenizer_encodes_as_in_training(tmp_path: Path, mesh: ParallelMesh) -> None:

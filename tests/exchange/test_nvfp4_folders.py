@@ -314,6 +314,7 @@ REFUSED = {
     "a type": (1, f"{NVFP4} --dtype float32", "with --format nvfp4 all else is bfloat16; leave it out"),
     "nothing measured": (1, f"{NVFP4} --calibrate-samples 3", "is for --activations calibrated; add that"),
     "no samples": (1, f"{MEASURED} --calibrate-samples 0", "0 measures nothing; give 1 or more"),
+    "what is no data": (1, f"{MEASURED} --data-override train.steps=1", "is not of the data; give data.KEY=VALUE"),
     "data that is gone": (1, f"{MEASURED} --data-override data.validation.first=/nowhere/text", "/nowhere/text"),
 }
 
