@@ -79,7 +79,8 @@ def export_hf(
         if not described["use_cache"]:  # of config.json, `generate` does not take it
             generation["use_cache"] = False
         (folder / GENERATION).write_text(json_text(generation))
-        (folder / CARD).write_text(model_card(checkpoint, architecture.MODEL_TYPE, encoder.description, encoder.use))
+        card = model_card(checkpoint, architecture.MODEL_TYPE, length, encoder.description, encoder.use)
+        (folder / CARD).write_text(card)
         for name, content in {**files, **encoder.extra_files()}.items():
             (folder / name).write_bytes(content)
 
@@ -126,7 +127,9 @@ def shape_of(parts: list[Any]) -> torch.Size:
 
 
 def sequence_length(checkpoint: Checkpoint) -> int:
-    """The longest sequences of the run, in tokens."""
+    """The longest sequences of the run, or what imported weights came with, in tokens."""
+    if checkpoint.weights_only and (came_with := checkpoint.trainer["imported"].get("sequence_length")):
+        return int(came_with)
     train, phases = checkpoint.config.train, checkpoint.config.data.phases
     return max([train.sequence_length, *(phase.sequence_length or 0 for phase in phases)])
 

@@ -64,6 +64,7 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
             "format": FORMAT,
             "from": folder.resolve().name,
             "model_type": content["model_type"],
+            "sequence_length": _count(content.get("max_position_embeddings")),
             "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
             "shards": tensors.files,
             "files": sorted(kept),
@@ -115,6 +116,10 @@ def _check(folder: Path, tensors: Shards, sections: Mapping[str, list[Section]])
         raise ValueError(f"{folder} has a tensor {unknown[0]}, which a {_json(folder / CONFIG)['model_type']} of its "
                          f"{CONFIG} does not have")  # fmt: skip
     return dtypes
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
 
 
 def _loader(tensors: Shards, parts: list[Section]) -> Any:

@@ -12,11 +12,11 @@ from models.flops import parameter_count
 METRICS = "metrics.jsonl"
 
 
-def model_card(checkpoint: Checkpoint, model_type: str, weights: str, use: str) -> str:
-    """Markdown with the fields that model hubs read. weights: what they are written as. use: how they are
-    loaded, in Markdown."""
+def model_card(checkpoint: Checkpoint, model_type: str, sequence_length: int, weights: str, use: str) -> str:
+    """Markdown with the fields that model hubs read. sequence_length: of the longest sequences it knows. weights: what
+    they are written as. use: how they are loaded, in Markdown."""
     config, trainer = checkpoint.config, checkpoint.trainer
-    model, train = config.model, config.train
+    model = config.model
     counts = parameter_count(model)
     lines = [
         "---",
@@ -29,15 +29,15 @@ def model_card(checkpoint: Checkpoint, model_type: str, weights: str, use: str) 
         "",
         f"# {model.name}",
         "",
-        f"A base language model of {counts.total:,} parameters, trained by megatron_fp4 {trainer['version']} on "
-        f"{checkpoint.tokens:,} tokens in {checkpoint.step:,} steps of {train.steps:,}.",
+        f"A base language model of {counts.total:,} parameters, {_origin(checkpoint)}",
         "",
         "| | |",
         "|---|---|",
         f"| blocks (`M` Mamba-2, `-` FFN, `*` attention) | `{model.pattern}` |",
         f"| hidden, FFN | {model.hidden_dim}, {model.ffn_dim} |",
         f"| vocabulary | {model.vocab_size:,} |",
-        f"| sequences it was trained on | {train.sequence_length:,} tokens |",
+        f"| sequences it was {'made for' if checkpoint.weights_only else 'trained on'} | "
+        f"{sequence_length:,} tokens |",
         f"| weights in this folder | {weights} |",
     ]
     lines += ["", "## Precision in training", ""]
@@ -49,6 +49,18 @@ def model_card(checkpoint: Checkpoint, model_type: str, weights: str, use: str) 
         lines += ["", "## Held-out loss", "", *losses]
     lines += ["", "## Use", "", use]
     return "\n".join(lines) + "\n"
+
+
+def _origin(checkpoint: Checkpoint) -> str:
+    """Who trained it, the second half of a sentence."""
+    trainer, steps = checkpoint.trainer, checkpoint.config.train.steps
+    if checkpoint.weights_only:
+        return f"imported by megatron_fp4 {trainer['version']} from {trainer['imported'].get('from', 'elsewhere')}."
+    begun = trainer.get("initialized_from")
+    return (
+        f"trained by megatron_fp4 {trainer['version']} on {checkpoint.tokens:,} tokens in {checkpoint.step:,} steps of "
+        f"{steps:,}{', from the weights of ' + Path(begun['path']).name if begun else ''}."
+    )
 
 
 def _plan(plan: dict[str, Any], name: str, switched_at: int | None, config: Any) -> list[str]:

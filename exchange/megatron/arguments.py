@@ -155,6 +155,7 @@ _WANTED: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None,),
     "use_rope_scaling": (False,),
+    "no_rope_freq": (None,),
     "qk_layernorm": (False,),
     "qk_l2_norm": (False,),
     "multi_latent_attention": (False,),

@@ -86,7 +86,12 @@ def import_megatron(
     expected = list(parameters(config.model, layers))
     _check_tensors(opened, expected, config.model)
     kept, fingerprint = _tokenizer(tokenizer or _beside(folder), config.model.vocab_size)
-    source = {"format": FORMAT, "from": folder.resolve().name, "iteration": opened.iteration}
+    source = {
+        "format": FORMAT,
+        "from": _name_of(folder),
+        "iteration": opened.iteration,
+        "sequence_length": length if type(length := opened.arguments.get("max_position_embeddings")) is int else None,
+    }
     write_weights_only(
         checkpoint,
         config,

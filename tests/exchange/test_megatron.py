@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from data.tokenizer import train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.hf.export import sequence_length
 from exchange.hf.tokenizer_files import tokenizer_files
 from exchange.megatron import export as export_file
 from exchange.megatron import writing
@@ -293,6 +294,7 @@ def argument(**values: Any) -> Change:
         (argument(apply_layernorm_1p=True), "apply_layernorm_1p=True"),
         (argument(position_embedding_type="learned_absolute"), "position_embedding_type=learned_absolute"),
         (argument(rotary_percent=0.5), "rotary_percent=0.5"),
+        (argument(no_rope_freq=4), "no_rope_freq=4"),
         (argument(num_attention_heads=5), "num_query_heads=5"),
         (argument(num_attention_heads="4"), "num_attention_heads='4' is no number above 0"),
         (argument(mamba_num_groups=0), "mamba_num_groups=0 is no number above 0"),
@@ -368,6 +370,12 @@ def test_what_arguments_do_not_tell(checkpoints: dict[str, Checkpoint], tmp_path
     more = [f"model.{key}={value}" for key, value in sizes.items()]
     settings = import_megatron(folder, tmp_path / "two", CONFIGS, model="tiny", overrides=[*overrides, *more])
     assert settings["name"] == "tiny" and settings["nvfp4_bf16_blocks"] == {"first": 0, "last": 2}
+
+
+def test_the_length_of_sequences_travels(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    folder = foreign(tmp_path / "theirs", checkpoints["hybrid"], argument(max_position_embeddings=8191))
+    import_megatron(folder, tmp_path / "back", CONFIGS)
+    assert sequence_length(open_checkpoint(tmp_path / "back", CONFIGS)) == 8191
 
 
 def test_padded_vocabularies_are_cut(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
