@@ -22,10 +22,12 @@ from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
 from data.validation import ValidationSet, Yardstick
+from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
+from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
@@ -68,6 +70,8 @@ def configure(overrides: list[str]) -> Config:
     # A dry run plans for machines that are not here.
     device_type = "cuda" if torch.cuda.is_available() or config.run.dry else "cpu"
     check(config, world_size(), device_type)
+    check_initialization(config)
+    check_exports(config, plans_of(config))
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
         backend_of(config)
@@ -154,6 +158,7 @@ class Run:
     validation: list[ValidationSet]
     yardsticks: dict[str, Yardstick]
     checkpointer: Checkpointer
+    exports: Exports
     guard: NonFiniteGuard
     spikes: SpikeGuard
     kernels: KernelChoices
@@ -265,8 +270,11 @@ class Run:
         """Everything that goes on after a resume besides model and optimizer: JSON types, the same on all ranks."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         plan = self.controller.plan.as_dict()
-        origin = origin_state(self.checkpointer.origin)
-        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config), "origin": origin}
+        origins = {
+            "origin": origin_state(self.checkpointer.origin),
+            "initialized_from": origin_state(self.checkpointer.initialized_from),
+        }
+        return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config), **origins}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
@@ -345,6 +353,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
+    log = RunLog(config, active=mesh.rank == 0)
     return Run(
         config=config,
         mesh=mesh,
@@ -368,10 +377,11 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             num_steps=config.train.steps,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
+        exports=Exports(config, log, active=mesh.rank == 0, last=last_exportable(config, plans_of(config))),
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
-        log=RunLog(config, active=mesh.rank == 0),
+        log=log,
         progress=progress or Progress(),
     )
 

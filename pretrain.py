@@ -44,6 +44,7 @@ from assembly import (
 from data.cache import default_cache_dir
 from data.opening import phase_schedule
 from data.plan import planned_use
+from inference.in_run import text_samples
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import drift
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError, Resumed
@@ -142,7 +143,9 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
     run.progress.at(0, "load")
     start, steps, first_rank = resume(run), config.train.steps, mesh.rank == 0
-    missing = missing_of(run_dir, steps, validates=bool(run.validation)) if start == steps else None
+    missing = None
+    if start == steps:
+        missing = missing_of(run_dir, steps, validates=bool(run.validation), others=run.exports.lacking)
     if missing is not None and not (missing.names and run.checkpointer.has(steps)):
         log.console.text(
             f"{run_dir} is finished: the checkpoint it starts from is of step {start} of {steps}. Raise train.steps "
@@ -162,6 +165,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         plan=plan,
         resume=config.checkpoint.resume,
         origin=origin_state(run.checkpointer.origin),
+        initialized_from=origin_state(run.checkpointer.initialized_from),
     )
     if missing is None:
         introduce_run(run, start)
@@ -170,23 +174,31 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     test_backend(run)
     run.checkpointer.prepare(run.model, run.optimizer.optimizer)
     run.checkpointer.saves.before_publish = log.sync
+    run.checkpointer.saves.needed = run.exports.protected
     log.settings(plan)
     with (
         log,
         memory_history(run_dir, active=config.logging.memory_history and first_rank),
         ProfileWindow(run_dir, config.logging.profile_steps, mesh.device, active=first_rank) as window,
         run.checkpointer,
+        run.exports,
         SaidAtOnce(),
     ):
+        run.exports.begin(start)
         steps_done, losses = train(run, start, orders, window) if missing is None else complete(run, missing)
         run.checkpointer.finish()
-        log.saves(run.checkpointer.reports())
+        take_note_of_saves(run)
+        exported = run.exports.finish(steps_done, lambda: orders.stop, mesh.device, run.progress)
+        if steps_done == steps and not exported:
+            orders.obeyed()
+            log.stop(steps, orders.why_stop)
     run.progress.at(steps_done, "end")
-    if steps_done < steps:
+    if steps_done < steps or not exported:
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
         bits, switched_at = run.bits_per_byte(losses), run.controller.switch.switched_at
-        summarize(log.console, config, run.tokens(steps), switched_at, losses, entropy, bits)
+        export = run.exports.last()
+        summarize(log.console, config, run.tokens(steps), switched_at, losses, entropy, bits, export)
     return state.ended(ExitCode.FINISHED, steps_done)
 
 
@@ -223,11 +235,11 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
         if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
             answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
-        if run.validation and (done == steps or is_due(config.validation.interval, done)):
-            losses = validation_losses(run)
-            log.validation(done, run.tokens(done), losses, run.bits_per_byte(losses))
-        log.saves(run.checkpointer.reports(result.requests.save_failed))
-        if done == steps or result.requests.stop or result.requests.save or is_due(config.checkpoint.interval, done):
+        if done == steps or is_due(config.validation.interval, done):
+            losses = validate(run, done)
+        take_note_of_saves(run, result.requests.save_failed)
+        ordered = result.requests.stop or result.requests.save
+        if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
             save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
         elif is_due(config.checkpoint.local_interval, done):
@@ -243,8 +255,7 @@ def complete(run: Run, missing: Missing) -> tuple[int, dict[str, float]]:
     steps, log, losses = run.config.train.steps, run.log, missing.losses
     log.console.text(f"{run.config.run.dir} is finished, but lacks {', '.join(missing.names)}; writing that now")
     if missing.validation:
-        losses = validation_losses(run)
-        log.validation(steps, run.tokens(steps), losses, run.bits_per_byte(losses))
+        losses = validate(run, steps)
     if missing.checkpoint:
         log.metrics.event(steps, "checkpoint", path=str(run.checkpointer.folder(steps)))
     return steps, losses
@@ -343,6 +354,21 @@ def phase_rows(run: Run) -> list[show.PhaseRow]:
     return rows
 
 
+def validate(run: Run, step: int) -> dict[str, float]:
+    """After `step` steps: measure and record the held-out losses, and texts if the configuration has prompts. Returns
+    the losses by source."""
+    config, losses = run.config, {}
+    if run.validation:
+        losses = validation_losses(run)
+        run.log.validation(step, run.tokens(step), losses, run.bits_per_byte(losses))
+    if config.validation.prompts:
+        assert run.bundle.tokenizer is not None
+        run.progress.at(step, "text samples")
+        parts = run.model, run.controller, run.bundle.tokenizer, config.validation, config.run.seed, run.progress
+        run.log.texts(step, text_samples(*parts))
+    return losses
+
+
 def validation_losses(run: Run) -> dict[str, float]:
     """Held-out loss per source."""
     size, mesh = run.config.train.micro_batch_size, run.mesh
@@ -356,6 +382,8 @@ def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
     run.progress.at(step, "save")
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
+    if not local:
+        run.exports.want(step)
     run.checkpointer.save(
         step,
         run.model,
@@ -366,6 +394,13 @@ def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
         local=local,
         last=last,
     )
+
+
+def take_note_of_saves(run: Run, save_failed: bool = False) -> None:
+    """Say which saves have ended, and begin the exports that are due of them. save_failed: of any rank."""
+    reports = run.checkpointer.reports(save_failed)
+    run.log.saves(reports)
+    run.exports.saved(reports)
 
 
 def resume(run: Run) -> int:
@@ -384,6 +419,16 @@ def resume(run: Run) -> int:
             allow_mismatch=settings.allow_mismatch,
         )
         start = resumed.step if resumed else 0
+        if settings.initialize_from is not None:
+            begun = checkpointer.initialize(
+                settings.initialize_from,
+                run.model,
+                run.controller.clock,
+                resumed=resumed is not None,
+                allow_mismatch=settings.allow_mismatch,
+            )
+            if begun is not None:
+                run.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
         if later := checkpointer.steps_after(start):
             raise ConfigError(
                 f"checkpoint.resume={settings.resume} starts from step {start}, but {checkpointer.root} already has "

@@ -81,19 +81,35 @@ def open_run_data(config: Any, mesh: Any) -> tuple[DataBundle, MicroBatchLoader,
         masked=masked,
         boundary_loss=data.boundary_loss,
     )
-    validation = [
+    return bundle, loader, held_out_sets(config, bundle)
+
+
+def open_held_out(config: Any) -> tuple[DataBundle, list[ValidationSet]]:
+    """The held-out data alone, as `open_run_data` opens it, for who does not train.
+
+    Raises ValueError or OSError for what cannot be opened or does not fit.
+    """
+    data = config.data
+    bundle = KINDS[data.kind].open(data, config.model.vocab_size)
+    if data.order == "megatron":
+        bundle = replace(bundle, validation=held_out_by_split(bundle, data.megatron.split))
+    return bundle, held_out_sets(config, bundle)
+
+
+def held_out_sets(config: Any, bundle: DataBundle) -> list[ValidationSet]:
+    """The run's held-out windows, set by set. bundle: with the held-out sources as the run has them."""
+    return [
         ValidationSet(
             name,
             stream,
-            train.sequence_length,
+            config.train.sequence_length,
             config.validation.num_samples,
-            vocab_size,
-            masked=masked,
-            boundary_loss=data.boundary_loss,
+            config.model.vocab_size,
+            masked=config.data.documents == "masked",
+            boundary_loss=config.data.boundary_loss,
         )
         for name, stream in bundle.validation.items()
     ]
-    return bundle, loader, validation
 
 
 def yardsticks(

@@ -16,9 +16,25 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.documents import Documents
 from models.execution import PLAIN, Execution
+from models.memory import NewTokens
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
 from models.rope import apply_rope, rope_tables
-from models.sdpa import attend, attend_fused
+from models.sdpa import attend, attend_fused, attend_to_memory
+
+
+class KeysAndValues:
+    """What attention remembers: both [batch, max_length + 1, KV heads / tp, head_dim]; padding goes to the last place,
+    which nobody reads."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
+        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+
+    def add(self, k_bsgd: Tensor, v_bsgd: Tensor, new: NewTokens) -> tuple[Tensor, Tensor]:
+        """Keep those of new tokens; returns those of all, [batch, new.end, KV heads / tp, head_dim] each."""
+        place = new.positions.where(new.valid, self.keys.shape[1] - 1)
+        row = torch.arange(len(place), device=place.device)[:, None]
+        self.keys[row, place], self.values[row, place] = k_bsgd, v_bsgd
+        return self.keys[:, : new.end], self.values[:, : new.end]
 
 
 class Attention(Mixer):
@@ -33,11 +49,12 @@ class Attention(Mixer):
         super().__init__(config, mesh, execution)
         self.check_sizes(config, mesh)
         self.heads_per_group, self.head_dim = config.num_query_heads // config.num_kv_heads, config.head_dim
+        self.num_local_groups = config.num_kv_heads // mesh.tp_size
         self.rope_base = config.rope_base if config.rope else None
         self._split = execution.cheap(execution.pure(split_heads))
         self._attend = execution.kernel("attention", attend_fused if execution.compiled else attend)
         qkv, out = self.linears(config)
-        self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=config.num_kv_heads)
+        self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=qkv.groups)
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
 
     def forward(
@@ -52,6 +69,17 @@ class Attention(Mixer):
             tables = rope_tables(sequence_length, self.head_dim, self.rope_base, qkv_td.device)
         q, k, v = self._split(qkv_td, sequence_length, self.heads_per_group, self.head_dim, *tables)
         return self.out_proj(self._attend(q, k, v, documents).flatten(2).flatten(0, 1))
+
+    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> KeysAndValues:
+        """Keys, with RoPE's rotation in them, and values of all tokens."""
+        return KeysAndValues((batch, max_length + 1, self.num_local_groups, self.head_dim), device, dtype)
+
+    def decode(self, x_td: Tensor, memory: KeysAndValues, new: NewTokens) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; a token sees those of its text up to itself."""
+        tables = () if self.rope_base is None else new.rope_tables(self.head_dim, self.rope_base)
+        q, k, v = split_heads(self.qkv_proj(x_td), new.length, self.heads_per_group, self.head_dim, *tables)
+        y = attend_to_memory(q, *memory.add(k, v, new), new.positions)
+        return self.out_proj(y.flatten(2).flatten(0, 1))
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -74,7 +102,7 @@ class Attention(Mixer):
         q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
         key, title = "model.num_query_heads x model.head_dim", "the attention's output projection"
         return (
-            input_projection("qkv_proj", config, q_dim + 2 * kv_dim),
+            input_projection("qkv_proj", config, q_dim + 2 * kv_dim, config.num_kv_heads),
             output_projection("out_proj", config, q_dim, key, title),
         )
 

@@ -49,6 +49,22 @@ def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_
     return y_bcs.transpose(1, 2)
 
 
+def continued_conv_silu(
+    x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, before_bkc: Tensor, counts_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same for rows that go on: y, and what is to be `before` in the next call. No gradients.
+
+    before_bkc: the width - 1 inputs before the first of `x_bsc`, zeros at a text's beginning. counts_b: int64, how many
+    of a row's s tokens count; what stands behind them is padding.
+    """
+    width = weight_ck.shape[1]
+    inputs = torch.cat((before_bkc, x_bsc.to(before_bkc.dtype)), 1)
+    shifts = _Shifts(inputs.to(weight_ck.dtype), width, None, width - 1)
+    kept = counts_b[:, None] + torch.arange(width - 1, device=counts_b.device)
+    before = inputs.gather(1, kept[..., None].expand(-1, -1, inputs.shape[2]))
+    return F.silu(_shifted_sum(shifts, weight_ck.t().contiguous(), bias_c), inplace=True), before
+
+
 class CausalConv(nn.Module):
     """Weight [channels, width] and bias [channels], sharded over channels.
 

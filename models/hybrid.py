@@ -16,11 +16,12 @@ everything between mixers knows single tokens only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,7 @@ from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParal
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.documents import Documents
 from models.execution import PLAIN, Execution
+from models.memory import Memory, NewTokens
 from models.mixer import Mixer
 from models.norm import RMSNorm
 from models.pattern import MIXERS, check_pattern
@@ -46,8 +48,18 @@ class Block(nn.Module):
         self.norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.mixer: Mixer = MIXERS[letter](config, mesh, execution)
 
-    def forward(self, h_td: Tensor, sequence_length: int, documents: Documents | None = None) -> Tensor:
-        """[tokens (local with sequence parallelism), hidden] -> the same."""
+    def forward(
+        self,
+        h_td: Tensor,
+        sequence_length: int,
+        documents: Documents | None = None,
+        memory: Any = None,
+        new: NewTokens | None = None,
+    ) -> Tensor:
+        """[tokens (local with sequence parallelism), hidden] -> the same. With `new`: of tokens that go on with the
+        texts in the mixer's `memory`."""
+        if new is not None:
+            return h_td + self.mixer.decode(self.norm(h_td), memory, new)
         # FSDP2 gathers these by themselves, which must not happen again in the middle of the backward pass.
         fetched = self.mixer.fetch()
         recompute = self.execution.recompute
@@ -85,6 +97,8 @@ class HybridModel(nn.Module):
         *,
         num_documents: int | None = None,
         num_targets: int | None = None,
+        memory: Memory | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Tensor:
         """tokens, targets: int64 [batch, sequence], the same on all tensor-parallel ranks.
 
@@ -94,7 +108,13 @@ class HybridModel(nn.Module):
         then sees another document. None: a row is one document. num_documents: of all rows together; without it, fused
         attention waits for the GPU to tell. num_targets: how many targets count, where negative ones do not; the mean
         is over these, and 0 if there are none. None: all count.
+
+        memory: the tokens go on with the texts in it (models/memory.py), of which row i brings the first counts[i], by
+        default all; logits are then those of each row's last token, [batch, vocab / tp]. Without gradients, and by the
+        functions in plain PyTorch, whatever the execution.
         """
+        if memory is not None:
+            return self._decode(tokens, memory, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)
         within = None if documents is None else Documents(documents, num_documents)
         h_td = self.embedding(tokens)
         for block in self.blocks:
@@ -113,6 +133,29 @@ class HybridModel(nn.Module):
             fused=self.execution.compiled,
             num_targets=num_targets,
         )
+
+    def new_memory(self, batch: int, max_length: int) -> Memory:
+        """For `batch` texts of at most `max_length` tokens each, on the mesh's device."""
+        device, dtype = self.mesh.device, self.embedding.dtype
+        mixers = [mixer.new_memory(batch, max_length, device, dtype) for mixer in self.mixers()]
+        return Memory(mixers, batch, max_length)
+
+    @torch.no_grad()
+    def _decode(self, tokens: Tensor, memory: Memory, counts: Sequence[int]) -> Tensor:
+        if self.mesh.sequence_parallel:  # ranks share the tokens evenly
+            columns = tokens.shape[1]
+            while tokens.shape[0] * columns % self.mesh.tp_size:
+                columns += 1
+            tokens = F.pad(tokens, (0, columns - tokens.shape[1]))
+        new = memory.expect(counts, tokens.shape[1], tokens.device)
+        # Compiled functions would be compiled again for every shape.
+        with torch.compiler.set_stance("force_eager") if self.execution.compiled else nullcontext():
+            h_td = self.embedding(tokens)
+            for block, of_mixer in zip(self.blocks, memory.mixers, strict=True):
+                h_td = block(h_td, new.length, None, of_mixer, new)
+            logits = self.head(self.final_norm(h_td), new.last)
+        memory.advance(counts)
+        return logits
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:
         """Name and module of every linear that a precision plan decides about, in order of execution."""

@@ -26,13 +26,14 @@ from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
-from models.conv import CausalConv, causal_conv_silu, fused_conv_silu
+from models.conv import CausalConv, causal_conv_silu, continued_conv_silu, fused_conv_silu
 from models.documents import Documents
 from models.execution import PLAIN, Execution, FusedKernel
 from models.initialization import Draws, Rule, ones
+from models.memory import NewTokens
 from models.mixer import Mixer, check_multiple, input_projection, output_projection
 from models.norm import GatedRMSNorm
-from models.scan import ScanInputs, fused_scan, plain_scan
+from models.scan import ScanInputs, continued_scan, fused_scan, plain_scan
 
 # mamba-ssm's initial values.
 _A_RANGE = (1.0, 16.0)
@@ -102,6 +103,14 @@ def _conv_channels(config: ModelConfig) -> int:
     return config.mamba_inner_dim + 2 * config.mamba_num_groups * config.mamba_state_dim
 
 
+class ConvolutionAndState:
+    """What Mamba-2 remembers. before: the last width - 1 inputs of the convolution, in the compute dtype, [batch,
+    width - 1, channels / tp]. state: the scan's, FP32 [batch, groups / tp, state, heads of a group, head_dim]."""
+
+    def __init__(self, before: Tensor, state: Tensor) -> None:
+        self.before, self.state = before, state
+
+
 class Mamba2(Mixer):
     """`in_proj` packs `[z | x | B | C | dt]` of one state group after the other, `conv` `[x | B | C]` likewise
     (models/packing.py). Head i uses group i // (heads / groups).
@@ -121,7 +130,7 @@ class Mamba2(Mixer):
         self.chunk_size = config.mamba_chunk_size
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
         into, out = self.linears(config)
-        self.in_proj = ColumnParallelLinear(into.in_features, into.out_features, mesh, num_groups=groups)
+        self.in_proj = ColumnParallelLinear(into.in_features, into.out_features, mesh, num_groups=into.groups)
         conv = execution.kernel("conv", causal_conv_silu)
         self.conv = CausalConv(_conv_channels(config), config.mamba_conv_width, mesh, conv)
         self.ssm = SSMParameters(heads, mesh)
@@ -144,6 +153,23 @@ class Mamba2(Mixer):
         numbers = None if documents is None else documents.numbers
         return self.out_proj(between(projected_td, sequence_length, numbers, *parameters))
 
+    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ConvolutionAndState:
+        """A few numbers for each channel, however long the text."""
+        groups, heads, width = self.num_local_groups, self.heads_per_group, self.conv.weight.shape[1]
+        channels = groups * (heads * self.head_dim + 2 * self.state_dim)
+        return ConvolutionAndState(
+            torch.zeros(batch, width - 1, channels, device=device, dtype=dtype),
+            torch.zeros(batch, groups, self.state_dim, heads, self.head_dim, device=device),
+        )
+
+    def decode(self, x_td: Tensor, memory: ConvolutionAndState, new: NewTokens) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], each row from its state on."""
+        z, xbc, dt = self._sections(self.in_proj(x_td), new.length)
+        xbc, memory.before = continued_conv_silu(xbc, *self.conv.local_parameters(), memory.before, new.counts)
+        inputs = self._scan_inputs(xbc, dt, self.fetch())
+        y_bshp, memory.state = continued_scan(inputs, self.chunk_size, memory.state, new.valid)
+        return self.out_proj(self.norm(y_bshp, z))
+
     def fetch(self) -> SSMTensors:
         """Never rounded."""
         ssm: SSMTensors = self.ssm()
@@ -164,13 +190,25 @@ class Mamba2(Mixer):
         *ssm_tensors: Tensor,
     ) -> Tensor:
         """[tokens, in_proj's features] -> [tokens, out_proj's features], a function of tensors alone."""
-        ssm = SSMTensors(*ssm_tensors)
-        groups, inner, state = self.num_local_groups, self.heads_per_group * self.head_dim, self.state_dim
-        projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
-        z, xbc, dt = projected.split([inner, inner + 2 * state, self.heads_per_group], -1)
-        xbc = self.conv.function(xbc.flatten(2), conv_weight_ck, conv_bias_c, documents_bs).unflatten(-1, (groups, -1))
-        x, b, c = xbc.split([inner, state, state], -1)
-        inputs = ScanInputs(
+        z, xbc, dt = self._sections(projected_td, sequence_length)
+        xbc = self.conv.function(xbc, conv_weight_ck, conv_bias_c, documents_bs)
+        inputs = self._scan_inputs(xbc, dt, SSMTensors(*ssm_tensors))
+        y_bshp = self._scan(inputs, self.chunk_size, documents_bs)
+        # A copy of z is kept for the backward pass, not all of `projected` with z in it.
+        return self.norm.function(y_bshp, z.contiguous(), norm_weight_d)
+
+    def _sections(self, projected_td: Tensor, sequence_length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """z [b, s, groups, c]; x, B and C as the convolution takes them, [b, s, channels]; dt [b, s, groups, r]."""
+        inner, outer = self.heads_per_group * self.head_dim, 2 * self.state_dim
+        projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (self.num_local_groups, -1))
+        z, xbc, dt = projected.split([inner, inner + outer, self.heads_per_group], -1)
+        return z, xbc.flatten(2), dt
+
+    def _scan_inputs(self, xbc_bsc: Tensor, dt: Tensor, ssm: SSMTensors) -> ScanInputs:
+        """Of what the convolution returned."""
+        inner, state = self.heads_per_group * self.head_dim, self.state_dim
+        x, b, c = xbc_bsc.unflatten(-1, (self.num_local_groups, -1)).split([inner, state, state], -1)
+        return ScanInputs(
             x_bshp=x.reshape(*x.shape[:2], -1, self.head_dim),
             dt_bsh=dt.flatten(2),
             a_h=-ssm.a_log_h.exp(),
@@ -179,9 +217,6 @@ class Mamba2(Mixer):
             d_h=ssm.d_h,
             dt_bias_h=ssm.dt_bias_h,
         )
-        y_bshp = self._scan(inputs, self.chunk_size, documents_bs)
-        # A copy of z is kept for the backward pass, not all of `projected` with z in it.
-        return self.norm.function(y_bshp, z.contiguous(), norm_weight_d)
 
     @property
     def autotuned(self) -> bool:
@@ -227,10 +262,10 @@ class Mamba2(Mixer):
     @classmethod
     def linears(cls, config: ModelConfig) -> Sequence[LinearShape]:
         """Into the inner width and out of it."""
-        inner = config.mamba_inner_dim
+        inner, groups = config.mamba_inner_dim, config.mamba_num_groups
         key, title = "model.mamba_num_heads x model.mamba_head_dim", "the Mamba output projection"
         return (
-            input_projection("in_proj", config, inner + _conv_channels(config) + config.mamba_num_heads),
+            input_projection("in_proj", config, inner + _conv_channels(config) + config.mamba_num_heads, groups),
             output_projection("out_proj", config, inner, key, title),
         )
 

@@ -19,6 +19,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.documents import Documents
 from models.execution import PLAIN, Execution, FusedKernel
+from models.memory import NewTokens
 
 
 class Mixer(nn.Module, ABC):
@@ -50,6 +51,21 @@ class Mixer(nn.Module, ABC):
 
         fetched: what `fetch` returned, if it was called already. documents: where no token is to see another document
         than its own, which these are; None: a sequence is one document.
+        """
+
+    @abstractmethod
+    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """What `decode` remembers of the tokens before, of `batch` texts that have none yet; None if nothing.
+
+        max_length: no text will be longer, in tokens. dtype: the compute dtype.
+        """
+
+    @abstractmethod
+    def decode(self, x_td: Tensor, memory: Any, new: NewTokens) -> Tensor:
+        """`forward` of tokens that go on with the texts in `memory`, which then remembers them too. No gradients.
+
+        [tokens, hidden] -> [tokens, hidden], tokens = batch * new.length. Whatever lies between the linears is computed
+        by the functions in plain PyTorch, on any device: shapes change from call to call.
         """
 
     @classmethod
@@ -113,10 +129,13 @@ def check_multiple(config: ModelConfig, name: str, of: str, what: str) -> None:
         raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; {what} that work: {works}")
 
 
-def input_projection(name: str, config: ModelConfig, out_features: int) -> LinearShape:
-    """A mixer's first linear, which reads the hidden state; its outputs are sharded over tensor-parallel ranks."""
-    title = "the projections into every block"
-    return LinearShape(name, 0, config.hidden_dim, out_features, input_key="model.hidden_dim", title=title)
+def input_projection(name: str, config: ModelConfig, out_features: int, groups: int = 1) -> LinearShape:
+    """A mixer's first linear, which reads the hidden state; its outputs are sharded over tensor-parallel ranks.
+
+    groups: equal groups of outputs that stay together.
+    """
+    title, key = "the projections into every block", "model.hidden_dim"
+    return LinearShape(name, 0, config.hidden_dim, out_features, input_key=key, title=title, groups=groups)
 
 
 def output_projection(name: str, config: ModelConfig, in_features: int, input_key: str, title: str) -> LinearShape:

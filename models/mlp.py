@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -17,6 +18,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
 from models.documents import Documents
 from models.execution import PLAIN, Execution
+from models.memory import NewTokens
 from models.mixer import Mixer, input_projection, output_projection
 
 # Tiles of quantization and of the Hadamard transform are at least as wide, and no two ranks share one.
@@ -47,6 +49,14 @@ class MLP(Mixer):
     ) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
         return self.down_proj(self._activation(self.up_proj(x_td)))
+
+    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Nothing."""
+        return None
+
+    def decode(self, x_td: Tensor, memory: None, new: NewTokens) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
+        return self.down_proj(squared_relu(self.up_proj(x_td)))
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

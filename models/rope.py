@@ -17,9 +17,13 @@ def rope_tables(sequence_length: int, head_dim: int, base: float, device: torch.
 
     angle[position, i] = position * base^(-2 i / head_dim), in radians. Kept for the next call: do not write into them.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    position = torch.arange(sequence_length, dtype=torch.float32, device=device)
-    angle = position[:, None] * base**-exponent
+    return rope_at(torch.arange(sequence_length, device=device), head_dim, base)
+
+
+def rope_at(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """The same for `positions`, int64 of any shape: FP32 [*positions, head_dim / 2]."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angle = positions.to(torch.float32)[..., None] * base**-exponent
     return angle.cos(), angle.sin()
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.ssd import ssd_scan
+from models.ssd import ssd_scan, ssd_scan_from
 
 
 class ScanInputs(NamedTuple):
@@ -40,6 +40,17 @@ def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None 
     x, dt, a, b, c, d, dt_bias = inputs
     dt = F.softplus(dt.to(torch.float32) + dt_bias)
     return torch.addcmul(ssd_scan(x, dt, a, b, c, chunk_size, documents_bs), x, d[:, None])
+
+
+def continued_scan(inputs: ScanInputs, chunk_size: int, state_bgnrp: Tensor, valid_bs: Tensor) -> tuple[Tensor, Tensor]:
+    """`plain_scan` of rows that go on from a state (models/ssd.py), and the state behind them. No gradients.
+
+    valid_bs: bool; where it is false, a token is padding, and passes the state on.
+    """
+    x, dt, a, b, c, d, dt_bias = inputs
+    dt = F.softplus(dt.to(torch.float32) + dt_bias).masked_fill(~valid_bs[..., None], 0)
+    y, state = ssd_scan_from(x, dt, a, b, c, chunk_size, state_bgnrp)
+    return torch.addcmul(y, x, d[:, None]), state
 
 
 def fused_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:

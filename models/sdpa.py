@@ -39,6 +39,22 @@ def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Docu
     return _attend(q_bshd, k_bsgd, v_bsgd, (SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC), documents)
 
 
+def attend_to_memory(q_bshd: Tensor, k_blgd: Tensor, v_blgd: Tensor, positions_bs: Tensor) -> Tensor:
+    """Attention [b, s, heads, d] of a text's new tokens to all of its tokens: each to those up to its own position.
+
+    k, v: of l tokens from the text's beginning, with whatever behind its end. positions_bs: int64, of the queries.
+    """
+    length, groups = q_bshd.shape[1], k_blgd.shape[2]
+    # The query heads of a KV head as if they were queries: keys and values, which are long, need not be repeated.
+    q_bgrsd = q_bshd.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    seen_bsl = torch.arange(k_blgd.shape[1], device=positions_bs.device) <= positions_bs[..., None]
+    mask = seen_bsl[:, None, None].expand(-1, 1, q_bgrsd.shape[2], -1, -1).flatten(2, 3)
+    y = F.scaled_dot_product_attention(
+        q_bgrsd.flatten(2, 3), k_blgd.transpose(1, 2), v_blgd.transpose(1, 2), attn_mask=mask
+    )
+    return y.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
 # cuDNN's backward pass is not among them.
 _DETERMINISTIC = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 

@@ -65,12 +65,36 @@ def ssd_scan(
     chunk_size = min(chunk_size, length)
     extra = -length % chunk_size
     if extra:
-        # Steps of size zero neither decay the state nor add to it.
-        x_bshp, b_bsgn, c_bsgn = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x_bshp, b_bsgn, c_bsgn))
-        dt_bsh = F.pad(dt_bsh, (0, 0, 0, extra))
+        x_bshp, dt_bsh, b_bsgn, c_bsgn = _with_empty_steps(extra, x_bshp, dt_bsh, b_bsgn, c_bsgn)
         documents_bs = None if documents_bs is None else F.pad(documents_bs, (0, extra), value=-1)
     y: Tensor = _SsdScan.apply(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size, documents_bs)  # type: ignore[assignment]
     return y[:, :length] if extra else y
+
+
+def ssd_scan_from(
+    x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor, chunk_size: int, state_bgnrp: Tensor
+) -> tuple[Tensor, Tensor]:
+    """y as `ssd_scan` gives it for rows that go on from a state S, and the state behind their last token.
+
+    state_bgnrp: S^T of the r heads of each group, [batch, groups, state, r, head_dim]; zeros at a row's beginning. A
+    step of size zero passes the state on. No gradients.
+    """
+    length = x_bshp.shape[1]
+    chunk_size = min(chunk_size, length)
+    if extra := -length % chunk_size:
+        x_bshp, dt_bsh, b_bsgn, c_bsgn = _with_empty_steps(extra, x_bshp, dt_bsh, b_bsgn, c_bsgn)
+    parts = _Chunks(x_bshp, dt_bsh, a_h, b_bsgn, c_bsgn, chunk_size, None)
+    y, _, states, added = _outputs(parts, state_bgnrp)
+    begins = states.unflatten(-1, parts.r_p)[:, -1]  # what the last chunk begins with
+    return y[:, :length], torch.addcmul(added, begins, parts.chunk_decay[:, -1, :, None, :, None])
+
+
+def _with_empty_steps(
+    extra: int, x_bshp: Tensor, dt_bsh: Tensor, b_bsgn: Tensor, c_bsgn: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows with `extra` more steps, of size zero: these neither decay the state nor add to it."""
+    x, b, c = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x_bshp, b_bsgn, c_bsgn))
+    return x, F.pad(dt_bsh, (0, 0, 0, extra)), b, c
 
 
 def ssd_recurrence(
@@ -108,15 +132,7 @@ class _SsdScan(Function):
         chunk_size: int,
         documents: Tensor | None,
     ) -> Tensor:
-        parts = _Chunks(x, dt, a, b, c, chunk_size, documents)
-        y_inside = parts.decays().mul_(parts.scores_before()) @ parts.u_by_head()
-        states = parts.b.mT @ parts.weighted_u_by_group()
-        _accumulate_states(states.unflatten(-1, parts.r_p), parts.chunk_decay)
-        y_past = (parts.c @ states).unflatten(-1, parts.r_p).transpose(3, 4)
-        y_before, y = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
-        torch.addcmul(y_inside, y_past, parts.past_decay()[..., None], out=parts.by_head(y_before))
-        own_scale = parts.own_scores() * parts.dt
-        torch.addcmul(parts.by_head(y_before), parts.by_head(x), own_scale[..., None], out=parts.by_head(y))
+        y, y_before, states, _ = _outputs(_Chunks(x, dt, a, b, c, chunk_size, documents))
         ctx.save_for_backward(x, dt, a, b, c, documents, y_before, states)
         ctx.chunk_size = chunk_size
         return y
@@ -163,6 +179,23 @@ class _SsdScan(Function):
         x_du = x_du_inside.add_(x_du_own).add_(x_du_states)
         torch.addcmul(x_du, dw, parts.a, out=parts.by_head(ddt))
         return dx, ddt, da, parts.ungroup(db), parts.ungroup(dc), None, None
+
+
+def _outputs(parts: _Chunks, initial: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y; y without each token's own part; the states that chunks begin with; what the last chunk adds to its own.
+
+    initial: the state that the first chunk begins with, [b, g, n, r, p]; None: zero.
+    """
+    x = parts.x
+    y_inside = parts.decays().mul_(parts.scores_before()) @ parts.u_by_head()
+    states = parts.b.mT @ parts.weighted_u_by_group()
+    added = _accumulate_states(states.unflatten(-1, parts.r_p), parts.chunk_decay, initial)
+    y_past = (parts.c @ states).unflatten(-1, parts.r_p).transpose(3, 4)
+    y_before, y = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
+    torch.addcmul(y_inside, y_past, parts.past_decay()[..., None], out=parts.by_head(y_before))
+    own_scale = parts.own_scores() * parts.dt
+    torch.addcmul(parts.by_head(y_before), parts.by_head(x), own_scale[..., None], out=parts.by_head(y))
+    return y, y_before, states, added
 
 
 class _Chunks:
@@ -253,15 +286,17 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mul(a, b, out=a.new_empty(a.shape))
 
 
-def _accumulate_states(states_bkgnrp: Tensor, decay_bkgr: Tensor) -> None:
-    """From what each chunk adds to the state, in place, to the state each chunk begins with."""
+def _accumulate_states(states_bkgnrp: Tensor, decay_bkgr: Tensor, initial: Tensor | None = None) -> Tensor:
+    """From what each chunk adds to the state, in place, to the state each chunk begins with; returns what the last one
+    adds. initial: what the first one begins with; None: zero."""
     decay = decay_bkgr[:, :, :, None, :, None]
     added = states_bkgnrp[:, 0].clone()
-    states_bkgnrp[:, 0] = 0
+    states_bkgnrp[:, 0] = 0 if initial is None else initial
     for k in range(1, states_bkgnrp.shape[1]):
         state = torch.addcmul(added, states_bkgnrp[:, k - 1], decay[:, k - 1])
         added = states_bkgnrp[:, k].clone()
         states_bkgnrp[:, k] = state
+    return added
 
 
 def _accumulate_states_backward(grads_bkgnrp: Tensor, decay_bkgr: Tensor) -> None:

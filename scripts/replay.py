@@ -94,6 +94,8 @@ def replay(options: argparse.Namespace) -> int:
                 f"the data is not what these steps were computed with: {'; '.join(run.loader.changes)}; name the files "
                 "of then, as data.sources=..."
             )
+    else:
+        begin_as_then(run, origin)
     pin_autotuned(run, start, record=False)
     folders = {step: origin if to == start else origin.parent / folder_name(to) for step, to in went_back.items()}
     differing = compare(run, start, last, recorded, folders)
@@ -144,6 +146,20 @@ def open_run(checkpoint: Path, overrides: list[str]) -> Run:
     run = build(config, build_mesh(config.parallel, device))
     run.kernels.load_state_dict(trainer.get("autotuning"))  # also where the initial weights are begun with
     return run
+
+
+def begin_as_then(run: Run, checkpoint: Path) -> None:
+    """Let a run that began with the weights of another checkpoint begin with them again, wherever its own are from.
+
+    checkpoint: of the run. Raises ConfigError if those weights are gone or other ones.
+    """
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    if (begun := trainer.get("initialized_from")) is None:
+        return
+    parts = run.model, run.controller.clock
+    found = run.checkpointer.initialize(begun["path"], *parts, resumed=False, allow_mismatch=True)
+    if found is None or found.manifest_sha256 != begun["manifest_sha256"]:
+        raise ConfigError(f"{begun['path']} is not the checkpoint any more whose weights the run began with")
 
 
 def compare(

@@ -87,6 +87,7 @@ STEPS = (
     tests("GPU tests: the backend torch", "test_torch_backend"),
     tests("GPU tests: models and optimizers", "test_model_kernels", "test_model_optimizer", needs=FUSED),
     tests("GPU tests: masked documents", "test_documents", needs=FUSED),
+    tests("GPU tests: generation", "test_generation"),
     tests("GPU tests: tuned kernels in a checkpoint", "test_repeatable", but="equal or two_ranks", needs=FUSED),
     Step("three runs, one more killed and resumed", (*REPEATS, *THREE), EQUAL, needs=FUSED),
     Step("the same on two GPUs, data parallel", (*REPEATS, *THREE, "--nproc", "2"), EQUAL, gpus=2, needs=FUSED),

@@ -90,6 +90,13 @@ def test_a_switch_that_is_off_has_no_plan() -> None:
     assert switched is not None and plan.num_quantized and not switched.num_quantized
 
 
+def test_a_branch_does_not_need_its_parent_any_more(tmp_path: Path) -> None:
+    branch = [f"run.dir={tmp_path}", f"checkpoint.resume={tmp_path}/gone/checkpoints/step_00000002"]
+    assert "is no checkpoint folder" in refused(*branch)
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    assert assembly.configure(branch).checkpoint.resume == branch[1].partition("=")[2]
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [

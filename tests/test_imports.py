@@ -35,13 +35,15 @@ BELOW = {
     "megatron_fp4/planning": {*FLOORS, "models"},
     "data": set(),
     "models": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel")},
+    "exchange": {*FLOORS, "models", "data", "megatron_fp4/__version__"},
+    "inference": {*FLOORS, "models", "data", "exchange"},
 }
 
 
 def room_of(module: str) -> str | None:
     """The room a dotted module of ours belongs to; None for other people's modules."""
     parts = module.split(".")
-    if parts[0] in ("data", "models", "pretrain", "assembly", "scripts", "tests"):
+    if parts[0] in ("data", "models", "exchange", "inference", "pretrain", "assembly", "scripts", "tests"):
         return parts[0]
     return "/".join(parts[:2]) if parts[0] == "megatron_fp4" else None
 
@@ -84,7 +86,7 @@ def test_imports_go_down(room: str) -> None:
 
 def test_every_folder_is_a_room() -> None:
     folders = {f"megatron_fp4/{path.parent.name}" for path in (ROOT / "megatron_fp4").glob("*/__init__.py")}
-    assert folders | {"data", "models"} == BELOW.keys()
+    assert folders | {"data", "models", "exchange", "inference"} == BELOW.keys()
 
 
 def test_an_arrow_up_would_be_seen() -> None:
@@ -95,7 +97,7 @@ def test_an_arrow_up_would_be_seen() -> None:
 
 
 def test_no_file_is_imported_by_what_it_imports() -> None:
-    rooms = ("megatron_fp4", "models", "data", "scripts")
+    rooms = ("megatron_fp4", "models", "data", "exchange", "inference", "scripts")
     paths = [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     found = arrows({name: path.read_text() for name, path in zip(names, paths, strict=True)})

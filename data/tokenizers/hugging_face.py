@@ -115,6 +115,11 @@ class HuggingFaceTokenizer(TextTokenizer):
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
+    @property
+    def content(self) -> str:
+        """Of its `tokenizer.json`."""
+        return self._content
+
     def save(self, path: str | Path) -> None:
         """Write `tokenizer.json`, which `tokenizers` and `transformers` also read."""
         Path(path).write_text(self._content, encoding="utf-8")

@@ -43,6 +43,16 @@ class SentencePieceTokenizer(TextTokenizer):
         super().__init__(name, eod_token, eod_id, processor.id_to_piece(bos) if bos >= 0 else None)
 
     @property
+    def model(self) -> bytes:
+        """Of the `.model` file."""
+        return self._model
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether bytes that no piece has are tokens of their own."""
+        return any(self._processor.is_byte(number) for number in range(self.vocab_size))
+
+    @property
     def vocab_size(self) -> int:
         return self._processor.get_piece_size()
 

@@ -54,6 +54,11 @@ class TiktokenTokenizer(TextTokenizer):
         self._parts = (dict(ranks), pattern, dict(special_tokens))
 
     @property
+    def parts(self) -> tuple[dict[bytes, int], str, dict[str, int]]:
+        """Ranks of tokens, the pattern that cuts words, ids of special tokens."""
+        return self._parts
+
+    @property
     def vocab_size(self) -> int:
         return self._encoding.max_token_value + 1
 

@@ -26,6 +26,12 @@ from torch import nn
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.choice import Damage, Origin, choose
 from megatron_fp4.checkpoint.identity import identity_differences
+from megatron_fp4.checkpoint.initialize import (
+    check_begun_from,
+    initialize_weights,
+    initialized_in,
+    refuse_weights_only,
+)
 from megatron_fp4.checkpoint.local import LocalCheckpoints
 from megatron_fp4.checkpoint.local_files import forget_starts
 from megatron_fp4.checkpoint.local_start import choose_with_local
@@ -99,6 +105,8 @@ class Checkpointer:
         self._resumed: tuple[Path, int] | None = None
         self.origin: Origin | None = None
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
+        self.initialized_from: Origin | None = None
+        """The checkpoint whose weights, and nothing else, this run began with; its trainer state keeps it too."""
         self._together = Together(root, timeout)
         # A shared disk may hang for hours while training goes on; its recovery must find the group alive.
         in_background = Together(root, max(timeout, _PATIENCE)) if asynchronous else self._together
@@ -226,6 +234,7 @@ class Checkpointer:
             return None
         clock.weights_version += 1
         self.origin, manifest = chosen.origin, chosen.manifest
+        self.initialized_from = initialized_in(chosen.trainer)
         if chosen.folder.absolute().parent == self.root.absolute():
             self._saved_step = manifest.step
         self._resumed = self._shared_before(manifest.step) if chosen.local else (chosen.folder, manifest.step)
@@ -239,6 +248,24 @@ class Checkpointer:
             chosen.damaged,
             chosen.local,
         )
+
+    def initialize(
+        self, given: str, model: nn.Module, clock: RunClock, *, resumed: bool, allow_mismatch: bool
+    ) -> Origin | None:
+        """Take the weights of the checkpoint that `given` names (initialize.py) into `model`, and nothing else of it;
+        returns which that was. Call it behind `resume`.
+
+        resumed: the run goes on with a checkpoint of its own; then this only looks whether it began from `given`, and
+        returns None. Raises ValueError for what the user has to decide, CheckpointError if reading fails otherwise.
+        """
+        if resumed:
+            check_begun_from(self.initialized_from, given, self.root, self._together)
+            return None
+        self.initialized_from = initialize_weights(
+            given, model, self._identity, self._together, allow_mismatch=allow_mismatch
+        )
+        clock.weights_version += 1
+        return self.initialized_from
 
     def _check(self, folder: Path, manifest: files.Manifest, names: Collection[str] | None = None) -> None:
         """Read `names` (None: all files), each rank its share. Raises DamageError on all ranks if one is not whole."""
@@ -347,6 +374,7 @@ class Checkpointer:
         return trainer
 
     def _check_identity(self, folder: Path, manifest: files.Manifest, allow_mismatch: bool) -> None:
+        refuse_weights_only(folder, manifest)
         # Of all ranks, because data may differ from node to node, and a rank that leaves alone lets the others hang.
         of_ranks = self._together.collect("compare", lambda: identity_differences(manifest.identity, self._identity))
         differences = self._together.first(

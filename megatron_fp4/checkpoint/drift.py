@@ -23,6 +23,7 @@ _EXPECTED = {
     "run.dry_mfu",
     "run.dry_peak_tflops",
     "checkpoint.resume",
+    "checkpoint.initialize_from",
     "checkpoint.allow_mismatch",
 }
 _SHOWN = 12

@@ -26,6 +26,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class Manifest:
     save_index: 1 for the first ever made in its folder, then counting up. step: optimizer steps done.
     consumed_*: training samples and tokens up to it. world_size: of the job that saved it.
     identity: see identity.py. files: by name relative to the checkpoint, all but the manifest itself.
+    weights_only: it has no optimizer state, so a run can begin from it but not go on with it.
     """
 
     save_index: int
@@ -73,6 +75,7 @@ class Manifest:
     files: dict[str, FileRecord]
     torch_version: str
     format: int = FORMAT
+    weights_only: bool = False
 
 
 def folder_name(step: int) -> str:
@@ -164,6 +167,8 @@ def read_checked(folder: Path, name: str, record: FileRecord) -> bytes:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it down to the disk, with a digest of itself."""
     content = dataclasses.asdict(manifest)
+    if not manifest.weights_only:  # a word that version 0.2 does not know
+        del content["weights_only"]
     write_file(folder / MANIFEST, json.dumps({**content, "sha256": _digest(content)}, indent=1))
     sync_folder(folder)
 
@@ -251,11 +256,12 @@ def read_pointer(root: Path) -> str | None:
         return None
 
 
-def prune(root: Path, keep: int, just_made: Path) -> list[Path]:
-    """Remove all but the `keep` newest (0: keep all), never `just_made` or what `latest` names. Returns removed."""
+def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) -> list[Path]:
+    """Remove all but the `keep` newest (0: keep all), never `just_made`, what `latest` names or those whose names are
+    `needed`. Returns removed."""
     if keep == 0:
         return []
-    protected = {just_made.name, read_pointer(root)}
+    protected = {just_made.name, read_pointer(root), *needed}
     newest_first = [folder for folder, manifest, _ in scan(root) if manifest is not None]
     removed = [folder for folder in newest_first[keep:] if folder.name not in protected]
     for folder in removed:

@@ -129,12 +129,13 @@ def check_complete(tensors: Sequence[Whole], pieces: Mapping[str, Sequence[Piece
 
 
 @_without_gc()
-def read_metadata(content: bytes) -> Metadata:
+def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
     """The inverse of `metadata_of`, also of what torch itself wrote.
 
+    foreign: another program wrote it, with objects besides tensors and classes of its own, which are left out.
     Raises DamagedCheckpointError if it is anything but the description of tensors.
     """
-    unpickler = _Restricted(io.BytesIO(content))
+    unpickler = (_Tolerant if foreign else _Restricted)(io.BytesIO(content))
     try:
         return unpickler.described(unpickler.load())
     except DamagedCheckpointError:
@@ -177,10 +178,14 @@ class _Restricted(pickle.Unpickler):
         """The real thing, of values of the expected types. Raises whatever other values come to."""
         state = self._state(read, Metadata)
         tensors: dict[str, STORAGE_TYPES] = {
-            str(name): self._tensor(saved) for name, saved in state["state_dict_metadata"].items()
+            str(name): self._tensor(saved)
+            for name, saved in state["state_dict_metadata"].items()
+            if self._is_kept(saved)
         }
         places = {}
         for key, value in state["storage_data"].items():
+            if self._is_left_out(key, tensors):
+                continue
             index, place = self._state(key, MetadataIndex), self._state(value, filesystem._StorageInfo)
             path, offset, length = place["relative_path"], place["offset"], place["length"]
             if place.get("transform_descriptors") or not isinstance(path, str):
@@ -189,6 +194,12 @@ class _Restricted(pickle.Unpickler):
             places[real] = filesystem._StorageInfo(path, _count(offset), _count(length))
         paths = {str(name): tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
         return Metadata(tensors, paths, places, version=str(state.get("version")))
+
+    def _is_kept(self, saved: Any) -> bool:
+        return True
+
+    def _is_left_out(self, index: Any, kept: Mapping[str, Any]) -> bool:
+        return False
 
     def _tensor(self, saved: _Thing) -> TensorStorageMetadata:
         state = self._state(saved, TensorStorageMetadata)
@@ -215,6 +226,30 @@ class _Restricted(pickle.Unpickler):
 
     def _class(self, cls: type) -> type[_Thing]:
         return self._classes[_name(cls)]
+
+
+class _Container(_Thing):
+    """Also of a class that is filled like a list, a set or a dictionary; nothing of that is kept."""
+
+    def append(self, *_: Any) -> None: ...
+
+    extend = add = __setitem__ = append
+
+
+class _Tolerant(_Restricted):
+    """Makes a stand-in for whatever is named, and describes the tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except DamagedCheckpointError:
+            return self._classes.setdefault(f"{module}.{name}", type("Foreign", (_Container,), {}))
+
+    def _is_kept(self, saved: Any) -> bool:
+        return isinstance(saved, self._class(TensorStorageMetadata))
+
+    def _is_left_out(self, index: Any, kept: Mapping[str, Any]) -> bool:
+        return str(self._state(index, MetadataIndex)["fqn"]) not in kept
 
 
 def _count(value: Any) -> int:

@@ -21,7 +21,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,8 +90,9 @@ class Saves:
 
     device: for the collectives of training's own group. keep: how many checkpoints to keep (0: all). staging: given,
     saves go on in the background. max_failed: so many in a row that come to nothing end the run. before_publish: called
-    on rank 0, in whatever thread, before a checkpoint gets its name; after_publish: once it has it. save_local: writes
-    a local one, and asks between pieces whether to give up.
+    on rank 0, in whatever thread, before a checkpoint gets its name; after_publish: once it has it. needed: asked there
+    for the names of checkpoints that must not be removed yet. save_local: writes a local one, and asks between pieces
+    whether to give up.
     """
 
     root: Path
@@ -102,6 +103,7 @@ class Saves:
     staging: Staging | None = None
     before_publish: Callable[[], None] = lambda: None
     after_publish: Callable[[], None] = lambda: None
+    needed: Callable[[], Collection[str]] = tuple
     save_local: Callable[[Snapshot, Callable[[], bool]], None] | None = None
     failed_in_a_row: int = 0
     last: tuple[Path, int] | None = None
@@ -280,7 +282,7 @@ class Saves:
         files.publish(staging, final)
         try:
             self.after_publish()
-            removed = files.prune(self.root, self.keep, just_made=final)
+            removed = files.prune(self.root, self.keep, just_made=final, needed=self.needed())
         except OSError as error:  # the new checkpoint is safe, and that is what matters
             logger.warning("could not clear up after a save: %s", error)
         else:

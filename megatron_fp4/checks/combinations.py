@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megatron_fp4.checks.effects import validate_replay, validate_spikes
+from megatron_fp4.checks.effects import validate_prompts, validate_replay, validate_spikes
 from megatron_fp4.config.file_mode import umask_of
 from megatron_fp4.config.schema import Config, ConfigError, DataConfig
 from megatron_fp4.precision.switch import switch_step
@@ -42,6 +42,7 @@ def validate(
     _looking_inside(config, device_type)
     validate_spikes(config)
     validate_replay(config)
+    validate_prompts(config)
 
 
 def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> None:
@@ -159,7 +160,9 @@ def _paths_and_device(config: Config, device_type: str) -> None:
     if config.run.device == "cuda" and device_type != "cuda":
         raise ConfigError("run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu")
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    # A branch goes on with its own checkpoints also when its parent is gone; the start sees whether they are its own.
+    has_own = any(Path(config.run.dir, "checkpoints").glob("step_*"))
+    if resume not in ("auto", "never") and not (Path(resume).is_dir() or has_own):
         raise ConfigError(
             f"checkpoint.resume={resume} is no checkpoint folder; give auto, never or the path of one, such "
             f"as {config.run.dir}/checkpoints/..."
@@ -188,7 +191,7 @@ def _local_checkpoints(config: Config) -> None:
             f"checkpoint.local_dir={local_dir} does nothing without checkpoint.local_interval; give the steps between "
             "local checkpoints, or set checkpoint.local_dir=null"
         )
-    shared = min(settings.interval or steps, steps)
+    shared = min(settings.interval or steps, settings.export_interval or steps, steps)
     if interval >= shared:
         raise ConfigError(
             f"checkpoint.local_interval={interval} does nothing: a shared checkpoint is made every {shared} steps; "

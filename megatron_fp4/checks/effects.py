@@ -13,6 +13,8 @@ Only values that are not the default are refused, and not what an override natur
     `gradient_noise` where no backward pass has any                   off stays as it was set
     settings of `spikes` with `action=none`, or that can never
       find one or go back
+    `validation.prompts` without a tokenizer, `prompt_tokens`
+      without prompts
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig, OperandConfig, PrecisionConfig, SwitchConfig
-from megatron_fp4.config.schema import Config, ConfigError, RunConfig, SpikesConfig
+from megatron_fp4.config.schema import Config, ConfigError, RunConfig, SpikesConfig, ValidationConfig
 from megatron_fp4.precision.recipe import GEMMS, Recipe, uses_amax, uses_signs
 
 
@@ -64,6 +66,24 @@ def validate_replay(config: Config) -> None:
         raise ConfigError(
             f"run.replay_action={run.replay_action} has no effect with run.replay_interval=0; leave it at end, or set "
             "run.replay_interval=100"
+        )
+
+
+def validate_prompts(config: Config) -> None:
+    """Raise ConfigError for prompts that no tokenizer would turn into tokens, and for a length of no texts."""
+    validation, data = config.validation, config.data
+    if validation.prompts and data.kind != "builtin" and data.tokenizer is None:
+        raise ConfigError(
+            f"validation.prompts={validation.prompts} needs the tokenizer that made the data; name it as "
+            "data.tokenizer, or leave the prompts out"
+        )
+    for index, prompt in enumerate(validation.prompts):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise ConfigError(f"validation.prompts[{index}]={prompt!r} is not UTF-8; write it in that encoding")
+    if not validation.prompts and validation.prompt_tokens != ValidationConfig().prompt_tokens:
+        raise ConfigError(
+            f"validation.prompt_tokens={validation.prompt_tokens} has no effect without validation.prompts; leave it "
+            "out, or give prompts, such as 'validation.prompts=[\"Once upon a time\"]'"
         )
 
 

@@ -268,7 +268,15 @@ class CheckpointConfig:
         copy of each rank's part goes to the next node (null and 0: none).
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint: of another
         run, from which this one begins (its own go first on later starts), or of this one, to go back to.
-    allow_mismatch: resume although data, tokenizer or model differ from what the checkpoint was made with.
+    initialize_from: begin at step 0 with the weights, and nothing else, of this checkpoint: of another run (or its
+        folder: the newest intact one), or an imported one, which has only weights. Later starts go on with the run's
+        own.
+    export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
+        Face folder, by a process beside the run (exchange/in_run.py). export_at_end: export the last checkpoint.
+    export_format: of these folders' weights, as scripts/export_hf.py has them; NVFP4 (of ModelOpt or
+        compressed-tensors) only of checkpoints whose forward pass has it, not behind a switch that ends it.
+    allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
+        with. Tensors of other shapes cannot be loaded.
     """
 
     interval: AtLeastZero = 100
@@ -278,6 +286,10 @@ class CheckpointConfig:
     local_dir: str | None = None
     local_interval: AtLeastZero = 0
     resume: str = "auto"
+    initialize_from: str | None = None
+    export_interval: AtLeastZero = 0
+    export_at_end: bool = False
+    export_format: Literal["bf16", "fp32", "nvfp4", "nvfp4-compressed-tensors"] = "bf16"
     allow_mismatch: bool = False
 
 
@@ -286,10 +298,14 @@ class ValidationConfig:
     """interval: steps between validations (0: only at the end).
 
     num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
+    prompts: texts that the model goes on with after each validation, by at most `prompt_tokens` tokens each: into the
+        log, metrics.jsonl, TensorBoard and wandb (inference/in_run.py). An empty one begins a new document.
     """
 
     interval: AtLeastZero = 50
     num_samples: AtLeastOne | None = 32
+    prompts: list[str] = field(default_factory=list)
+    prompt_tokens: AtLeastOne = 64
 
 
 @dataclass(frozen=True, config=STRICT)

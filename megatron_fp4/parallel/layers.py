@@ -109,6 +109,7 @@ class OutputHead(nn.Module):
         self.context = LinearContext(name="head")
         self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
 
-    def forward(self, x_td: Tensor) -> Tensor:
-        """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp]."""
-        return quantized_linear(enter_tensor_parallel(x_td, self.mesh), self.weight, self.context)
+    def forward(self, x_td: Tensor, only: Tensor | None = None) -> Tensor:
+        """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp]; only: int64, of these tokens."""
+        x_td = enter_tensor_parallel(x_td, self.mesh)
+        return quantized_linear(x_td if only is None else x_td[only], self.weight, self.context)

@@ -25,7 +25,8 @@ class LinearShape:
     """A linear before it is built: its name (`blocks.<index>.mixer.<projection>`), block and global shape.
 
     letter: of its block in `model.pattern`, which exceptions go by. input_key: the configuration's key of
-    `in_features`; input_sharded: whether tensor-parallel ranks share them. title: what it is, in words.
+    `in_features`; input_sharded: whether tensor-parallel ranks share them. title: what it is, in words. groups: equal
+    groups of its output rows (KV heads, state groups), which blocks of a quantized weight do not straddle.
     """
 
     name: str
@@ -36,6 +37,7 @@ class LinearShape:
     input_key: str = ""
     input_sharded: bool = False
     title: str = ""
+    groups: int = 1
 
     @property
     def parameters(self) -> int:

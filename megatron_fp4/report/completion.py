@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +20,35 @@ SUMMARY_FILE, PICTURE_FILE = "summary.json", "loss.png"
 class Missing:
     """Which of its last records and files a run of so many steps lacks.
 
-    losses: the validation losses behind its last step by source, if metrics.jsonl has them.
+    others: in the words of who makes them, such as exports. losses: the validation losses behind its last step by
+    source, if metrics.jsonl has them.
     """
 
     checkpoint: bool
     validation: bool
     files: tuple[str, ...]
     losses: dict[str, float]
+    others: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """For a line that says what is missing."""
         records = {"its last validation": self.validation, "its last checkpoint's event": self.checkpoint}
-        return [*(name for name, missing in records.items() if missing), *self.files]
+        return [*(name for name, missing in records.items() if missing), *self.others, *self.files]
 
 
-def missing_of(run_dir: Path, steps: int, *, validates: bool) -> Missing:
+def missing_of(
+    run_dir: Path, steps: int, *, validates: bool, others: Callable[[int], Sequence[str]] = lambda _: ()
+) -> Missing:
     """What the folder of a run that has done all its `steps` lacks, as the first rank sees it. A collective.
 
-    validates: the run has held-out data. Raises OSError on all ranks.
+    validates: the run has held-out data. others: what else is missing behind so many steps, asked on the first rank.
+    Raises OSError on all ranks.
     """
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            outcome[0] = _look(run_dir, steps, validates)
+            outcome[0] = replace(_look(run_dir, steps, validates), others=tuple(others(steps)))
         except OSError as error:
             outcome[0] = str(error)
     dist.broadcast_object_list(outcome)

@@ -9,8 +9,8 @@
                 whose bytes of text are known
     diagnostics, gradient_noise
                 measurements of what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
-    event       `event` (switch, checkpoint, skip, stop, ...) and its details; a switch belongs to the first step that
-                it changes
+    event       `event` (switch, checkpoint, skip, stop, text, ...) and its details; a switch belongs to the first step
+                that it changes
 
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates belongs to
 step N. JSON has no NaN or infinity: a number that is not finite is written as `null`, and `skipped` or an event says
@@ -177,6 +177,15 @@ class MetricsWriter:
         self._write({"kind": "event", "step": step, "event": event, **details})
         if self._tensorboard is not None:
             self._tensorboard.event(f"{event} {_json(details)}", step)
+
+    def texts(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Record what the model says after `step` steps: an event `text`, its `samples` with `prompt`, `text` (null:
+        not finite) and `ended`."""
+        self._write({"kind": "event", "step": step, "event": "text", "samples": samples})
+        if self._tensorboard is not None:
+            self._tensorboard.texts(samples, step)
+        if self._wandb is not None:
+            self._wandb.texts(samples, step)
 
     def sync(self) -> None:
         """Return when every record so far is down on the disk (if the disk takes it; otherwise that has been said).

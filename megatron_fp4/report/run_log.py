@@ -123,6 +123,14 @@ class RunLog:
         self.metrics.validation(step, tokens, losses, bits_per_byte)
         self.console.validation(step, losses, bits_per_byte)
 
+    def texts(self, step: int, samples: Sequence[Any]) -> None:
+        """What the model says after `step` steps: of each the prompt, its continuation `text` (None: not finite), and
+        whether it `ended`."""
+        self.metrics.texts(step, [asdict(sample) for sample in samples])
+        for sample in samples:
+            text = "nothing, because its logits are not finite" if sample.text is None else repr(sample.text)
+            self.console.event(step, f"the model goes on with {sample.prompt!r}: {text}")
+
     def saves(self, reports: Sequence[SaveReport]) -> None:
         """Saves have ended; those of which no checkpoint came are said loudly."""
         for report in reports:
@@ -139,6 +147,16 @@ class RunLog:
             else:
                 self.metrics.event(report.step, "save_failed", error=report.error, **times)
                 self.console.event(report.step, f"NOT SAVED, going on without: {report.error}")
+
+    def exported(self, step: int, folder: Path, export_format: str, seconds: float) -> None:
+        """The checkpoint of `step` steps is exported in `folder`; it took `seconds`."""
+        self.metrics.event(step, "export", path=str(folder), format=export_format, seconds=round(seconds, 3))
+        self.console.event(step, f"exported {folder} ({export_format}, {seconds:.1f} s)")
+
+    def export_failed(self, step: int, error: str, command: str) -> None:
+        """There is no export of `step` steps. command: what makes it by hand."""
+        self.metrics.event(step, "export_failed", error=error, command=command)
+        self.console.event(step, f"NOT EXPORTED, going on without: {error}; by hand: {command}")
 
     def stop(self, step: int, signal: object) -> None:
         """The run stops after `step` steps on a signal to this rank, or (None) to another."""

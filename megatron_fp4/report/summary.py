@@ -66,11 +66,13 @@ def summarize(
     losses: Mapping[str, float],
     entropy: Mapping[str, float],
     bits_per_byte: Mapping[str, float],
+    export: Path | None = None,
 ) -> None:
     """Print the final table of a finished run and write its summary.json and loss.png, as far as the disk takes them.
 
     num_tokens: of the run. switched_at: the first step under the plan after the precision switch. losses, entropy:
     held-out loss and unigram entropy per source, in nats. bits_per_byte: the loss for each byte of text, where known.
+    export: the folder of the last checkpoint's export, if there is one.
     """
     run_dir = Path(config.run.dir)
     facts: dict[str, Any] = {
@@ -84,10 +86,12 @@ def summarize(
             facts[f"validation loss, {name} (bits per byte)"] = round(bits_per_byte[name], 4)
         facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
         facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
+    if export is not None:
+        facts["exported as"] = f"{export.parent.name}/{export.name}"
     text = json.dumps({"finished": True, **facts}, indent=1) + "\n"
     attempt(str(run_dir / "loss.png"), lambda: plot_loss(run_dir))
     # Last: a summary that is there says that the run is finished.
     attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
-    names = (METRICS_FILE, "loss.png", "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints")
+    names = (METRICS_FILE, "loss.png", "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
     facts["files"] = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
     console.table(show.facts_table("Finished", facts))

@@ -60,6 +60,17 @@ class TensorBoardView:
         """Add a line to the events."""
         self._try(lambda writer: writer.add_text("events", text, step))
 
+    def texts(self, samples: list[dict[str, Any]], step: int) -> None:
+        """Add texts behind their prompts, each under a name of its own."""
+
+        def add(writer: Any) -> None:
+            for number, sample in enumerate(samples, start=1):
+                whole = f"{sample['prompt']}|{sample['text']}"
+                # Markdown shows indented lines as they are.
+                writer.add_text(f"text/{number}", "\n".join(f"    {line}" for line in whole.split("\n")), step)
+
+        self._try(add)
+
     def close(self) -> None:
         """Write what is left and close."""
         if self._writer is not None:
@@ -107,6 +118,7 @@ class WandbView:
                 f"logging.wandb={settings.mode} needs the package wandb; pip install wandb, or set disabled"
             ) from error
         self.outage = Outage("wandb", "its points of now are missing there", retry_seconds)
+        self._wandb = wandb
         self.offline_because: str | None = None
         # wandb's own switch for machines without a network, which an explicit mode would overrule.
         mode = os.environ.get("WANDB_MODE", settings.mode) if settings.mode == "online" else settings.mode
@@ -151,10 +163,19 @@ class WandbView:
 
     def show(self, values: dict[str, float], step: int) -> None:
         """Add a point to the curve of every name."""
+        self._log(lambda: values, step)
+
+    def texts(self, samples: list[dict[str, Any]], step: int) -> None:
+        """Add a table of texts behind their prompts."""
+        columns = ["prompt", "text", "ended"]
+        rows = [[sample[name] for name in columns] for sample in samples]
+        self._log(lambda: {"text": self._wandb.Table(columns=list(columns), data=rows)}, step)
+
+    def _log(self, values: Callable[[], dict[str, Any]], step: int) -> None:
         if self._run is None or not self.outage.may_try:
             return
         try:
-            self._run.log(values, step=step)
+            self._run.log(values(), step=step)
         except Exception as error:
             self.outage.failed(error)
         else:

@@ -62,7 +62,7 @@ def evaluate(
     finally:
         model.train(was_training)
         clock.step, clock.micro_batch = step, micro_batch
-    _reshard(model)
+    reshard(model)
 
     dist.all_reduce(sums, group=mesh.dp_group)
     losses: dict[str, float] = {}
@@ -98,7 +98,7 @@ def _common_shape(sources: Mapping[str, MicroBatches], mesh: ParallelMesh) -> tu
     return counts, _Filler(tokens, tokens, tokens.to(torch.int32) if masked else None, rows if masked else None)
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Without a backward nobody frees what the last forward gathered, and checkpoints want shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

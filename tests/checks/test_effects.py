@@ -73,8 +73,25 @@ REFUSED = [
         "spikes.action=rollback has no checkpoint to go back to with checkpoint.interval=0",
         "spikes.action=skip",
     ),
+    (
+        [
+            "data=indexed",
+            "data.sources={web: /data/web}",
+            "data.phases=[{name: main, blend: {web: 1.0}}]",
+            "validation.prompts=[Once]",
+        ],
+        "validation.prompts=['Once'] needs the tokenizer that made the data",
+        "data.tokenizer",
+    ),
+    (
+        ["validation.prompt_tokens=10"],
+        "validation.prompt_tokens=10 has no effect without validation.prompts",
+        "leave it out",
+    ),
+    (["validation.prompts=[a,'b\udcff']"], "validation.prompts[1]='b\\udcff' is not UTF-8", "in that encoding"),
 ]
 ACCEPTED = [
+    ["validation.prompts=['def main(', '']", "validation.prompt_tokens=10"],
     ["precision.fprop.weight.format=bf16"],  # leaves its block of 16x16
     ["precision=mxfp4", "precision.fprop.activation.format=bf16"],
     ["precision.wgrad.gradient.format=bf16"],  # leaves its stochastic rounding

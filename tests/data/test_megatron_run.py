@@ -129,6 +129,12 @@ def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
     assert held_out.name == "s0" and bundle.validation["s0"].num_sequences == 51
     assert held_out.stream.num_tokens == offsets[1003] - offsets[952]
     assert np.array_equal(held_out.stream.tokens(0, 5), IndexedDataset(prefix).tokens(int(offsets[952]), 5))
+    # Who opens held-out data alone has the same windows.
+    _, [alone_opened] = opening.open_held_out(
+        assembly.compose_config(overrides(SPLIT, tmp_path, *split), assembly.CONFIGS)
+    )
+    assert alone_opened.num_samples == held_out.num_samples
+    assert alone_opened.batch(0, 3, 9).tokens.equal(held_out.batch(0, 3, 9).tokens)
     source = loader.sources["s0"]
     assert isinstance(source, MegatronSource)
     assert max(piece.sequence for sample in range(300) for piece in source.pieces(sample)) < 952

@@ -275,12 +275,36 @@ def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch, modul
         MetricsWriter(tmp_path, **options)
 
 
+SAMPLES = [{"prompt": "def", "text": " f(x):\n    é", "ended": False}, {"prompt": "", "text": None, "ended": False}]
+
+
+def test_texts_are_recorded_and_shown(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsWriter(tmp_path, wandb_mode="online") as writer:
+        writer.step(metrics(1))
+        writer.texts(1, SAMPLES)
+    assert read_metrics(tmp_path / METRICS_FILE)[-1] == {
+        "kind": "event", "step": 1, "event": "text", "samples": SAMPLES,
+    }  # fmt: skip
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    (shown,) = board.Tensors("text/1/text_summary")
+    # A code block of Markdown: the text as it is.
+    assert shown.tensor_proto.string_val[0].decode() == "    def| f(x):\n        é" and shown.step == 1
+    table = fake.values[-1]["text"]
+    assert table == (["prompt", "text", "ended"], [["def", " f(x):\n    é", False], ["", None, False]])
+    with MetricsWriter(tmp_path / "other", active=False) as writer:
+        writer.texts(1, SAMPLES)
+    assert not (tmp_path / "other").exists()
+
+
 class FakeWandb(types.ModuleType):
     """wandb as far as a run uses it. refuse: what `init` raises online."""
 
     def __init__(self, refuse: Exception | None = None) -> None:
         super().__init__("wandb")
-        self.refuse, self.starts, self.logged, self.broken = refuse, [], [], False
+        self.refuse, self.starts, self.logged, self.values, self.broken = refuse, [], [], [], False
         self.hang = threading.Event()
         self.hang.set()
 
@@ -299,6 +323,10 @@ class FakeWandb(types.ModuleType):
         if self.broken:
             raise ConnectionError("the service has gone")
         self.logged.append(step)
+        self.values.append(values)
+
+    def Table(self, columns, data):
+        return columns, data
 
     def teardown(self):
         self.torn_down = True

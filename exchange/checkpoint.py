@@ -1,0 +1,273 @@
+"""A checkpoint of a run, opened by one process that has no mesh and perhaps little memory.
+
+Tensors are read as they are asked for, by their global shape, whatever ranks wrote them: of each piece of a file only
+the rows that are needed, straight into the result. `verify` compares every file with its SHA-256 first.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError
+from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.saves import TRAINER
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
+from megatron_fp4.parallel.mesh import build_mesh, init_distributed
+from models.execution import PLAIN, Execution
+from models.hybrid import HybridModel, build_model
+from models.pattern import check_model
+
+_PREFIX = "model."
+_READERS = 4
+
+
+class Checkpoint:
+    """What a checkpoint holds. Nothing is loaded; nothing in the folder is changed.
+
+    manifest, trainer: as they were saved. config: the run's. tensors: the model's parameters by name, with their shapes
+    in FP32. Raises DamagedCheckpointError if the folder is not whole, as far as can be seen without reading it all;
+    ConfigError if its configuration is of another version.
+    """
+
+    def __init__(self, folder: Path, config_dir: Path) -> None:
+        self.folder = folder
+        self.manifest: Manifest = files.read_manifest(folder)
+        for name, record in self.manifest.files.items():
+            with files.open_plain(folder / name) as file:
+                if (size := os.fstat(file.fileno()).st_size) != record.size:
+                    raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
+        self.trainer: dict[str, Any] = json.loads(self.file(TRAINER))
+        self._metadata: Metadata = read_metadata(self.file(METADATA))
+        self.config: Config = config_from_saved(self.trainer["config"], [], config_dir)
+        check_model(self.config.model)
+        self.tensors: dict[str, torch.Size] = {
+            name.removeprefix(_PREFIX): saved.size
+            for name, saved in self._metadata.state_dict_metadata.items()
+            if name.startswith(_PREFIX) and isinstance(saved, TensorStorageMetadata)
+        }
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.manifest.step
+
+    @property
+    def tokens(self) -> int:
+        """Trained on so far."""
+        return self.manifest.consumed_tokens
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether there is no optimizer state in it."""
+        return self.manifest.weights_only
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.folder)
+
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest. Raises DamagedCheckpointError, which names the file."""
+        with ThreadPoolExecutor(_READERS) as pool:
+            records = self.manifest.files
+            for problem in pool.map(lambda name: files.check_file(self.folder, name, records[name]), records):
+                if problem:
+                    raise DamagedCheckpointError(problem)
+
+    def tensor(self, name: str, rows: slice | None = None) -> Tensor:
+        """A parameter, FP32 on the CPU, of its global shape; `rows`: of its first dimension, the others are not read.
+
+        Raises KeyError for a name that is not in `tensors`, DamagedCheckpointError for pieces that are not readable.
+        """
+        full = _PREFIX + name
+        saved = self._metadata.state_dict_metadata[full]
+        assert isinstance(saved, TensorStorageMetadata)
+        begin, end, step = (rows or slice(None)).indices(saved.size[0])
+        assert step == 1
+        if saved.properties.dtype != torch.float32:
+            raise DamagedCheckpointError(f"{full} is {saved.properties.dtype}; masters are FP32")
+        result = torch.empty(max(end - begin, 0), *saved.size[1:])
+        written = 0
+        for chunk in saved.chunks:
+            first, count = chunk.offsets[0], chunk.sizes[0]
+            low, high = max(begin, first), min(end, first + count)
+            if low >= high or 0 in chunk.sizes:
+                continue
+            place = self._metadata.storage_data[MetadataIndex(full, chunk.offsets)]
+            others = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
+            target = result[(slice(low - begin, high - begin), *others)]
+            _read_rows(self.folder / place.relative_path, place.offset, place.length, chunk.sizes, low - first, target)
+            written += target.numel()
+        if written != result.numel():
+            raise DamagedCheckpointError(f"{METADATA} has {written} of {result.numel()} elements of {full}")
+        return result
+
+    def file(self, name: str) -> bytes:
+        """The content of a small file of the checkpoint. Raises DamagedCheckpointError if it is not as it was saved."""
+        if name not in self.manifest.files:
+            raise DamagedCheckpointError(f"{files.MANIFEST} does not name {name}")
+        return files.read_checked(self.folder, name, self.manifest.files[name])
+
+
+def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:
+    """The checkpoint in `folder`, or the newest one of the run in `folder`.
+
+    Raises ValueError, in one line that names folder and remedy, if there is none or it is not whole.
+    """
+    found = _checkpoint_in(folder)
+    try:
+        return Checkpoint(found, config_dir)
+    except OtherFormatError as error:
+        raise ValueError(f"{found}: {error}; use the version that wrote it") from error
+    except DamagedCheckpointError as error:
+        raise ValueError(f"{found} is damaged: {error}; give another checkpoint") from error
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{found}: {TRAINER} does not describe a run ({error!r}); give another checkpoint") from error
+    except ConfigError as error:
+        raise ValueError(f"{found}: {error}") from error
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    if (folder / files.MANIFEST).is_file():
+        return folder
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder; give a checkpoint, such as RUN/checkpoints/step_00000200, or a run"
+        )
+    for root in (folder / "checkpoints", folder):
+        found = files.scan(root)
+        if whole := [path for path, manifest, _ in found if manifest is not None]:
+            return whole[0]
+        if found:
+            listing = "; ".join(f"{path.name}: {problem}" for path, _, problem in found)
+            raise ValueError(f"{folder} has no checkpoint that is whole ({listing}); give another run or checkpoint")
+    raise ValueError(f"{folder} is neither a checkpoint nor a run with checkpoints; give one that is")
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    execution: Execution = PLAIN,
+) -> HybridModel:
+    """The model with the checkpoint's weights on one process, none of its linears quantized.
+
+    Forms a process group of one, unless there is a group: `leave_distributed` ends it.
+    Raises ValueError if the tensors are not those of the checkpoint's own configuration.
+    """
+    device = torch.device(device)
+    if not torch.distributed.is_initialized():
+        init_distributed(device.type, checkpoint.config.parallel.timeout_seconds)
+    alone = build_mesh(ParallelConfig(), device)
+    with torch.device("meta"):
+        model = build_model(checkpoint.config.model, alone, compute_dtype, execution)
+    model.to_empty(device=device)
+    check_tensors({name: p.shape for name, p in model.named_parameters()}, checkpoint.tensors, checkpoint.name)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.to_local().copy_(checkpoint.tensor(name))
+    return model.eval()
+
+
+def check_tensors(expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size], where: str) -> None:
+    """Raise ValueError, with the first tensor that differs, unless `found` are the tensors that a model has."""
+    for name in (*expected, *found):
+        have, want = found.get(name), expected.get(name)
+        if have is None or want is None or tuple(have) != tuple(want):
+            shapes = ["no such tensor" if shape is None else str(list(shape)) for shape in (have, want)]
+            raise ValueError(f"{where}: {name} is {shapes[0]} there, {shapes[1]} in the model of its configuration")
+
+
+def _read_rows(path: Path, start: int, length: int, sizes: torch.Size, first: int, target: Tensor) -> None:
+    """Copy rows `first` and following of a piece [*sizes] into `target`, as many as that has.
+
+    The piece is what torch.save made of one contiguous FP32 tensor: a zip archive at `start` of the file, whose record
+    `data/0` is the values as they are in memory.
+    """
+    try:
+        with files.open_plain(path) as file:
+            window = _Window(file, start, length)
+            with torch.serialization.skip_data():
+                described = torch.load(io.BufferedReader(window), map_location="cpu", weights_only=True)
+            whole = math.prod(sizes) * 4
+            if (
+                described.shape != sizes
+                or described.dtype != torch.float32
+                or not described.is_contiguous()
+                or described.storage_offset() != 0
+                or described.untyped_storage().nbytes() != whole
+            ):
+                raise DamagedCheckpointError("it holds another tensor than the metadata says")
+            with zipfile.ZipFile(window) as archive:
+                (record,) = (i for i in archive.infolist() if i.filename.endswith("/data/0"))
+                if record.compress_type != zipfile.ZIP_STORED or record.file_size != whole:
+                    raise DamagedCheckpointError("its values are not stored as they are")
+                # The local header has lengths of its own: name, extra field.
+                window.seek(record.header_offset + 26)
+                lengths = window.read(4)
+                values = record.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
+            row = whole // sizes[0]
+            window.seek(values + first * row)
+            if target.is_contiguous():
+                _read_into(window, target)
+            else:
+                part = torch.empty(target.shape[0], *sizes[1:])
+                _read_into(window, part)
+                target.copy_(part)
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{path.name}: {error}") from error
+    except Exception as error:  # whatever torch and zipfile make of damaged bytes
+        raise DamagedCheckpointError(f"{path.name} is not readable: {type(error).__name__}: {error}") from error
+
+
+def _read_into(window: _Window, target: Tensor) -> None:
+    buffer, done = memoryview(target.numpy().data).cast("B"), 0
+    while done < len(buffer):
+        count = window.readinto(buffer[done : done + (1 << 30)])
+        if not count:
+            raise DamagedCheckpointError("it ends too early")
+        done += count
+
+
+class _Window(io.RawIOBase):
+    """The bytes [start, start + length) of a file, as a file."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(self._length - self._at, 0)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view) or 0
+        self._at += count
+        return count

@@ -1,0 +1,1 @@
+"""Megatron-core's distributed checkpoints (`torch_dist`) of the same models, both ways."""

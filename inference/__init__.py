@@ -1,0 +1,1 @@
+"""What a trained model does: it writes text, and is examined."""

@@ -1,0 +1,199 @@
+"""A run's own validation windows, scored by the framework and by transformers.
+
+What the framework says in validation has to be what the exported model does. Both score the same tokens: the windows of
+every held-out set as the run opens them, and of each window the targets that count. Where the run masks documents,
+transformers gets each piece of a document as a row of its own, because its Mamba-2 blocks carry their state from one
+document to the next whatever mask they are given; a piece begins with an empty state and at position 0, as in the
+framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from data.opening import open_held_out
+from data.text_bytes import bytes_per_token
+from data.validation import ValidationSet, Yardstick
+from exchange.checkpoint import Checkpoint, load_model
+from inference.evaluation.folder import OpenedFolder
+from inference.evaluation.scoring import Progress, Row, Scorer
+from inference.evaluation.table import markdown
+from megatron_fp4.config.schema import Config
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
+from models.hybrid import HybridModel
+
+TOLERANCE = 1e-5
+# Windows whose pieces transformers scores together, in batches by length.
+_WINDOWS = 64
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The held-out sets of a run, and what their losses are measured by."""
+
+    sets: Sequence[ValidationSet]
+    yardsticks: Mapping[str, Yardstick]
+    micro_batch_size: int
+
+    @property
+    def targets(self) -> int:
+        """That count, over all sets."""
+        return sum(yardstick.targets for yardstick in self.yardsticks.values())
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Mean loss per target that counts, in nats, by set. exact: whether it has to agree with the framework's in FP32;
+    None for that itself, and for what is only shown."""
+
+    title: str
+    nats: Mapping[str, float]
+    exact: bool | None = None
+
+
+def open_windows(config: Config) -> Windows:
+    """The validation windows of a run. Raises ValueError or OSError for data that is not there, or a run without."""
+    bundle, sets = open_held_out(config)
+    if not sets:
+        raise ValueError("the run has no validation set; name held-out data with --set data.validation=...")
+    lengths = None if bundle.tokenizer is None else bundle.tokenizer.byte_lengths()
+    yardsticks = {s.name: Yardstick.of(s.target_counts(), lengths, bytes_per_token(s.stream)) for s in sets}
+    return Windows(sets, yardsticks, config.train.micro_batch_size)
+
+
+def framework_losses(
+    checkpoint: Checkpoint, windows: Windows, device: str, plan: Plan | None = None, progress: Progress | None = None
+) -> dict[str, float]:
+    """By the framework, in micro-batches as the run has them.
+
+    plan: which recipe each linear has, computed in the run's dtype, with weights as the run has them in its forward
+    pass; None: FP32, and nothing quantized.
+    """
+    config = checkpoint.config
+    dtype = torch.float32 if plan is None else getattr(torch, config.precision.compute_dtype)
+    model = load_model(checkpoint, compute_dtype=dtype, device=device)
+    if plan is not None:
+        contexts = {name: module.context for name, module in model.linears()}
+        PrecisionController(contexts, plan, RunClock(seed=config.run.seed))
+        _cast(model, dtype)
+
+    def score(batch: Any) -> tuple[float, int]:
+        options: dict[str, Any] = {}
+        if batch.documents is not None:
+            options = {"documents": batch.documents.to(device), "num_documents": batch.num_documents}
+        if batch.num_targets is not None:
+            options["num_targets"] = batch.num_targets
+        count = batch.targets.numel() if batch.num_targets is None else batch.num_targets
+        with torch.no_grad():
+            loss: Tensor = model(batch.tokens.to(device), batch.targets.to(device), **options)
+        return float(loss.double()) * count, count
+
+    return _means(windows, windows.micro_batch_size, score, progress)
+
+
+def _cast(model: HybridModel, dtype: torch.dtype) -> None:
+    """Weights as FSDP hands them to the forward pass: in the compute dtype, but for those that have to stay FP32."""
+    exempt = {id(parameter) for unit in model.fp32_units() for parameter in unit.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in exempt:
+                setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
+
+
+def folder_losses(opened: OpenedFolder, windows: Windows, progress: Progress | None = None) -> dict[str, float]:
+    """By transformers. Raises ValueError for a model of fewer tokens than the run's."""
+    vocab_size, ours = opened.model.config.vocab_size, max(held_out.vocab_size for held_out in windows.sets)
+    if vocab_size < ours:
+        raise ValueError(
+            f"the folder's model knows {vocab_size} tokens and the run's {ours}: it is not an export of this run"
+        )
+    scorer = Scorer(opened.model)
+
+    def score(batch: Any) -> tuple[float, int]:
+        scored = scorer.score(list(rows_of(batch.tokens, batch.targets, batch.documents)))
+        return -sum(float(row.log_probs.sum()) for row in scored), sum(len(row.log_probs) for row in scored)
+
+    return _means(windows, _WINDOWS, score, progress)
+
+
+def rows_of(tokens: Tensor, targets: Tensor, documents: Tensor | None) -> Iterator[Row]:
+    """Windows [rows, length] as rows to be scored: each a window or, with the numbers of documents, a document's piece
+    of one. Targets that do not count (negative) are left out, and so are pieces without any."""
+    for row in range(len(tokens)):
+        ends = [tokens.shape[1]]
+        if documents is not None:
+            ends = [*(documents[row].diff().nonzero().flatten() + 1).tolist(), *ends]
+        start = 0
+        for end in ends:
+            piece = targets[row, start:end]
+            counted = (piece >= 0).nonzero().flatten()
+            if len(counted):
+                yield Row(tokens[row, start:end].tolist(), counted.tolist(), piece[counted].tolist())
+            start = end
+
+
+def _means(
+    windows: Windows, batch_size: int, score: Callable[[Any], tuple[float, int]], progress: Progress | None
+) -> dict[str, float]:
+    """By set, from `score` of each batch: (sum of losses in nats, number of targets)."""
+    total = sum(held_out.num_samples for held_out in windows.sets)
+    done, losses = 0, {}
+    for held_out in windows.sets:
+        loss, count = 0.0, 0
+        for batch in held_out.batches(batch_size, 0, 1):
+            more = score(batch)
+            loss, count = loss + more[0], count + more[1]
+            done += len(batch.tokens)
+            if progress is not None:
+                progress(done, total)
+        if not count:
+            raise ValueError(f"validation source {held_out.name!r} has no tokens that count; give it data")
+        losses[held_out.name] = loss / count
+    return losses
+
+
+def recorded_losses(checkpoint: Checkpoint) -> dict[str, float] | None:
+    """What the run's own metrics.jsonl says for the checkpoint's step; None if there is no such record."""
+    metrics = checkpoint.folder.absolute().parent.parent / METRICS_FILE
+    if not metrics.is_file():
+        return None
+    found = [r for r in read_metrics(metrics) if r["kind"] == "validation" and r["step"] == checkpoint.step]
+    losses = found[-1]["losses"] if found else {}
+    return losses if losses and None not in losses.values() else None
+
+
+def agreement_table(windows: Windows, reference: Losses, others: Sequence[Losses]) -> str:
+    """Losses in nats and in bits per byte, and how far each is from the reference."""
+    names = [held_out.name for held_out in windows.sets]
+    header = [
+        "validation loss",
+        *(f"{name}{what}" for name in names for what in (", nats", ", bits/byte", " less FP32")),
+    ]
+    rows = []
+    for losses in (*others, reference):
+        cells = [losses.title]
+        for name in names:
+            loss = losses.nats[name]
+            bits = windows.yardsticks[name].bits_per_byte(loss)
+            apart = "" if losses is reference else f"{loss - reference.nats[name]:+.1e}"
+            cells += [f"{loss:.6f}", "-" if bits is None else f"{bits:.6f}", apart]
+        rows.append(cells)
+    return markdown(header, rows, left=1)
+
+
+def furthest(reference: Losses, losses: Losses) -> float:
+    """The largest difference of any set, in nats."""
+    return max(abs(losses.nats[name] - loss) for name, loss in reference.nats.items())
+
+
+def is_exact(opened: OpenedFolder) -> bool:
+    """Whether a folder has the checkpoint's weights to the last bit, so that it has to agree: FP32, not quantized."""
+    return opened.stored == "float32"

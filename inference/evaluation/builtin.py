@@ -1,0 +1,151 @@
+"""Tasks made from the text that every Python carries, of which no run on the builtin corpus saw anything.
+
+The documents are the held-out ones of `data/builtin.py`, as text: any tokenizer will do. Two tasks for each source:
+
+`cloze`: a line of a document without its last word, behind up to 400 characters of what comes before it. Which word is
+it? Of four, the others are last words of other held-out lines of the source, drawn at random; so the right one and the
+wrong ones have the same distribution, and knowing how frequent words are tells nothing. A quarter is right by guessing.
+
+`bytes`: passages of up to 2,000 characters, cut at ends of lines, of which the log-probability of every token counts.
+
+What is chosen follows from hashes of the documents' names and line numbers: the same Python makes the same items. They
+are made when they are first asked for, and kept in the cache folder; the repository has none of the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data.builtin import HELD_OUT_FRACTION, check_enough
+from data.cache import build_once, default_cache_dir
+from data.held_out import split_documents
+from data.stdlib_text import CODE, PROSE, Document, collect_documents, standard_library
+
+# Of the items: raise it, and that in inference/tasks, with any change to what is chosen.
+VERSION = 1
+CLOZE, BYTES = "cloze", "bytes"
+CLOZE_ITEMS, BYTES_ITEMS = 400, 64
+_DISTRACTORS = 3
+_CONTEXT_CHARACTERS, _LEAST_CONTEXT = 400, 60
+_PASSAGE_CHARACTERS = 2000
+# A space, and then a word with at most punctuation behind it: tokenizers cut there.
+_LAST_WORD = re.compile(r"(.*\S) ([A-Za-z_][A-Za-z0-9_]{2,})[^A-Za-z0-9_]*")
+
+
+def load_dataset(kind: str, source: str, version: float, **_: Any) -> dict[str, Any]:
+    """What the task files of inference/tasks name as their data, for lm-eval: the split `test`.
+
+    kind, source: CLOZE or BYTES, of CODE or PROSE. Raises ValueError for a Python without its sources, or a damaged
+    cache.
+    """
+    if version != VERSION:
+        raise ValueError(f"the task file is of version {version}, and items are made of version {VERSION}; update both")
+    folder = item_folder()
+    try:
+        lines = (folder / f"{kind}_{source}.jsonl").read_text(encoding="utf-8").splitlines()
+        items = [json.loads(line) for line in lines]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the cached tasks {folder} are damaged ({error}); delete the folder to make them") from error
+    import datasets
+
+    return {"test": datasets.Dataset.from_list(items)}
+
+
+def item_folder(cache_dir: Path | None = None) -> Path:
+    """The folder of the items of this Python, made if it is not there. cache_dir: default_cache_dir() if None."""
+    library = standard_library()
+    key = hashlib.sha256(f"{VERSION}\n{sys.version}\n{library}".encode()).hexdigest()[:12]
+    python = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    folder = (cache_dir or default_cache_dir()) / f"tasks-python{python}-{key}"
+    return build_once(folder, partial(_make, library=library))
+
+
+def _make(folder: Path, library: Path) -> None:
+    documents = collect_documents(library)
+    check_enough(documents, library)
+    for name, items in make_items(documents).items():
+        lines = (json.dumps(item) + "\n" for item in items)
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def make_items(documents: Sequence[Document]) -> dict[str, list[dict[str, Any]]]:
+    """`cloze_code` and so on -> its items, from the held-out documents among these; as many as there are, up to
+    CLOZE_ITEMS and BYTES_ITEMS. Pure.
+
+    cloze: origin, context, choices, answer (its number). bytes: origin, text.
+    """
+    _, held_out = split_documents(documents, HELD_OUT_FRACTION)
+    items: dict[str, list[dict[str, Any]]] = {}
+    for source in (CODE, PROSE):
+        chosen = [document for document in held_out if document.source == source]
+        items[f"{CLOZE}_{source}"] = _cloze(chosen)
+        passages = [
+            (f"{d.origin}/{number}", d.origin, text) for d in chosen for number, text in enumerate(_passages(d))
+        ]
+        picked = sorted(passages, key=lambda passage: _hash(f"{BYTES}/{passage[0]}/{passage[2]}"))[:BYTES_ITEMS]
+        items[f"{BYTES}_{source}"] = [{"origin": origin, "text": text} for _, origin, text in picked]
+    return items
+
+
+def _passages(document: Document) -> Iterator[str]:
+    """The document's text in pieces of whole lines; a line that is longer than a piece is one."""
+    piece = ""
+    for line in document.text.splitlines(keepends=True):
+        if piece and len(piece) + len(line) > _PASSAGE_CHARACTERS:
+            yield piece
+            piece = ""
+        piece += line
+    if piece.strip():
+        yield piece
+
+
+def _cloze(documents: Sequence[Document]) -> list[dict[str, Any]]:
+    lines = []  # name, origin, context, last word
+    for document in documents:
+        before = ""
+        for line_number, line in enumerate(document.text.splitlines(keepends=True)):
+            match = _LAST_WORD.fullmatch(line.rstrip("\n"))
+            context = before + (match[1] if match else "")
+            if match and len(context) >= _LEAST_CONTEXT:
+                # A document may share its origin with others, such as the docstrings of a module.
+                name = f"{document.origin}/{_hash(document.text):x}/{line_number}"
+                lines.append((name, document.origin, context, match[2]))
+            before = _tail(before + line)
+    items, words = [], sorted(line[3] for line in lines)
+    for name, origin, context, word in sorted(lines, key=lambda line: _hash(f"{CLOZE}/{line[0]}"))[:CLOZE_ITEMS]:
+        choices = [word, *_distractors(name, word, words)]
+        if len(choices) > _DISTRACTORS:
+            choices.sort(key=lambda choice: _hash(f"{name}/{choice}"))
+            items.append({"origin": origin, "context": context, "choices": choices, "answer": choices.index(word)})
+    return items
+
+
+def _tail(text: str) -> str:
+    """The last whole lines of a text, at most _CONTEXT_CHARACTERS of them."""
+    if len(text) <= _CONTEXT_CHARACTERS:
+        return text
+    tail = text[-_CONTEXT_CHARACTERS:]
+    return tail[tail.index("\n") + 1 :] if "\n" in tail[:-1] else tail
+
+
+def _distractors(name: str, word: str, words: Sequence[str]) -> list[str]:
+    """Up to three of `words` that differ from the word and each other, each as likely as it is frequent."""
+    found: list[str] = []
+    for draw in range(64):
+        other = words[_hash(f"{name}/{draw}") % len(words)]
+        if other != word and other not in found:
+            found.append(other)
+        if len(found) == _DISTRACTORS:
+            break
+    return found
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")

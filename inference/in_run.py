@@ -1,0 +1,71 @@
+"""What a model says while it is trained: `validation.prompts` continued after each validation.
+
+With the weights of the moment in the compute dtype, no operand quantized (as scripts/generate.py has it), drawn at
+temperature 0.8 with the run's seed. The draws are the same every time, so that texts differ by what was learned.
+Training is not disturbed: recipes, mode and clock are as before afterwards, parameters are sharded, nothing is drawn
+from a generator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data.tokenizers.interface import TextTokenizer
+from inference.generation import Continuation, NotFiniteError, Request, Settings, stream
+from inference.sampling import Sampling
+from inference.text import prompt_tokens
+from megatron_fp4.config.schema import ValidationConfig
+from megatron_fp4.faults.progress import Progress
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.training.evaluate import reshard
+from models.hybrid import HybridModel
+
+TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True)
+class TextSample:
+    """text: the continuation alone; None if the model's logits were not finite. ended: by itself, rather than because
+    it was long enough."""
+
+    prompt: str
+    text: str | None
+    ended: bool
+
+
+def text_samples(
+    model: HybridModel,
+    controller: PrecisionController,
+    tokenizer: TextTokenizer,
+    config: ValidationConfig,
+    seed: int,
+    progress: Progress,
+) -> list[TextSample]:
+    """The prompts of `config`, continued; the same on all ranks, which call it together.
+
+    progress: is told that this rank gets on.
+    """
+    sampling = Sampling(TEMPERATURE, seed=seed)
+    settings = Settings(config.prompt_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
+    requests = [Request(prompt_tokens(tokenizer, prompt)) for prompt in config.prompts]
+    found = [Continuation() for _ in requests]
+    finite, was_training = True, model.training
+    model.eval()
+    try:
+        with controller.other_recipes(lambda _: BF16):
+            for tokens in stream(model, requests, settings):
+                progress.alive()
+                for continuation, token in zip(found, tokens, strict=True):
+                    continuation.tokens += [] if token is None else [token]
+    except NotFiniteError:  # which ends a run elsewhere, with a diagnosis, if it has to
+        finite = False
+    finally:
+        model.train(was_training)
+        reshard(model)
+    samples = []
+    for prompt, request, continuation in zip(config.prompts, requests, found, strict=True):
+        text = tokenizer.decode([*request.tokens, *continuation.tokens])[len(tokenizer.decode(request.tokens)) :]
+        ended = finite and len(continuation.tokens) < config.prompt_tokens
+        samples.append(TextSample(prompt, text if finite else None, ended))
+    return samples

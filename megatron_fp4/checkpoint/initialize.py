@@ -1,0 +1,283 @@
+"""Beginning a run from the weights alone of a checkpoint: `checkpoint.initialize_from=PATH`.
+
+PATH is a checkpoint of another run or its folder, of which the newest intact checkpoint is taken, or an imported
+checkpoint, which holds nothing but weights. The run begins at step 0: moments, generators, precision switch, schedule
+and data are those of a new run. Any mesh reads it, every rank the files that hold something of its shards, each file
+compared with its SHA-256 on the way.
+
+What the run began from is in the trainer state of all its checkpoints, as `initialized_from`, like a branch's `origin`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_fp4.checkpoint import files, local_files
+from megatron_fp4.checkpoint.choice import Origin
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
+from megatron_fp4.checkpoint.identity import run_identity
+from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.second_look import agree_on_damage
+from megatron_fp4.checkpoint.shards import read_shards, wholes_of
+from megatron_fp4.checkpoint.together import DamageError, Together
+from megatron_fp4.config.schema import Config, ConfigError
+
+logger = logging.getLogger(__name__)
+
+KEY = "checkpoint.initialize_from"
+# What weights that are there do not depend on: how others would be drawn, and in what pieces the scan is computed.
+_FREE = {"model.init_std", "model.mamba_chunk_size"}
+_TOKENIZER = "data.tokenizer"
+
+
+class Source(NamedTuple):
+    """A checkpoint to begin from. digest: SHA-256 of its manifest."""
+
+    folder: Path
+    manifest: Manifest
+    digest: str
+
+
+def check_initialization(config: Config) -> None:
+    """Raise ConfigError if `checkpoint.initialize_from` cannot be begun from: no checkpoint, or of another model.
+
+    Reads manifests only. A run that has checkpoints of its own goes on with those, whatever has become of the path.
+    """
+    settings = config.checkpoint
+    if settings.initialize_from is None:
+        return
+    given = settings.initialize_from
+    if settings.resume not in ("auto", "never"):
+        raise ConfigError(
+            f"{KEY}={given} takes weights alone and checkpoint.resume={settings.resume} all of a checkpoint; give one "
+            "of them"
+        )
+    if has_begun(config.run.dir):
+        return
+    try:
+        sources, _ = find_sources(Path(given))
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    if problem := model_problem(sources[0], run_identity(config, {}), settings.allow_mismatch):
+        raise ConfigError(problem)
+
+
+def has_begun(run_dir: str | Path) -> bool:
+    """Whether a run has checkpoints, whole or not, shared or on its nodes' own disks."""
+    root = Path(run_dir) / "checkpoints"
+    return bool(files.list_checkpoints(root)) or (root / local_files.POINTER).is_file()
+
+
+def find_sources(given: Path) -> tuple[list[Source], list[str]]:
+    """The checkpoint in the folder `given`, or those of the run in it, the newest first, at least one; and what is
+    wrong with others there.
+
+    Only manifests are looked at. Raises ValueError, with the remedy, if there is none, and OSError.
+    """
+    given = Path(os.path.realpath(given))
+    if not given.is_dir():
+        raise ValueError(f"{KEY}={given} is not a folder; give a checkpoint, or the folder of a run that has some")
+    folders = [given]
+    if not (given / files.MANIFEST).exists():
+        folders = files.list_checkpoints(given / "checkpoints") or files.list_checkpoints(given)
+    if not folders:
+        raise ValueError(
+            f"{KEY}={given} has no checkpoint; give the path of one, such as RUN/checkpoints/step_00000200, or of a "
+            "run that has some"
+        )
+    found, problems = [], []
+    for folder in folders:
+        try:
+            manifest = files.read_manifest(folder)
+            found.append(Source(folder, manifest, _digest(folder)))
+        except files.OtherFormatError as error:  # it may be the newest and whole: nothing older is taken instead
+            raise ValueError(f"{KEY}={folder} is of another version: {error}; give another checkpoint") from error
+        except (DamagedCheckpointError, IsADirectoryError) as error:
+            problems.append(f"{folder.name}: {error}")
+    if not found:
+        raise ValueError(f"{KEY}={given} is damaged: {'; '.join(problems)}; give another checkpoint")
+    return sorted(found, key=lambda source: source.manifest.save_index, reverse=True), problems
+
+
+def model_problem(source: Source, identity: Mapping[str, Any], allow_mismatch: bool) -> str | None:
+    """Why the model of `source` is not the run's of this `identity`, with every key that differs; None if it is."""
+    saved = source.manifest.identity
+    names = sorted(
+        name for name in {*saved, *identity} - _FREE if name.startswith("model.") and not _same(saved, identity, name)
+    )
+    if not names or allow_mismatch:
+        return None
+    listing = "; ".join(f"{name}: {_value(saved, name)} there, {_value(identity, name)} here" for name in names)
+    remedy = " ".join(f"{name}={saved[name]}" for name in names if name in saved)
+    return (
+        f"{KEY}={source.folder} is of another model: {listing}. Set {remedy or 'these keys back'}, or give another "
+        "checkpoint"
+    )
+
+
+def tokenizer_problem(source: Source, identity: Mapping[str, Any], allow_mismatch: bool) -> str | None:
+    """Why the tokenizer of `source` cannot be taken for the run's; None if it is the same one or that is waived."""
+    if _same(source.manifest.identity, identity, _TOKENIZER) or allow_mismatch:
+        return None
+    there, here = (facts.get(_TOKENIZER) for facts in (source.manifest.identity, identity))
+    remedy = "give data that was made with that one" if here else "name that one as data.tokenizer"
+    if there is None:
+        remedy = "see that ids mean the same to both"
+    words = [f"{str(value)[:12]}" if value is not None else "not known" for value in (there, here)]
+    return (
+        f"{KEY}={source.folder} is of another tokenizer: {words[0]} there, {words[1]} here; {remedy}, or go on all the "
+        "same with checkpoint.allow_mismatch=true"
+    )
+
+
+def initialize_weights(
+    given: str,
+    model: nn.Module,
+    identity: Mapping[str, Any],
+    together: Together,
+    *,
+    allow_mismatch: bool,
+) -> Origin:
+    """Load the weights that `given` names into `model`; a collective. Returns where they are from.
+
+    identity: the run's (identity.py). Raises ValueError on all ranks, in one line, for what the user has to decide: no
+    checkpoint, another model or tokenizer, damage; CheckpointError if reading fails otherwise.
+    """
+
+    def look() -> tuple[list[Source], str | None]:
+        try:
+            found, problems = find_sources(Path(given))
+        except ValueError as error:
+            return [], str(error)
+        for problem in problems:
+            logger.error("CHECKPOINT DAMAGED: under %s, %s", given, problem)
+        return found, None
+
+    sources, refusal = together.first("find it", look)
+    _refuse(refusal)
+    damaged: list[tuple[Path, str]] = []
+    for source in sources:
+        _check(source, identity, together, allow_mismatch)
+        try:
+            _load(source, model, together)
+        except DamageError as error:
+            damaged.append((source.folder, error.reasons))
+            if together.rank == 0:
+                logger.error("CHECKPOINT DAMAGED: %s: %s", source.folder, error.reasons)
+        else:
+            if damaged:
+                agree_on_damage(damaged, together)
+            return Origin(str(source.folder), source.manifest.step, source.digest)
+    agree_on_damage(damaged, together, anywhere=True)
+    listing = "; ".join(f"{folder.name}: {problem}" for folder, problem in damaged)
+    raise ValueError(f"{KEY}={given} is damaged: {listing}; give another checkpoint")
+
+
+def _check(source: Source, identity: Mapping[str, Any], together: Together, allow_mismatch: bool) -> None:
+    """Raise ValueError on all ranks if any finds another model or tokenizer than the run's."""
+    of_ranks = together.collect(
+        "compare",
+        lambda: model_problem(source, identity, allow_mismatch) or tokenizer_problem(source, identity, allow_mismatch),
+    )
+    _refuse(together.first("compare", lambda: next(filter(None, of_ranks), None)))
+
+
+def _load(source: Source, model: nn.Module, together: Together) -> None:
+    """Read the weights; raises DamageError on all ranks, after which `model` holds nothing that can be used."""
+    folder, records = source.folder, source.manifest.files
+
+    def read_index() -> bytes:
+        if METADATA not in records:
+            raise DamagedCheckpointError(f"{files.MANIFEST} does not name {METADATA}")
+        return files.read_checked(folder, METADATA, records[METADATA])
+
+    content = together.first("read it", read_index)
+    metadata = together.each("read it", lambda: read_metadata(content))
+    state = {"model": model.state_dict()}
+    _refuse(together.first("compare", lambda: _tensor_problem(folder, metadata, state)))
+    together.each("load it", lambda: read_shards(folder, metadata, records, state))
+
+
+def _tensor_problem(folder: Path, metadata: Metadata, state: dict[str, Any]) -> str | None:
+    """The first tensor of the model that the checkpoint does not have as it is here, or the other way round."""
+    expected = {whole.name: (tuple(whole.shape), whole.dtype) for whole in wholes_of(state)}
+    saved = {
+        name: (tuple(tensor.size), tensor.properties.dtype)
+        for name, tensor in metadata.state_dict_metadata.items()
+        if name.startswith("model.") and isinstance(tensor, TensorStorageMetadata)
+    }
+    for name in (*expected, *saved):
+        there, here = (
+            "not there" if pair is None else f"{str(pair[1]).removeprefix('torch.')} {list(pair[0])}"
+            for pair in (saved.get(name), expected.get(name))
+        )
+        if there != here:
+            return (
+                f"{KEY}={folder}: tensor {name.removeprefix('model.')} is {there} in the checkpoint, {here} in this "
+                "model; give a checkpoint of this model"
+            )
+    return None
+
+
+def check_begun_from(begun: Origin | None, given: str, root: Path, together: Together) -> None:
+    """Refuse to go on with checkpoints under `root` of a run that did not begin from the weights that `given` names.
+
+    begun: what it began from. That may be gone by now, moved, or have newer checkpoints beside it.
+    """
+    path = Path(os.path.realpath(given))
+
+    def known() -> bool:
+        if begun is None:
+            return False
+        was = Path(begun.path)
+        if path in (was, was.parent, was.parent.parent):
+            return True
+        moved = (path, path / was.name, path / "checkpoints" / was.name)
+        return any((folder / files.MANIFEST).is_file() and _digest(folder) == begun.manifest_sha256 for folder in moved)
+
+    if together.first("compare origins", known):
+        return
+    began = "with weights of its own" if begun is None else f"from the weights of {begun.path}"
+    raise ValueError(
+        f"{KEY}={given}, but {root} has checkpoints of a run that began {began}; choose another run.dir to begin from "
+        f"{path.name} there, or go on with them by {KEY}={'null' if begun is None else begun.path}"
+    )
+
+
+def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
+    """Raise ValueError for a checkpoint that a run cannot go on with, because it has no optimizer state."""
+    if manifest.weights_only:
+        raise ValueError(
+            f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
+            f"with {KEY}={folder}, in a run.dir of its own"
+        )
+
+
+def initialized_in(trainer: Mapping[str, Any]) -> Origin | None:
+    """Whose weights a checkpoint's run began with."""
+    return Origin(**trainer["initialized_from"]) if trainer.get("initialized_from") else None
+
+
+def _refuse(problem: str | None) -> None:
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
+
+
+def _same(saved: Mapping[str, Any], identity: Mapping[str, Any], name: str) -> bool:
+    return bool(saved.get(name) == identity.get(name))
+
+
+def _value(facts: Mapping[str, Any], name: str) -> str:
+    return str(facts[name]) if name in facts else "not known"

@@ -1,0 +1,261 @@
+"""Examine models by tasks, side by side; or hold a run's validation losses against its exported model's.
+
+    python scripts/evaluate.py runs/bf16 runs/nvfp4                  by tasks made from the builtin corpus, no network
+    python scripts/evaluate.py BF16=exports/a NVFP4=exports/b --tasks hellaswag,arc_easy --json scores.json
+    python scripts/evaluate.py exports/a --tasks my_task --include-path my_tasks
+    python scripts/evaluate.py --tasks list                          shipped tasks, and those of --include-path
+    python scripts/evaluate.py --validation runs/nvfp4               the framework and transformers on the same windows
+    python scripts/evaluate.py --validation runs/nvfp4 exports/b     the same with a folder that is already there
+
+A MODEL is a Hugging Face folder, or a checkpoint or run of ours (its newest checkpoint), which is exported into a
+temporary folder first, in FP32 unless --dtype says otherwise. NAME=MODEL names it in the table; the first is what the
+others are held against. Tasks are lm-eval's: names, groups, tags and patterns, separated by commas, or task files. The
+tasks of ours and those that read local files use no network.
+
+With --validation the windows of all held-out sets of the run are scored in FP32 by the framework, from the checkpoint,
+and by transformers, from each MODEL (if none is given, from an FP32 export). A folder with the FP32 weights has to
+agree to 1e-5 nats; of others the distance is shown.
+
+Exit codes: 0 done; 2 wrong arguments, models or tasks; 4 an FP32 folder's losses are not the framework's.
+Needs pip install "megatron_fp4[eval]".
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assembly import CONFIGS, plans_of
+from exchange.checkpoint import open_checkpoint
+from inference.evaluation.agreement import (
+    TOLERANCE,
+    Losses,
+    agreement_table,
+    folder_losses,
+    framework_losses,
+    furthest,
+    is_exact,
+    open_windows,
+    recorded_losses,
+)
+from inference.evaluation.folder import DTYPES, device_named, first_line, open_folder
+from inference.evaluation.models import Model, as_folder, models_of, tokenizers_of
+from inference.evaluation.tasks import prepare_environment, task_names
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.report.run_files import replace_file
+
+# Options of one of the two ways to use the script.
+_OF_TASKS = ("tasks", "include_path", "num_fewshot", "limit", "batch_size", "max_length", "dtype", "tokenizer")
+_OF_VALIDATION = ("as_trained", "set")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(arguments)
+    try:
+        return (tasks if options.validation is None else validation)(options, arguments)
+    except torch.OutOfMemoryError as error:
+        print(f"evaluate.py: {first_line(error, 120)}; give --batch-size, or another --device", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
+        print(f"evaluate.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        leave_distributed()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="folder, checkpoint or run; NAME=MODEL names it")
+    parser.add_argument("--tasks", help="separated by commas (default: builtin, all that are shipped), or list")
+    parser.add_argument("--include-path", type=Path, metavar="FOLDER", help="task files of your own")
+    parser.add_argument("--num-fewshot", type=at_least(0), metavar="N", help="examples before each document")
+    parser.add_argument("--limit", type=at_least(1), metavar="N", help="the first N documents of each task, for a try")
+    parser.add_argument(
+        "--batch-size", type=at_least(1), metavar="N", help="rows of a batch (default: by their length)"
+    )
+    parser.add_argument("--max-length", type=at_least(2), metavar="N", help="tokens of a window (default: the model's)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the computation (default: auto, as the folder says)")
+    parser.add_argument("--tokenizer", help="of the checkpoints, where it is now, if not where their runs had it")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    parser.add_argument("--validation", type=Path, metavar="CHECKPOINT", help="score the validation windows of its run")
+    parser.add_argument(
+        "--as-trained", action="store_true", help="with --validation: also under the plan in effect at that step"
+    )
+    parser.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", help="with --validation: changes of data.* and validation.*"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
+    options = parser.parse_args(arguments)
+    without = options.validation is None
+    for name in _OF_VALIDATION if without else _OF_TASKS:
+        if getattr(options, name):
+            parser.error(f"--{name.replace('_', '-')} does nothing {'without' if without else 'with'} --validation")
+    if not options.models and options.validation is None and options.tasks != "list":
+        parser.error("name a MODEL: an exported folder, a checkpoint or a run")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}; make it first")
+    return options
+
+
+def at_least(minimum: int) -> Any:
+    """The type of an option that is a whole number."""
+
+    def number(text: str) -> int:
+        if not text.isdigit() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
+        return int(text)
+
+    return number
+
+
+def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
+    """lm-eval's tasks on every model, one after the other; the table."""
+    names = (options.tasks or "builtin").split(",")
+    if names == ["list"]:
+        print("\n".join(task_names(options.include_path)))
+        return 0
+    models, device = models_of(options.models, CONFIGS), device_named(options.device)
+    standard = prepare_environment(names, options.include_path)
+    # Behind the environment, which these read when they are imported.
+    from inference.evaluation.examine import examine
+    from inference.evaluation.table import evaluation_table, record
+    from inference.evaluation.tasks import load_tasks
+
+    dtype, examined = options.dtype or "auto", []
+    tokenizers = tokenizers_of(models, options.tokenizer)
+    load_tasks(names, options.include_path, options.num_fewshot, standard)  # refused before anything that takes long
+    for model in models:
+        stored = "float32" if dtype == "auto" else dtype
+        with as_folder(model, stored, tokenizers.get(model.name)) as folder:
+            opened = open_folder(folder, device, dtype)
+            examined.append(
+                examine(
+                    model.name,
+                    opened,
+                    # Anew, so that every model is shown the same examples: drawing them goes on where it was.
+                    load_tasks(names, options.include_path, options.num_fewshot, standard),
+                    facts=model.facts,
+                    limit=options.limit,
+                    batch_rows=options.batch_size,
+                    max_length=options.max_length,
+                    progress=ProgressLine(model.name),
+                )
+            )
+            del opened
+        _free()
+    print(evaluation_table(examined))
+    settings = {name: getattr(options, name) for name in _OF_TASKS} | {"device": device}
+    write(options.json, record(examined, ["evaluate.py", *arguments], settings))
+    return 0
+
+
+def validation(options: argparse.Namespace, arguments: list[str]) -> int:
+    """The run's windows, by the framework and by transformers; the table."""
+    checkpoint, device = open_checkpoint(options.validation, CONFIGS), device_named(options.device)
+    if wrong := [text for text in options.set or () if not text.startswith(("data.", "validation."))]:
+        raise ValueError(f"--set {wrong[0]} is not about the validation data; it takes data.* and validation.*")
+    models = models_of(options.models, CONFIGS)
+    prepare_environment([], None)
+    torch.backends.cudnn.allow_tf32 = False  # FP32 is to be FP32, in convolutions too
+    windows = open_windows(config_from_saved(checkpoint.trainer["config"], options.set or [], CONFIGS))
+    shown = []
+    if not options.set and (recorded := recorded_losses(checkpoint)):
+        shown.append(Losses("recorded by the run", recorded))
+    if options.as_trained:
+        if checkpoint.weights_only:
+            raise ValueError(f"--as-trained: {checkpoint.name} has weights only, which no run of ours trained")
+        before, after = plans_of(checkpoint.config)
+        plan = before if after is None or checkpoint.trainer["switch"]["switched_at"] is None else after
+        quantized = f"{plan.num_quantized} of {len(plan.rows)} linears quantized"
+        title = f"framework as trained: {checkpoint.config.precision.compute_dtype}, {quantized}"
+        shown.append(Losses(title, framework_losses(checkpoint, windows, device, plan, ProgressLine("as trained"))))
+        _free()
+    reference = Losses(
+        "framework, FP32", framework_losses(checkpoint, windows, device, None, ProgressLine("framework"))
+    )
+    _free()
+    for model in models or [Model("FP32 export", checkpoint.folder, checkpoint)]:
+        with as_folder(model, "float32") as folder:
+            opened = open_folder(folder, device, "float32", with_tokenizer=False)
+            found = folder_losses(opened, windows, ProgressLine(model.name))
+            stored = "" if opened.stored == "float32" else f" (stored in {opened.stored})"
+            shown.append(Losses(f"transformers, FP32: {model.name}{stored}", found, is_exact(opened)))
+            del opened
+        _free()
+    apart = [losses for losses in shown if losses.exact and furthest(reference, losses) > TOLERANCE]
+    print(f"step {checkpoint.step} of {checkpoint.name}: {windows.targets:,} targets\n")
+    print(agreement_table(windows, reference, shown))
+    for losses in apart:
+        print(
+            f"\nDIFFERS: {losses.title} is {furthest(reference, losses):.1e} nats from the framework, not {TOLERANCE}"
+        )
+    if not apart and any(losses.exact for losses in shown):
+        print(f"\nframework and transformers agree to {TOLERANCE:.0e} nats")
+    write(
+        options.json,
+        {
+            "command": ["evaluate.py", *arguments],
+            "step": checkpoint.step,
+            "checkpoint": checkpoint.name,
+            "nats": {losses.title: losses.nats for losses in (*shown, reference)},
+            "bits_per_byte": {
+                losses.title: {n: windows.yardsticks[n].bits_per_byte(x) for n, x in losses.nats.items()}
+                for losses in (*shown, reference)
+            },
+            "agrees": not apart,
+        },
+    )
+    return 4 if apart else 0
+
+
+def write(path: Path | None, content: dict[str, Any]) -> None:
+    """Write JSON, whole or not at all; nothing without a path."""
+    if path is not None:
+        text = json.dumps(finite(content), indent=1, default=str, allow_nan=False) + "\n"
+        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def finite(value: Any) -> Any:
+    """With null in place of numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _free() -> None:
+    """Give back the memory of the last model, before the next takes its own."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+class ProgressLine:
+    """How far it is, on a terminal's stderr once a second; where nobody looks, nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._last = what, 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty() and (done == total or time.monotonic() - self._last > 1.0):
+            self._last = time.monotonic()
+            end = "\r" if done < total else "\033[K\r"
+            text = f"{self._what}: {done:,} of {total:,}" if done < total else ""
+            print(f"\r{text}", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

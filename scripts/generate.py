@@ -1,0 +1,167 @@
+"""Let a checkpoint's model go on with a text.
+
+    python scripts/generate.py runs/default --prompt "def main("
+    python scripts/generate.py runs/default/checkpoints/step_00000200 --prompt Once --prompt Twice --samples 3
+    python scripts/generate.py runs/default --file prompts.txt          a prompt a line
+    git diff | python scripts/generate.py runs/default                  what is piped in is one prompt
+    python scripts/generate.py runs/default                             on a terminal: a line in, a continuation out
+
+Prints every prompt with its continuation: a single one as it is made. A text ends with the token that ends a document,
+or after --max-tokens. An empty prompt begins a new document. The same prompt, seed and settings give the same text,
+whatever else is asked for beside it; another sample is another draw.
+
+--weights master multiplies with the FP32 masters in the compute dtype; `trained` multiplies, in the linears whose
+weights were quantized in the forward pass at the end of training, with these codes and scales. Activations are not
+quantized in either: their maximum would tie a token to the texts beside it. Attention, scan and convolution run in
+plain PyTorch on any device, in one process.
+
+--raw takes and prints token ids, needs no tokenizer, and no token ends a text.
+
+Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the model's numbers are; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+if __name__ == "__main__":  # before torch is imported, which takes seconds: Ctrl-C ends that too without a traceback
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\n"), sys.exit(130)))
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from assembly import CONFIGS, plans_of
+from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
+from exchange.tokenizer import tokenizer_of
+from inference.generation import NotFiniteError, Settings, check_prompts
+from inference.sampling import Sampling
+from inference.weights import lower_weights, weights_as_trained
+from inference.writer import Writer, say, tokens_of
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.parallel.mesh import leave_distributed
+from models.hybrid import HybridModel
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    try:
+        return run(parse(arguments))
+    except BrokenPipeError:  # whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError, DamagedCheckpointError, NotFiniteError, torch.OutOfMemoryError) as error:
+        print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        leave_distributed()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to go on with; may be given again")
+    parser.add_argument("--file", type=Path, help="a file with a prompt on each line; empty lines are left out")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens of a text (default: 128)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest token (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="draw among the likeliest (default: 0.95)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
+    parser.add_argument("--weights", choices=("master", "trained"), default="master", help="see above")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is any")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: BF16 on CUDA, else FP32"
+    )
+    parser.add_argument("--tokenizer", help="where the run's tokenizer is now, if it was moved")
+    parser.add_argument("--raw", action="store_true", help="prompts and texts are token ids")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="texts made side by side (default: 16)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare the files with their SHA-256 first")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Open, load, write."""
+    for name in ("samples", "batch"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is less than 1")
+    if options.raw and options.tokenizer is not None:
+        raise ValueError("--raw needs no tokenizer; leave one of --raw and --tokenizer out")
+    settings = Settings(options.max_tokens, Sampling(options.temperature, options.top_p, options.seed))
+    if options.temperature == 0 and options.samples > 1:
+        raise ValueError(f"--samples {options.samples} with --temperature 0 would all be the same; leave one out")
+    given = given_prompts(options)
+    checkpoint = open_checkpoint(options.checkpoint, CONFIGS)
+    tokenizer = None if options.raw else tokenizer_of(checkpoint, options.tokenizer)
+    if tokenizer is None and not options.raw:
+        raise ValueError(
+            f"the run of {checkpoint.folder} knew of no tokenizer; give the one that made its data as --tokenizer "
+            "PATH, or token ids with --raw"
+        )
+    prompts = None if given is None else [tokens_of(tokenizer, prompt) for prompt in given]
+    check_prompts(prompts or [], checkpoint.config.model.vocab_size)
+    if not options.no_verify:
+        checkpoint.verify()
+    model, weights = load(checkpoint, options)
+    where = f"{str(model.embedding.dtype).removeprefix('torch.')} on {model.mesh.device.type}"
+    say(f"{checkpoint.folder}: step {checkpoint.step:,}, {checkpoint.tokens:,} tokens; {weights}, {where}")
+    if tokenizer is not None:
+        settings = replace(settings, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
+    writer = Writer(model, tokenizer, settings, checkpoint.config.train.sequence_length)
+    if prompts is None:
+        writer.converse(options.samples, options.batch)
+        return 0
+    writer.write(prompts, options.samples, options.batch)
+    return 0
+
+
+def given_prompts(options: argparse.Namespace) -> list[str] | None:
+    """All that are given, in order; None: they will be typed."""
+    prompts = list(options.prompt)
+    if options.file is not None:
+        prompts += [line for line in options.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not prompts:
+            raise ValueError(f"{options.file} has no prompt in it; write one on each line")
+    elif not prompts and not sys.stdin.isatty():
+        prompts = [sys.stdin.read().removesuffix("\n")]
+        if not prompts[0]:
+            raise ValueError("there is no prompt: give --prompt or --file, pipe one in, or start it on a terminal")
+    return prompts or None
+
+
+def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridModel, str]:
+    """The model, and which weights it multiplies with, in words."""
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        raise ValueError("--device cuda, but this machine offers no CUDA device; leave it out")
+    device = "cuda" if options.device != "cpu" and has_cuda else "cpu"
+    name = options.dtype if options.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    model = load_model(checkpoint, compute_dtype=getattr(torch, name), device=device)
+    weights = "master weights"
+    if options.weights == "trained":
+        config = checkpoint.config
+        switched = (checkpoint.trainer.get("switch") or {}).get("switched_at") is not None
+        before, after = plans_of(config)
+        plan = after if switched and after is not None else before
+        trained_in = getattr(torch, config.precision.compute_dtype)
+        count = weights_as_trained(model, plan, trained_in, config.parallel.tensor)
+        if not count or checkpoint.weights_only:
+            raise ValueError(
+                f"--weights trained: {checkpoint.folder} has no linear whose weights were quantized in the forward "
+                f"pass {'since the precision switch' if switched else 'of its training'}; leave it at master"
+            )
+        weights = f"weights of {count} of {len(plan.rows)} linears as they were trained"
+    lower_weights(model, model.embedding.dtype)
+    return model, weights
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

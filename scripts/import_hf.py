@@ -1,0 +1,47 @@
+"""Make a checkpoint of a Hugging Face folder, from which a run begins.
+
+    python scripts/import_hf.py exported/8b checkpoints/8b
+    torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b data.tokenizer=checkpoints/8b
+
+`nemotron_h` (with `-`, `M` and `*` blocks) and `arcee` folders in safetensors. Weights become FP32 masters, exactly;
+the tokenizer and the other small files are kept in the checkpoint. The model's settings are printed, and written as
+CHECKPOINT.yaml, to be a file of configs/model. CHECKPOINT appears when it is whole.
+Exit code: 0 written, 2 refused, with one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+from assembly import CONFIGS
+from exchange.hf.importing import import_hf
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of the model")
+    parser.add_argument("checkpoint", type=Path, help="the checkpoint to write, which must not exist")
+    parser.add_argument("--name", help="model.name of it (default: the folder's name)")
+    options = parser.parse_args(arguments)
+    described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
+    try:
+        if described.exists():
+            raise ValueError(f"{described} exists already; name another checkpoint, or remove it")
+        settings = import_hf(options.folder, options.checkpoint, CONFIGS, name=options.name)
+        described.write_text(yaml.safe_dump(settings, sort_keys=False))
+    except (ValueError, OSError, DamagedCheckpointError) as error:
+        print(f"import_hf.py: {error}", file=sys.stderr, flush=True)
+        return 2
+    print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:")
+    print(yaml.safe_dump(settings, sort_keys=False), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

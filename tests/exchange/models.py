@@ -1,0 +1,53 @@
+"""Small checkpoints of every kind of model, with weights that let no mistake hide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from assembly import CONFIGS, configure
+from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.weights_only import NewTensor, write_weights_only
+from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.parallel.mesh import ParallelMesh
+from models.hybrid import HybridModel
+from tests.models.builders import build, small_config
+
+# Every difference in order, grouping or width that a conversion could overlook: groups of several heads, sizes that are
+# all different, chunks shorter than the sequences, a convolution of another width.
+CASES = {
+    "hybrid": small_config(vocab_size=300, head_dim=12, mamba_num_heads=6, mamba_num_groups=3, mamba_head_dim=10),
+    "mamba": small_config(pattern="MM", mamba_num_groups=1, mamba_conv_width=3, mamba_state_dim=16),
+    "no_positions": small_config(pattern="*-*", num_query_heads=6, num_kv_heads=3, head_dim=10),
+    "transformer": small_config(pattern="*-*-", rope=True, rope_base=500.0, hidden_dim=48, head_dim=16),
+    "one_group": small_config(pattern="*-", rope=True, num_query_heads=4, num_kv_heads=1, norm_eps=1e-3),
+}
+
+
+def strong_model(config: ModelConfig, mesh: ParallelMesh, seed: int = 0) -> HybridModel:
+    """Weights so large, and norms, biases and step sizes so uneven, that a wrong row moves every logit."""
+    model, generator = build(config, mesh, seed=seed), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = parameter.to_local()
+            if values.dim() == 1:
+                values.add_(torch.randn(values.shape, generator=generator) * 0.3)
+            elif "embedding" not in name:
+                values.mul_(4)
+    return model
+
+
+def tensors_of(model: HybridModel) -> dict[str, Tensor]:
+    return {name: parameter.to_local().detach() for name, parameter in model.named_parameters()}
+
+
+def checkpoint_of(folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Checkpoint:
+    """A weights-only checkpoint of these tensors."""
+    whole = replace(configure(["model=tiny", "train.sequence_length=64"]), model=config)
+    new = [NewTensor(name, tuple(t.shape), lambda t=t: t.clone()) for name, t in tensors.items()]  # type: ignore[misc]
+    write_weights_only(folder, whole, new, imported={"format": "a test's"})
+    return open_checkpoint(folder, CONFIGS)

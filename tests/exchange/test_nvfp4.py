@@ -1,0 +1,247 @@
+"""Exported weights are what the linears of the model hand to their GEMMs, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from assembly import plans_of
+from exchange.nvfp4 import (
+    TrainedPlan,
+    choose_plan,
+    inverse_tensor_scale,
+    multiplied_weight,
+    refusal,
+    reordered,
+    tensor_scale,
+    trained_plan,
+    trained_weight,
+)
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import Config
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.plan import Plan
+from models.hybrid import build_model
+from models.initialization import initialize
+from models.packing import mamba_in_proj_order, qkv_order
+from tests.distributed.hybrid import watched_gemms
+from tests.exchange.decoding import block_values
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+# Groups of 40 rows in qkv_proj and of 139 in in_proj, which are padded to 48 and 144.
+SIZES = [
+    "model.vocab_size=48", "model.hidden_dim=64", "model.ffn_dim=112", "model.num_query_heads=6",
+    "model.num_kv_heads=2", "model.head_dim=8", "train.sequence_length=16",
+]  # fmt: skip
+HYBRID = [
+    *SIZES, "model=tiny", "model.pattern=M-*-M-", "model.mamba_num_heads=6", "model.mamba_head_dim=16",
+    "model.mamba_num_groups=2", "model.mamba_state_dim=20", "model.nvfp4_bf16_blocks.last=2",
+]  # fmt: skip
+TRANSFORMER = [*SIZES, "model=transformer_30m", "model.pattern='*-*-*-'", "model.nvfp4_bf16_blocks.last=2"]
+FOUR_OVER_SIX = "precision.fprop.weight.four_over_six=true"
+CASES = {
+    "hybrid, the paper's recipe": ([*HYBRID, "precision=nvfp4"], 8),
+    "hybrid, 1x16": ([*HYBRID, "precision=nvfp4_all_the_way"], 12),
+    "hybrid, Nemotron 3's plan": ([*HYBRID, "precision=nvfp4_nemotron_3"], 5),
+    "hybrid, four over six": ([*HYBRID, "precision=nvfp4", FOUR_OVER_SIX], 8),
+    "Transformer, the paper's recipe": ([*TRANSFORMER, "precision=nvfp4"], 8),
+    "Transformer, four over six, 1x16": ([*TRANSFORMER, "precision=nvfp4_all_the_way", FOUR_OVER_SIX], 12),
+}
+
+
+@functools.cache
+def composed(*overrides: str) -> Config:
+    return compose_config(list(overrides), CONFIGS)
+
+
+def operands_of(config: Config, plan: Plan, mesh: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What fprop's GEMMs of the running model were given as weights, by linear, and its masters."""
+    model = build_model(config.model, mesh, getattr(torch, config.precision.compute_dtype))
+    initialize(model, config.model, seed=3)
+    with torch.no_grad():  # so that no two blocks, and no two groups of rows, have the same maximum
+        for _, linear in model.linears():
+            local = linear.weight.to_local()
+            local.mul_(torch.linspace(1, 5, local.shape[0])[:, None]).mul_(torch.linspace(2, 1, local.shape[1]))
+    PrecisionController({name: m.context for name, m in model.linears()}, plan, RunClock(seed=5))
+    given: list[Any] = []
+    with watched_gemms(lambda _, right: given.append(right)), torch.no_grad():
+        model(torch.arange(16)[None])
+    names = [name for name, _ in model.linears()]
+    assert len(given) == len(names) + 1  # and the head
+    masters = {name: linear.weight.full_tensor().detach().clone() for name, linear in model.linears()}
+    return dict(zip(names, given, strict=False)), masters
+
+
+def without_padding(values: Tensor, groups: int, rows: int) -> Tensor:
+    """By hand: of each of `groups` equal groups the first rows, `rows` in all."""
+    size, own = values.shape[0] // groups, rows // groups
+    return torch.cat([values[group * size : group * size + own] for group in range(groups)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exported_weights_are_what_the_gemm_multiplies(case, mesh):
+    overrides, count = CASES[case]
+    config = composed(*overrides)
+    plan, _ = plans_of(config)
+    given, masters = operands_of(config, plan, mesh)
+    dtype = getattr(torch, config.precision.compute_dtype)
+    rows = TrainedPlan(plan, dtype).fp4()
+    padded = 0
+    for name, row in rows.items():
+        made = trained_weight(masters[name], row, dtype)
+        operand = given[name]
+        groups = {"qkv_proj": 2, "in_proj": 2}.get(name.rpartition(".")[2], 1)
+        values = without_padding(operand.values.float(), groups, masters[name].shape[0])
+        padded += len(values) < len(operand.values)
+        assert torch.equal(block_values(made.codes, made.scales), values), name
+        assert torch.equal(tensor_scale(made), operand.scale), name
+        asked, scale = multiplied_weight(masters[name], row, dtype)
+        assert torch.equal(asked, values) and torch.equal(scale, operand.scale), name
+        # Not the master, and not nothing.
+        assert 0 < (values * operand.scale - masters[name]).abs().max() < masters[name].abs().max()
+    others = {row.linear.name: row.recipe.fprop.right.format for row in plan.rows if row.linear.name not in rows}
+    assert set(others.values()) <= {"bf16", "mxfp8"}
+    assert TrainedPlan(plan, dtype).others().keys() == {name for name, form in others.items() if form == "mxfp8"}
+    assert len(rows) == count and padded
+
+
+def test_rows_may_be_reordered_after_the_scales_are_expanded(mesh):
+    """Blocks of 16x16 straddle q, k and v and the sections of in_proj; their published rows decode to the same."""
+    config = composed(*HYBRID, "precision=nvfp4")
+    plan, _ = plans_of(config)
+    _, masters = operands_of(config, plan, mesh)
+    rows = TrainedPlan(plan, torch.bfloat16).fp4()
+    orders = {"blocks.2.mixer.qkv_proj": qkv_order, "blocks.0.mixer.in_proj": mamba_in_proj_order}
+    for name, order in orders.items():
+        made = trained_weight(masters[name], rows[name], torch.bfloat16)
+        published = order(config.model).argsort()
+        values = block_values(made.codes, made.scales)
+        moved = reordered(made, published)
+        assert torch.equal(block_values(moved.codes, moved.scales), values[published])
+        assert moved.amax is made.amax
+        # Quantized after they were reordered, rows would have other neighbours, and other values.
+        other = trained_weight(masters[name][published], rows[name], torch.bfloat16)
+        assert not torch.equal(block_values(other.codes, other.scales), values[published])
+
+
+MXFP4 = ["precision=mxfp4", "model.ffn_dim=128", "model.num_query_heads=8"]
+
+
+def switched(*overrides: str) -> tuple[Plan, Plan | None]:
+    return plans_of(composed(*HYBRID, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tensor", "problem"),
+    [
+        (["precision=bf16"], 1, "no linear of this checkpoint was trained with NVFP4 weights (all its linears are in"),
+        (MXFP4, 1, "(its weights are in mxfp4); export BF16 weights (--format hf)"),
+        (["precision.fprop.weight.rounding=stochastic"], 1, "fprop.weight.rounding=stochastic draws"),
+        (["precision.fprop.rht=16"], 1, "fprop.rht=16 multiplies transformed weights"),
+        (["precision.amax=shard"], 2, "amax=shard gave each of 2 tensor-parallel ranks a tensor scale"),
+    ],
+)
+def test_what_has_no_weights_as_trained_is_refused(overrides, tensor, problem):
+    plans = switched(*overrides)
+    with pytest.raises(ValueError) as error:
+        choose_plan(plans, None, torch.bfloat16, tensor)
+    assert problem in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_rank_has_one_tensor_scale_whatever_amax_says():
+    plans = switched("precision=nvfp4", "precision.amax=shard")
+    assert choose_plan(plans, None, torch.bfloat16, 1).fp4()
+
+
+def test_behind_a_switch():
+    to_bf16 = switched("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train.global_batch_size=8")
+    assert len(choose_plan(to_bf16, None, torch.bfloat16, 1).fp4()) == 8
+    with pytest.raises(ValueError, match=r"behind the precision switch \(before step 5\).*of before the switch"):
+        choose_plan(to_bf16, 4, torch.bfloat16, 1)
+    left = choose_plan(to_bf16, 4, torch.bfloat16, 1, "before")
+    assert left.before_switch and len(left.fp4()) == 8
+    with pytest.raises(ValueError, match="--plan before: this checkpoint is not behind a precision switch"):
+        choose_plan(to_bf16, None, torch.bfloat16, 1, "before")
+    with pytest.raises(ValueError, match="--plan then is not one of now, before"):
+        choose_plan(to_bf16, None, torch.bfloat16, 1, "then")
+
+
+def test_behind_a_switch_of_the_backward_pass_weights_are_in_the_blocks_of_now(mesh):
+    plans = switched(
+        "precision=nvfp4", "precision.switch.when=4", "precision.switch.scope=backward", "train.steps=8",
+        "train.global_batch_size=8",
+    )  # fmt: skip
+    before, after = (choose_plan(plans, at, torch.bfloat16, 1).fp4() for at in (None, 4))
+    name = "blocks.1.mixer.up_proj"
+    assert before[name].recipe.fprop.right.block == (16, 16) and after[name].recipe.fprop.right.block == (1, 16)
+    weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(1))
+    square, line = (trained_weight(weight, rows[name], torch.bfloat16) for rows in (before, after))
+    assert not torch.equal(square.codes, line.codes)
+    assert torch.equal(square.scales.view(torch.uint8)[::16].repeat_interleave(16, 0), square.scales.view(torch.uint8))
+
+
+def test_the_two_tensor_scales_are_one_division_each():
+    plan, _ = switched("precision=nvfp4")
+    row = TrainedPlan(plan, torch.bfloat16).fp4()["blocks.1.mixer.up_proj"]
+    inverted = 0
+    for seed in range(20):
+        weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(seed))
+        made = trained_weight(weight, row, torch.bfloat16)
+        amax = weight.bfloat16().float().abs().max()
+        assert torch.equal(tensor_scale(made), amax / torch.tensor(2688.0))
+        assert torch.equal(inverse_tensor_scale(made), torch.tensor(2688.0) / amax)
+        inverted += bool(tensor_scale(made).reciprocal() != inverse_tensor_scale(made))
+    assert inverted  # so that it matters
+
+
+def test_a_weight_that_is_not_finite_is_refused():
+    plan, _ = switched("precision=nvfp4")
+    row = TrainedPlan(plan, torch.bfloat16).fp4()["blocks.1.mixer.up_proj"]
+    for bad in (float("nan"), float("inf")):
+        weight = torch.ones(112, 64)
+        weight[3, 5] = bad
+        with pytest.raises(ValueError, match=r"blocks\.1\.mixer\.up_proj has NaN or inf in its weight"):
+            trained_weight(weight, row, torch.bfloat16)
+
+
+def test_no_refusal_for_what_is_shipped():
+    for name in ("nvfp4", "nvfp4_all_the_way", "nvfp4_nemotron_3"):
+        assert refusal(TrainedPlan(switched(f"precision={name}")[0], torch.bfloat16, tensor=2)) is None
+
+
+def checkpoint(config: Config, saved: Plan, **changes: object) -> Any:
+    trainer = {"switch": {"switched_at": None}, "plan": json.loads(json.dumps(saved.as_dict()))}
+    fields = {"folder": Path("step_1"), "config": config, "trainer": trainer, "weights_only": False}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_the_plan_of_a_checkpoint_is_the_one_that_it_was_saved_with():
+    config = composed(*HYBRID, "precision=nvfp4")
+    plans = plans_of(config)
+    assert len(trained_plan(checkpoint(config, plans[0]), plans).fp4()) == 8
+    other = plans_of(composed(*HYBRID, "precision=nvfp4", "precision.bf16_blocks.last=3"))[0]
+    with pytest.raises(ValueError, match=r"blocks\.3\.mixer\.up_proj was trained otherwise than .* step_1 says now"):
+        trained_plan(checkpoint(config, other), plans)
+    with pytest.raises(ValueError, match="step_1 has imported weights, which no run has trained in NVFP4"):
+        trained_plan(checkpoint(config, plans[0], weights_only=True), plans)
+
+
+def test_a_large_weight_is_quantized_in_parts_without_a_difference(monkeypatch):
+    for name in ("blocks.0.mixer.in_proj", "blocks.1.mixer.up_proj"):
+        row = TrainedPlan(switched("precision=nvfp4", FOUR_OVER_SIX)[0], torch.bfloat16).fp4()[name]
+        weight = torch.randn(row.linear.out_features, 64, generator=torch.Generator().manual_seed(1))
+        whole = trained_weight(weight, row, torch.bfloat16)
+        monkeypatch.setattr("exchange.nvfp4._CHUNK_ELEMENTS", 64 * 40)
+        parts = trained_weight(weight, row, torch.bfloat16)
+        monkeypatch.undo()
+        assert torch.equal(parts.codes, whole.codes) and parts.amax == whole.amax
+        assert torch.equal(parts.scales.view(torch.uint8), whole.scales.view(torch.uint8))

@@ -1,0 +1,189 @@
+"""scripts/evaluate.py --validation: what the framework says in validation is what the exported model does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import pretrain
+from data.indexed_dataset import IndexedDatasetWriter
+from inference.evaluation.agreement import TOLERANCE, rows_of
+from megatron_fp4.parallel.mesh import leave_distributed
+from scripts import evaluate
+from tests.inference.folders import checkpoint_of, folder_of
+from tests.test_pretrain import SMALL, records
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+
+
+def write_text(path: Path, documents: int, vocab_size: int) -> None:
+    """Documents of 1 to 60 tokens: some windows have a dozen of them, others two."""
+    draws = np.random.default_rng(documents)
+    with IndexedDatasetWriter(path, np.uint16) as writer:
+        for document in range(documents):
+            writer.add_document(draws.zipf(1.3, draws.integers(1, 9 if document % 20 < 10 else 60)) % vocab_size)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Data of one's own, with two held-out sets."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for name, documents in (("web", 600), ("held_out", 90), ("other", 40)):
+        write_text(folder / name, documents, 300)
+    return [
+        "data=indexed",
+        "data.num_workers=0",
+        f"data.sources={{web: {folder}/web}}",
+        f"data.validation={{web: {folder}/held_out, other: {folder}/other}}",
+        "data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]",
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Iterator[Path]:
+    """Two steps of a hybrid in NVFP4, documents masked, the second behind the switch. Not to be changed."""
+    folder = tmp_path_factory.mktemp("run") / "small"
+    steps = ["train.steps=2", "validation.interval=1", "checkpoint.interval=1", "schedule.warmup_fraction=0"]
+    # A rate that moves the weights: an initial model says nearly the same whatever computes it.
+    switch = ["precision.switch.when=1", "optimizer.lr=0.02"]
+    masked = ["data.documents=masked", "data.boundary_loss=false", "logging.tensorboard=false"]
+    assert pretrain.main([*SMALL, *data, *steps, *switch, *masked, f"run.dir={folder}"]) == 0
+    yield folder
+    leave_distributed()
+
+
+def validated(arguments: list[str], tmp_path: Path, code: int = 0) -> dict[str, Any]:
+    record = tmp_path / "validation.json"
+    assert evaluate.main(["--device", "cpu", "--json", str(record), *arguments]) == code
+    return json.loads(record.read_text())
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_masked_hybrid_before_and_after_its_switch(
+    step: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FP32 agrees with transformers; under the plan in effect the losses are those that the run wrote down."""
+    checkpoint = run / "checkpoints" / f"step_{step:08d}"
+    found = validated(["--validation", str(checkpoint), "--as-trained"], tmp_path)
+    quantized = next(title for title in found["nats"] if title.startswith("framework as trained"))
+    assert quantized.endswith(" 0 of 8 linears quantized") == (step == 2)
+    ours, theirs = found["nats"]["framework, FP32"], found["nats"]["transformers, FP32: FP32 export"]
+    assert ours.keys() == {"web", "other"}
+    for name, loss in ours.items():
+        assert theirs[name] == pytest.approx(loss, abs=TOLERANCE)
+        # Bit for bit the run's, and not those of FP32.
+        assert found["nats"][quantized][name] == found["nats"]["recorded by the run"][name]
+        assert abs(found["nats"][quantized][name] - loss) > 2 * TOLERANCE
+    assert found["agrees"] is True
+    printed = capsys.readouterr().out
+    assert "framework and transformers agree to 1e-05 nats" in printed
+    (recorded,) = [record["losses"] for record in records(run, "validation") if record["step"] == step]
+    assert found["nats"]["recorded by the run"] == recorded
+
+
+def test_a_transformer_with_positions_and_joined_documents(data: list[str], tmp_path: Path) -> None:
+    """And masked, with the loss of every target: positions begin again in each document."""
+    for documents in ("joined", "masked"):
+        checkpoint = checkpoint_of(tmp_path / documents, "transformer", [*data, f"data.documents={documents}"])
+        found = validated(["--validation", str(checkpoint.folder)], tmp_path)
+        ours, theirs = found["nats"]["framework, FP32"], found["nats"]["transformers, FP32: FP32 export"]
+        for name, loss in ours.items():
+            assert theirs[name] == pytest.approx(loss, abs=TOLERANCE)
+    apart = validated(["--validation", str(tmp_path / "joined")], tmp_path)["nats"]["framework, FP32"]
+    assert abs(apart["web"] - ours["web"]) > 1e-3  # masks matter
+
+
+def test_folders_are_judged_if_they_have_the_same_weights(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One in BF16 is only shown; one in FP32 of another model is not the checkpoint's, and the exit code says so."""
+    checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", data)
+    rounded = folder_of(tmp_path / "rounded", checkpoint, torch.bfloat16)
+    other = folder_of(tmp_path / "other", checkpoint_of(tmp_path / "another", "hybrid", seed=1))
+    given = ["--validation", str(checkpoint.folder)]
+    found = validated([*given, str(rounded)], tmp_path)
+    ours, theirs = found["nats"].values() if len(found["nats"]) == 2 else ({}, {})
+    apart = max(abs(theirs[name] - loss) for name, loss in ours.items())
+    assert TOLERANCE < apart < 0.05 and "(stored in bfloat16)" in capsys.readouterr().out
+    found = validated([*given, f"wrong={other}"], tmp_path, code=4)
+    assert found["agrees"] is False and "DIFFERS: transformers, FP32: wrong is " in capsys.readouterr().out
+
+
+def test_a_quantized_folder_is_scored_with_its_weights_decoded(data: list[str], tmp_path: Path) -> None:
+    """One linear packed in compressed-tensors' layout, and a plain folder with what that stands for."""
+    checkpoint = checkpoint_of(tmp_path / "checkpoint", "transformer", data)
+    plain, packed = (folder_of(tmp_path / name, checkpoint) for name in ("plain", "packed"))
+    name = "model.layers.0.mlp.up_proj"
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([magnitudes, -magnitudes])
+    tensors = load_file(plain / "model.safetensors")
+    rows, columns = tensors[f"{name}.weight"].shape
+    draws = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (rows, columns), generator=draws, dtype=torch.uint8)
+    scales = 2.0 ** torch.randint(1, 4, (rows, columns // 16), generator=draws)
+    tensors[f"{name}.weight"] = values[codes.int()] * scales.repeat_interleave(16, 1) / 64
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    del tensors[f"{name}.weight"]
+    tensors |= {
+        f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
+        f"{name}.weight_scale": scales.to(torch.float8_e4m3fn),
+        f"{name}.weight_global_scale": torch.tensor([64.0]),
+    }
+    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    settings = json.loads((packed / "config.json").read_text())
+    settings["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": [],
+        "config_groups": {"group_0": {"targets": [f"re:.*{name[6:]}$"], "weights": {**weights, "dynamic": False}}},
+    }
+    (packed / "config.json").write_text(json.dumps(settings))
+    # The plain one is in FP32 and not the checkpoint's.
+    found = validated(["--validation", str(checkpoint.folder), str(plain), str(packed)], tmp_path, code=4)["nats"]
+    decoded = found["transformers, FP32: packed (stored in nvfp4-pack-quantized)"]
+    for source, loss in found["transformers, FP32: plain"].items():
+        assert decoded[source] == pytest.approx(loss, abs=1e-6)
+        assert abs(found["framework, FP32"][source] - loss) > 1e-3
+
+
+def test_what_cannot_be_compared_is_one_line(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", data)
+    given = ["--validation", str(checkpoint.folder)]
+    for arguments, message in (
+        (["--as-trained"], "has weights only, which no run of ours trained"),
+        (["--set", "train.sequence_length=32"], "--set train.sequence_length=32 is not about the validation data"),
+        (["--set", "data.validation={web: /nowhere/web}"], "/nowhere/web"),
+        ([str(tmp_path)], "is neither a checkpoint nor a run with checkpoints"),
+    ):
+        assert evaluate.main([*given, *arguments]) == 2
+        refusal = capsys.readouterr().err
+        assert message in refusal and refusal.count("\n") == 1
+
+
+def test_a_run_without_validation_is_refused(
+    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = [text for text in data if not text.startswith("data.validation")]
+    checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", without)
+    assert evaluate.main(["--validation", str(checkpoint.folder)]) == 2
+    assert "the run has no validation set; name held-out data with --set data.validation=" in capsys.readouterr().err
+
+
+def test_rows_are_windows_or_pieces_of_documents() -> None:
+    tokens, targets = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[2, 3, -1, 5, -1]])
+    (whole,) = rows_of(tokens, targets, None)
+    assert (whole.tokens, whole.positions, whole.targets) == ([1, 2, 3, 4, 5], [0, 1, 3], [2, 3, 5])
+    first, second = rows_of(tokens, targets, torch.tensor([[0, 0, 0, 1, 2]]))  # the last has no target that counts
+    assert (first.tokens, first.positions, first.targets) == ([1, 2, 3], [0, 1], [2, 3])
+    assert (second.tokens, second.positions, second.targets) == ([4], [0], [5])

@@ -1,0 +1,402 @@
+"""scripts/evaluate.py by lm-eval and transformers, in one process: scores against our own model, lm-eval's own class
+and sums by hand; the table; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from data.stdlib_text import CODE, PROSE
+from exchange.checkpoint import Checkpoint, load_model
+from inference.evaluation import builtin, scoring
+from inference.evaluation.folder import OpenedFolder, open_folder
+from inference.evaluation.scoring import Row, Scorer
+from megatron_fp4.parallel.mesh import leave_distributed
+from scripts import evaluate
+from tests.inference.folders import MODELS, TEXT, checkpoint_of, folder_of, tokenizer
+from tests.inference.test_evaluation_builtin import corpus
+
+pytestmark = pytest.mark.slow
+
+WORDS = TEXT.split()
+SHORT, LONG = " ".join(WORDS[:3]), " ".join(WORDS * 12)  # one token window, and several
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Checkpoint]]:
+    place = tmp_path_factory.mktemp("checkpoints")
+    yield {name: checkpoint_of(place / name, name) for name in MODELS}
+    leave_distributed()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Checkpoint]) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("folders")
+    return {name: folder_of(place / name, checkpoint) for name, checkpoint in checkpoints.items()}
+
+
+@pytest.fixture(scope="module")
+def opened(folders: dict[str, Path]) -> dict[str, OpenedFolder]:
+    return {name: open_folder(folder, "cpu") for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def task_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Local tasks of every kind: a choice, a text, an answer to generate."""
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [
+        {
+            "id": n,
+            "text": " ".join(WORDS[n:] + WORDS[:n]) * (1 + 4 * (n % 3)),
+            "choices": WORDS[n : n + 4],
+            "answer": n % 4,
+        }
+        for n in range(10)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = f"{{data_files: {{test: {folder}/data.jsonl}}, cache_dir: {folder}/cache}}"
+    head = f"dataset_path: json\ndataset_kwargs: {data}\n"
+    (folder / "choice.yaml").write_text(
+        f"task: fox_choice\n{head}output_type: multiple_choice\ntest_split: test\ndoc_to_text: text\n"
+        "doc_to_choice: choices\ndoc_to_target: answer\nmetric_list:\n  - {metric: acc_norm}\n  - {metric: acc}\n"
+    )
+    (folder / "text.yaml").write_text(
+        f"task: fox_text\n{head}output_type: loglikelihood_rolling\ntest_split: test\ndoc_to_text: ''\nnum_fewshot: 0\n"
+        "doc_to_target: text\nmetric_list:\n  - {metric: bits_per_byte}\n"
+    )
+    (folder / "write.yaml").write_text(
+        f"task: fox_write\n{head}output_type: generate_until\ntest_split: test\ndoc_to_text: text\n"
+        "doc_to_target: '{{choices[0]}}'\ngeneration_kwargs: {until: ['.'], max_gen_toks: 6}\n"
+        "metric_list:\n  - {metric: exact_match}\n"
+    )
+    more = (folder / "choice.yaml").read_text().replace("fox_choice", "fox_more").replace("data.jsonl", "more.jsonl")
+    (folder / "more.yaml").write_text(more)
+    (folder / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[3:9]))
+    (folder / "all.yaml").write_text(
+        "group: fox_group\ntask: [fox_choice, fox_more]\n"
+        "aggregate_metric_list:\n  - {metric: acc, weight_by_size: true}\n"
+    )
+    return folder
+
+
+def requests(*arguments: tuple[Any, ...]) -> list[Any]:
+    return [SimpleNamespace(args=each) for each in arguments]
+
+
+def our_log_probs(checkpoint: Checkpoint, tokens: list[int]) -> Tensor:
+    """log p(token | those before it) by the framework's model, from the second token on, a row alone."""
+    with torch.no_grad():
+        logits = load_model(checkpoint)(torch.tensor([tokens[:-1]]))[0].double()
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_likelihoods_are_those_of_our_model(
+    name: str, checkpoints: dict[str, Checkpoint], opened: dict[str, OpenedFolder]
+) -> None:
+    """Documents of several lengths in one padded batch; windows of a text that is longer than one."""
+    from inference.evaluation.harness import FolderModel
+
+    model = FolderModel(opened[name], batch_rows=8)
+    encode = opened[name].tokenizer.encode
+    pairs = [(" ".join(WORDS[:n]), " " + WORDS[n % len(WORDS)]) for n in (1, 4, 9, 15)]
+    for (context, continuation), (log_prob, _) in zip(pairs, model.loglikelihood(requests(*pairs)), strict=True):
+        tokens, length = encode(context + continuation), len(encode(context))
+        expected = our_log_probs(checkpoints[name], tokens)[length - 1 :].sum()
+        assert log_prob == pytest.approx(float(expected), abs=1e-4)
+    found = model.loglikelihood_rolling(requests((SHORT,), (LONG,)))
+    assert model.max_length == 64
+    for text, log_prob in zip((SHORT, LONG), found, strict=True):
+        tokens = [tokenizer().eod_id, *tokenizer().encode_batch([text])[0]]
+        expected, at = 0.0, 0
+        while at < len(tokens) - 1:
+            # Windows of 64 tokens follow each other; the last one is as long, and counts what is new in it.
+            end = min(at + 64, len(tokens) - 1)
+            begin = max(end - 64, 0)
+            expected += float(our_log_probs(checkpoints[name], tokens[begin : end + 1])[at - begin :].sum())
+            at = end
+        assert log_prob == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_they_are_those_of_lm_evals_own_class(
+    name: str, opened: dict[str, OpenedFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logits a few at a time: choices that share a context, a context that is too long, a whole text."""
+    from lm_eval.models.huggingface import HFLM
+
+    from inference.evaluation.harness import FolderModel
+
+    monkeypatch.setattr(scoring, "_LOGITS", 3 * 300)
+    theirs = HFLM(pretrained=opened[name].model, tokenizer=opened[name].tokenizer, backend="causal", batch_size=3)
+    model = FolderModel(opened[name])
+    pairs = [(SHORT, f" {word}") for word in WORDS[:6]] + [(LONG, " fox jumps"), ("", SHORT), (SHORT, " quick brown")]
+    for ours, other in zip(model.loglikelihood(requests(*pairs)), theirs.loglikelihood(requests(*pairs)), strict=True):
+        assert ours[0] == pytest.approx(other[0], abs=1e-4) and ours[1] == other[1]
+    context = opened[name].tokenizer.encode(SHORT)
+    with torch.no_grad():
+        greedy = int(opened[name].model(torch.tensor([context])).logits[0, -1].argmax())
+    followed = model._loglikelihood_tokens([(None, context, [greedy]), (None, context, [(greedy + 1) % 300])])
+    assert [is_greedy for _, is_greedy in followed] == [True, False]
+    texts = requests((SHORT,), (LONG,), (TEXT,))
+    assert model.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_in_a_padded_batch_is_that_of_single_rows(name: str, opened: dict[str, OpenedFolder]) -> None:
+    """And what recomputing the whole prefix says, token by token."""
+    from inference.evaluation.harness import FolderModel
+
+    seen: list[tuple[int, int]] = []
+    model = FolderModel(opened[name], batch_rows=4, progress=lambda *progress: seen.append(progress))
+    contexts = [" ".join(WORDS[:n]) for n in (1, 3, 7, 14)]
+    settings = {"until": [], "max_gen_toks": 8}
+    together = model.generate_until(requests(*((context, settings) for context in contexts)))
+    assert seen == [(4, 4)]
+    for context, written in zip(contexts, together, strict=True):
+        assert model.generate_until(requests((context, settings))) == [written]
+        tokens = opened[name].tokenizer.encode(context)
+        for _ in range(8):
+            with torch.no_grad():
+                tokens.append(int(opened[name].model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        new = tokens[-8:]
+        if opened[name].tokenizer.eos_token_id not in new:
+            assert written == opened[name].tokenizer.decode(new)
+    assert len(set(together)) > 1
+
+
+def test_logits_that_are_scaled_behind_the_head_are_seen(opened: dict[str, OpenedFolder]) -> None:
+    """Granite divides them; a head alone would say something else."""
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    granite = GraniteForCausalLM(GraniteConfig(vocab_size=50, logits_scaling=4.0, **sizes)).eval()
+    for model in (granite, opened["hybrid"].model):
+        row = Row(range(2, 14), range(12), range(3, 15))
+        (scored,) = Scorer(model).score([row])
+        with torch.no_grad():
+            log_probs = model(torch.tensor([[*row.tokens]])).logits[0].double().log_softmax(-1)
+        expected = log_probs[torch.arange(12), torch.arange(3, 15)]
+        assert scored.log_probs == pytest.approx(expected, abs=1e-5)
+        assert (scored.greedy == (log_probs.argmax(-1) == torch.arange(3, 15))).all()
+
+
+def test_batches_are_of_rows_of_like_length() -> None:
+    lengths = [5, 100, 7, 90, 3, 1000, 8]
+    found = list(scoring.batches(lengths, 200))
+    assert found == [[5], [1, 3], [6, 2, 0, 4]]
+    assert [len(batch) for batch in scoring.batches(lengths, 200, batch_rows=3)] == [3, 3, 1]
+
+
+@pytest.fixture(scope="module")
+def examined(folders: dict[str, Path], checkpoints: dict[str, Checkpoint], task_files: Path) -> dict[str, Any]:
+    """Three tasks on two models, one of them a checkpoint; the record."""
+    record = task_files / "scores.json"
+    names = [f"folder={folders['hybrid']}", f"other={checkpoints['transformer'].folder}"]
+    tasks = ["--tasks", "fox_*", "--include-path", str(task_files), "--device", "cpu", "--batch-size", "4"]
+    tokenizer().save(task_files / "tokenizer.json")
+    tasks += ["--tokenizer", str(task_files / "tokenizer.json")]
+    assert evaluate.main([*names, *tasks, "--json", str(record)]) == 0
+    return json.loads(record.read_text())
+
+
+def result(record: dict[str, Any], task: str, metric: str) -> dict[str, Any]:
+    return next(each for each in record["results"] if (each["task"], each["metric"]) == (task, metric))
+
+
+def test_the_record_adds_up(examined: dict[str, Any], folders: dict[str, Path]) -> None:
+    """Scores, errors and differences again, from the documents."""
+    documents = {
+        (model, each["task"], each["metric"]): [value for _, _, value in each["documents"]]
+        for model, tasks in examined["documents"].items()
+        for each in tasks
+    }
+    chosen = result(examined, "fox_choice", "acc")
+    first, other = (documents[model, "fox_choice", "acc"] for model in ("folder", "other"))
+    assert chosen["scores"]["folder"]["value"] == pytest.approx(statistics.fmean(first))
+    assert chosen["scores"]["folder"]["stderr"] == pytest.approx(statistics.stdev(first) / math.sqrt(10))
+    apart = [b - a for a, b in zip(first, other, strict=True)]
+    found = chosen["differences_to_first"]["other"]
+    assert found["value"] == pytest.approx(statistics.fmean(apart)) and found["paired"]
+    assert found["stderr"] == pytest.approx(statistics.stdev(apart) / math.sqrt(10))
+    bits = result(examined, "fox_text", "bits_per_byte")
+    for model in ("folder", "other"):
+        pairs = documents[model, "fox_text", "bits_per_byte"]
+        assert all(nats < 0 for nats, _ in pairs) and len(pairs) == 10
+        total = -sum(nats for nats, _ in pairs) / sum(length for _, length in pairs) / math.log(2)
+        assert bits["scores"][model]["value"] == pytest.approx(total)
+        assert 0 < bits["scores"][model]["stderr"] < total
+    group = result(examined, "fox_group", "acc")
+    answers = [each for task in ("fox_choice", "fox_more") for each in documents["folder", task, "acc"]]
+    assert len(answers) == 16 and group["scores"]["folder"]["value"] == pytest.approx(statistics.fmean(answers))
+    assert group["scores"]["folder"]["stderr"] == pytest.approx(statistics.stdev(answers) / 4)
+    assert group["differences_to_first"]["other"]["paired"]
+    assert bits["higher_is_better"] is False and chosen["higher_is_better"] is True
+    tasks = {"fox_choice", "fox_more", "fox_text", "fox_write", "fox_group"}
+    assert {each["task"] for each in examined["results"]} == tasks
+    assert examined["models"]["folder"]["path"] == str(folders["hybrid"])
+    assert examined["models"]["folder"]["stored_dtype"] == "float32" and examined["models"]["other"]["step"] == 0
+    assert {"lm_eval", "transformers", "torch", "python"} <= examined["versions"].keys()
+    assert examined["tasks"]["fox_text"]["documents"] == 10 and len(examined["tasks"]["fox_text"]["sha256"]) == 64
+    assert examined["command"][0] == "evaluate.py" and "--batch-size" in examined["command"]
+
+
+def test_the_same_model_twice_does_not_differ(
+    folders: dict[str, Path], task_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folders["hybrid"]
+    tasks = ["--tasks", f"{task_files}/text.yaml", "--limit", "3", "--dtype", "float32", "--max-length", "32"]
+    assert evaluate.main([f"a={folder}", f"b={folder}", *tasks]) == 0
+    printed = capsys.readouterr().out
+    (row,) = [line for line in printed.splitlines() if "bits_per_byte" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:3] == ["fox_text", "bits_per_byte (lower is better)", "3"]
+    assert cells[3] == cells[4] and re.fullmatch(r"\d+\.\d{4} ± \d+\.\d{4}", cells[3])
+    assert cells[5] == "+0.0000 ± 0.0000"
+    assert re.search(r"fox_text version .*: 3 documents, 0 examples before each, sha256 [0-9a-f]{12}", printed)
+
+
+def test_all_models_are_shown_the_same_examples(folders: dict[str, Path], task_files: Path, tmp_path: Path) -> None:
+    """Documents whose prompts differ would not be paired."""
+    models = [f"a={folders['hybrid']}", f"b={folders['transformer']}"]
+    tasks = ["--tasks", "fox_choice", "--include-path", str(task_files), "--num-fewshot", "2"]
+    record = tmp_path / "scores.json"
+    assert evaluate.main([*models, *tasks, "--json", str(record)]) == 0
+    found = json.loads(record.read_text())
+    assert found["tasks"]["fox_choice"]["num_fewshot"] == 2
+    assert result(found, "fox_choice", "acc")["differences_to_first"]["b"]["paired"]
+
+
+def test_shipped_tasks_run(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(builtin, "collect_documents", lambda library: corpus())
+    monkeypatch.setattr(builtin, "check_enough", lambda documents, library: None)
+    record = tmp_path / "scores.json"
+    assert evaluate.main([str(folders["transformer"]), "--limit", "6", "--json", str(record)]) == 0
+    found = {(each["task"], each["metric"]) for each in json.loads(record.read_text())["results"]}
+    sources = (CODE, PROSE)
+    expected = {(f"builtin_cloze_{source}", metric) for source in sources for metric in ("acc_norm", "acc")}
+    for metric in ("bits_per_byte", "byte_perplexity", "word_perplexity"):
+        expected |= {(f"builtin_bytes_{source}", metric) for source in sources}
+    assert found == expected
+    assert "| builtin_cloze_code  | acc_norm (higher is better)" in capsys.readouterr().out
+
+
+def without_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors.pop(next(name for name in tensors if name.endswith("up_proj.weight")))
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def without_eos(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
+
+
+def of_another_kind(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
+
+
+def in_another_layout(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": {"quant_method": "modelopt"}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (in_another_layout, r"is in the layout of modelopt, .* --format nvfp4-compressed-tensors, or without"),
+        (without_weight, r"is not a whole model: missing keys .*up_proj.weight; export it again"),
+        (without_tokenizer, r"has no tokenizer, which tasks of text need"),
+        (without_eos, r"has no eos_token"),
+        (of_another_kind, r"cannot be loaded by transformers: .*no_such_model"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(
+    damage: Callable[[Path], None],
+    message: str,
+    checkpoints: dict[str, Checkpoint],
+    task_files: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = folder_of(tmp_path / "folder", checkpoints["transformer"])
+    damage(folder)
+    assert evaluate.main([str(folder), "--tasks", str(task_files / "text.yaml")]) == 2
+    refusal = capsys.readouterr().err
+    assert re.search(message, refusal) and refusal.count("\n") == 1 and refusal.startswith("evaluate.py: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}", "--tasks", "fox_chioce"], "there is no task 'fox_chioce'; did you mean fox_choice"),
+        (["{folder}", "--tasks", "fox_text", "--num-fewshot", "2"], "task fox_text takes no examples"),
+        (["{folder}", "{folder}", "--tasks", "fox_text"], "two models are called hybrid; name them"),
+        (["{folder}", "--tasks", "fox_gone"], "task fox_gone cannot be loaded .*gone.jsonl"),
+        (["{folder}", "--tasks", "fox_text", "--device", "cuda:77"], "--device cuda:77 is not here"),
+        (["{folder}", "--tasks", "fox_write", "--max-length", "4"], "lm-eval refuses hybrid: .*must be less than"),
+        (["{folder}", "--tasks", "fox_text", "--tokenizer", "x"], "--tokenizer x is for checkpoints, and folders have"),
+        (["{checkpoint}", "--tasks", "fox_text"], "its run knew of no tokenizer; give the one of its data"),
+        (["/nowhere", "--tasks", "fox_text"], "/nowhere is not a folder; give a checkpoint"),
+    ],
+)
+def test_what_a_user_gets_wrong_is_one_line(
+    arguments: list[str],
+    message: str,
+    folders: dict[str, Path],
+    checkpoints: dict[str, Checkpoint],
+    task_files: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("inference.evaluation.tasks.is_standard", lambda names, include: False)  # thousands of files
+    gone = (task_files / "text.yaml").read_text().replace("fox_text", "fox_gone").replace("data.jsonl", "gone.jsonl")
+    (task_files / "gone.yaml").write_text(gone)
+    try:
+        checkpoint = checkpoints["hybrid"].folder
+        given = [text.format(folder=folders["hybrid"], checkpoint=checkpoint) for text in arguments]
+        assert evaluate.main([*given, "--include-path", str(task_files)]) == 2
+    finally:
+        (task_files / "gone.yaml").unlink()
+    refusal = capsys.readouterr().err
+    assert re.search(message, refusal) and refusal.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a MODEL"),
+        (["x", "--limit", "0"], "'0' is not a whole number of 1 or more"),
+        (["x", "--as-trained"], "--as-trained does nothing without --validation"),
+        (["--validation", "x", "--tasks", "builtin"], "--tasks does nothing with --validation"),
+        (["x", "--json", "/nowhere/scores.json"], "there is no folder /nowhere"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(arguments)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""The tasks of the builtin corpus: nothing of training in them, and every item as it is described."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from data.builtin import HELD_OUT_FRACTION
+from data.held_out import paragraphs, split_documents
+from data.stdlib_text import CODE, PROSE, Document
+from inference.evaluation import builtin
+from inference.evaluation.builtin import item_folder, load_dataset, make_items
+
+VERBS = ("returns", "raises", "holds", "ignores", "computes", "removes")
+
+
+def corpus() -> list[Document]:
+    """Files and topics whose every paragraph is their own."""
+    documents = []
+    for number in range(120):
+        lines = [f"file {number} line {line} {VERBS[line % 6]} value{number}_{line % 9}" for line in range(60)]
+        text = "\n".join(line + ("\n" if at % 7 == 6 else "") for at, line in enumerate(lines)) + "\n"
+        documents.append(Document(CODE if number % 2 else PROSE, f"file_{number}.py", text))
+    return documents
+
+
+@pytest.fixture(scope="module")
+def items() -> dict[str, list[dict]]:
+    return make_items(corpus())
+
+
+def test_all_text_is_held_out(items: dict[str, list[dict]]) -> None:
+    training, held_out = split_documents(corpus(), HELD_OUT_FRACTION)
+    assert training and held_out
+    origins, texts = {document.origin for document in held_out}, {d.origin: d.text for d in held_out}
+    seen = set().union(*(paragraphs(document.text) for document in training))
+    for name, chosen in items.items():
+        assert chosen, name
+        for item in chosen:
+            text = item.get("text", item.get("context"))
+            assert item["origin"] in origins and text in texts[item["origin"]]
+            assert seen.isdisjoint(paragraphs(text))
+
+
+def test_a_cloze_item_is_a_line_without_its_last_word(items: dict[str, list[dict]]) -> None:
+    texts = {document.origin: document.text for document in corpus()}
+    for source in (CODE, PROSE):
+        words = {line.split(" ")[-1] for text in texts.values() for line in text.splitlines()}
+        for item in items[f"cloze_{source}"]:
+            assert len(item["choices"]) == 4 == len(set(item["choices"])) and set(item["choices"]) <= words
+            right = f"{item['context']} {item['choices'][item['answer']]}\n"
+            assert right in texts[item["origin"]] and not item["context"].endswith(" ")
+            assert 60 <= len(item["context"]) <= builtin._CONTEXT_CHARACTERS + 60
+        places = [item["answer"] for item in items[f"cloze_{source}"]]
+        assert len(places) > 100 and max(map(places.count, range(4))) < 0.4 * len(places)
+
+
+def test_passages_are_whole_lines_of_bounded_length(items: dict[str, list[dict]]) -> None:
+    for item in items[f"bytes_{CODE}"]:
+        assert item["text"].endswith("\n") and 0 < len(item["text"]) <= 2000
+
+
+def test_items_do_not_depend_on_the_order_of_documents(items: dict[str, list[dict]]) -> None:
+    assert make_items(corpus()[::-1]) == items
+
+
+def test_they_are_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(builtin, "collect_documents", lambda library: made.append(library) or corpus())
+    monkeypatch.setattr(builtin, "check_enough", lambda documents, library: None)
+    folders = {item_folder(tmp_path), item_folder(tmp_path)}
+    assert len(made) == 1 == len(folders)
+    (folder,) = folders
+    lines = (folder / "cloze_code.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == make_items(corpus())["cloze_code"]
+
+
+def test_a_damaged_cache_and_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtin, "item_folder", lambda: tmp_path)
+    (tmp_path / "cloze_code.jsonl").write_text('{"context": ')
+    with pytest.raises(ValueError, match=r"are damaged .*; delete the folder"):
+        load_dataset("cloze", "code", version=1.0)
+    with pytest.raises(ValueError, match=r"of version 2.0, and items are made of version 1"):
+        load_dataset("cloze", "code", version=2.0)

@@ -1,0 +1,98 @@
+"""Standard errors from influences, against the definition, the jackknife, and many draws."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from inference.evaluation.statistics import Difference, Score, difference, score
+
+
+def documents(values: list) -> dict:
+    return {(number, f"hash {number}"): value for number, value in enumerate(values)}
+
+
+def test_a_mean_has_the_usual_standard_error() -> None:
+    values = [0.0, 1.0, 1.0, 0.0, 1.0]
+    found = score(0.6, 99.0, documents(values))
+    assert found.stderr == pytest.approx(statistics.stdev(values) / math.sqrt(5))
+
+
+STATISTICS = {
+    "bits": lambda pairs: -sum(a for a, _ in pairs) / sum(b for _, b in pairs) / math.log(2),
+    "perplexity": lambda pairs: math.exp(-sum(a for a, _ in pairs) / sum(b for _, b in pairs)),
+}
+
+
+def pairs_of(count: int, seed: int, harder: float = 0.0) -> list[tuple[float, int]]:
+    draws = random.Random(seed)
+    lengths = [draws.randrange(20, 200) for _ in range(count)]
+    return [(-length * (draws.gauss(1.5, 0.3) + harder), length) for length in lengths]
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_a_quotient_has_the_error_of_the_jackknife(name: str) -> None:
+    pairs, statistic = pairs_of(200, 1), STATISTICS[name]
+    found = score(statistic(pairs), None, documents(pairs))
+    left_out = [statistic(pairs[:i] + pairs[i + 1 :]) for i in range(len(pairs))]
+    mean = statistics.fmean(left_out)
+    jackknife = math.sqrt((len(pairs) - 1) / len(pairs) * sum((x - mean) ** 2 for x in left_out))
+    assert found.stderr == pytest.approx(jackknife, rel=0.02)
+
+
+def test_what_makes_documents_hard_for_both_cancels() -> None:
+    """The paired error is that of the difference over fresh sets of documents; the unpaired one is many times it."""
+
+    def models(seed: int) -> tuple[list, list]:
+        first = pairs_of(80, seed)
+        draws = random.Random(seed + 10**6)
+        return first, [(a - b * draws.gauss(0.02, 0.02), b) for a, b in first]
+
+    def apart(first: list, other: list) -> Difference:
+        bits = STATISTICS["bits"]
+        return difference(score(bits(first), None, documents(first)), score(bits(other), None, documents(other)))
+
+    found = [apart(*models(seed)) for seed in range(300)]
+    spread = statistics.stdev(each.value for each in found)
+    assert all(each.paired for each in found)
+    assert statistics.fmean(each.stderr or 0 for each in found) == pytest.approx(spread, rel=0.15)
+    first, other = models(0)
+    alone = difference(
+        Score(0.0, score(STATISTICS["bits"](first), None, documents(first)).stderr),
+        Score(0.1, score(STATISTICS["bits"](other), None, documents(other)).stderr),
+    )
+    assert not alone.paired and alone.stderr is not None and alone.stderr > 4 * spread
+
+
+def test_a_perplexity_of_single_log_likelihoods_is_known() -> None:
+    values = [-1.0, -2.0, -4.0]
+    found = score(math.exp(7 / 3), 5.0, documents(values))
+    assert found.stderr == pytest.approx(math.exp(7 / 3) * statistics.stdev(values) / math.sqrt(3))
+
+
+def test_what_is_no_mean_and_no_quotient_stands_alone() -> None:
+    """Such as an F1: what lm-eval says of its error is taken, and documents are not paired."""
+    found = score(0.75, 0.1, documents([(1, 1), (0, 1), (1, 0)]))
+    assert found == Score(0.75, 0.1, None)
+    assert score(0.5, None, documents([0.25, 0.25])).influences is None
+    other = difference(found, Score(0.5, 0.2))
+    assert other.stderr == pytest.approx(math.hypot(0.1, 0.2)) and other.value == -0.25 and not other.paired
+    assert difference(found, Score(0.5, None)).exceeds is None
+
+
+def test_other_documents_are_not_paired() -> None:
+    a, b = score(0.5, None, documents([0.0, 1.0])), score(1.0, None, {(0, "other"): 1.0, (1, "hash 1"): 1.0})
+    assert not difference(a, b).paired and difference(a, a).paired
+
+
+def test_one_document_has_no_error() -> None:
+    found = score(1.0, None, documents([1.0]))
+    assert found.stderr is None and difference(found, found).stderr is None
+
+
+def test_a_difference_exceeds_its_error_or_not() -> None:
+    assert Difference(0.3, 0.2, True).exceeds and Difference(-0.3, 0.2, True).exceeds
+    assert not Difference(0.1, 0.2, True).exceeds

@@ -1,0 +1,261 @@
+"""Texts continued from a memory: as if the whole had been computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from models.attention import split_heads
+from models.conv import causal_conv_silu, continued_conv_silu
+from models.hybrid import HybridModel, build_model
+from models.memory import Memory
+from models.rope import rope_at, rope_tables
+from models.scan import ScanInputs, continued_scan, plain_scan
+from models.sdpa import attend, attend_to_memory
+from models.ssd import ssd_recurrence, ssd_scan_from
+from tests.models.builders import build, small_config
+from tests.models.test_ssd import inputs as scan_tensors
+
+PATTERNS = {
+    "hybrid": {"pattern": "M-*-M-"},
+    "transformer": {"pattern": "*-*-", "rope": True, "num_kv_heads": 1},
+    "all heads of their own": {"pattern": "*-M", "rope": True, "num_kv_heads": 4},
+    "all Mamba": {"pattern": "MMM", "mamba_num_groups": 1, "mamba_conv_width": 3},
+}
+LENGTH = 41  # of chunks of 8, more than any sequence that these models were built for
+PIECES = {
+    "at once": [LENGTH],
+    "token by token": [1] * LENGTH,
+    "less than the convolution is wide": [2, 1, 3, 2, 1, 2] + [1] * 30,
+    "as chunks are": [8, 8, 16, 9],
+    "not as chunks are": [7, 13, 1, 20],
+}
+
+
+def text(batch: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.randint(96, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(params=PATTERNS)
+def model(request: pytest.FixtureRequest, mesh: ParallelMesh) -> HybridModel:
+    return build(small_config(**PATTERNS[request.param], init_std=0.2), mesh)
+
+
+def by_pieces(model: HybridModel, tokens: Tensor, pieces: list[int]) -> Iterator[tuple[int, Tensor]]:
+    """(tokens so far, logits of the last of them) behind every piece."""
+    memory, done = model.new_memory(tokens.shape[0], sum(pieces)), 0
+    for piece in pieces:
+        logits = model(tokens[:, done : done + piece], memory=memory)
+        done += piece
+        yield done, logits
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+def test_logits_are_those_of_the_whole(model: HybridModel, pieces: str) -> None:
+    tokens = text()
+    with torch.no_grad():
+        whole = model(tokens)
+    for done, logits in by_pieces(model, tokens, PIECES[pieces]):
+        torch.testing.assert_close(logits, whole[:, done - 1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", PATTERNS.values(), ids=PATTERNS)
+def test_in_fp64_they_are_so_to_twelve_digits(
+    mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
+) -> None:
+    """All that models compute in FP32 they compute in what the name stands for."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    rope_tables.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = build_model(small_config(**config), mesh, torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                scale = 0.5 if "A_log" in name else 0.2
+                parameter.to_local().normal_(std=scale, generator=generator)  # type: ignore[operator]
+            tokens = text()
+            whole = model(tokens)
+        assert whole.dtype == torch.float64
+        for pieces in PIECES.values():
+            for done, logits in by_pieces(model, tokens, pieces):
+                torch.testing.assert_close(logits, whole[:, done - 1], rtol=0, atol=1e-12)
+    finally:
+        torch.set_default_dtype(_FP32)
+        rope_tables.cache_clear()
+
+
+_FP32 = torch.float32  # before any test gives the name to another
+
+
+def test_rows_of_different_lengths(model: HybridModel) -> None:
+    """Each brings as many tokens as it has, also none, and more in some calls than others."""
+    tokens = text()
+    with torch.no_grad():
+        whole = model(tokens)
+    memory, done = model.new_memory(3, LENGTH), [0, 0, 0]
+    for counts in ([5, 17, 1], [1, 1, 1], [0, 1, 2], [9, 0, 1], [1, 1, 1], [0, 0, 8], [1, 3, 0]):
+        columns = torch.full((3, max(counts)), 95)  # what stands in the padding does not matter
+        for row, count in enumerate(counts):
+            columns[row, :count] = tokens[row, done[row] : done[row] + count]
+            done[row] += count
+        logits = model(columns, memory=memory, counts=counts)
+        for row, count in enumerate(counts):
+            if count:
+                torch.testing.assert_close(logits[row], whole[row, done[row] - 1], rtol=0, atol=1e-5)
+    assert memory.lengths == done
+
+
+def test_padding_behind_the_end_of_a_full_memory(mesh: ParallelMesh) -> None:
+    """Keys and values of padding go where nobody reads: not over those of a text that fills its memory."""
+    model = build(small_config(pattern="*", init_std=0.2), mesh)
+    tokens = text(2, 8)
+    with torch.no_grad():
+        whole = model(tokens)
+    memory = model.new_memory(2, 8)
+    model(tokens[:, :7], memory=memory, counts=[7, 1])
+    logits = model(torch.stack([tokens[0, [7, 0, 0]], tokens[1, 1:4]]), memory=memory, counts=[1, 3])
+    torch.testing.assert_close(logits[0], whole[0, 7], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits[1], whole[1, 3], rtol=0, atol=1e-5)
+
+
+def test_in_bf16_decoding_rounds_as_training_does(mesh: ParallelMesh) -> None:
+    """Not further from FP32 than the whole in BF16."""
+    config = small_config(pattern="M-*-M-", init_std=0.2)
+    exact, rounded = build(config, mesh), build(config, mesh, torch.bfloat16)
+    tokens = text()
+    with torch.no_grad():
+        expected, whole = exact(tokens), rounded(tokens).float()
+    decoded = torch.stack([logits.float() for _, logits in by_pieces(rounded, tokens, PIECES["token by token"])], 1)
+    assert (decoded - expected).norm() < 1.2 * (whole - expected).norm()
+
+
+@pytest.mark.parametrize(
+    ("counts", "columns", "wrong"),
+    [
+        ([1], 1, "counts [1] do not say for 2 rows how many of 1 columns are tokens"),
+        ([3, 1], 2, "counts [3, 1] do not say for 2 rows how many of 2 columns"),
+        ([-1, 1], 2, "counts [-1, 1] do not say"),
+        ([1, 2], 2, "a text of 5 tokens does not fit a memory of max_length 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(counts: list[int], columns: int, wrong: str) -> None:
+    memory = Memory([], 2, 4)
+    memory.advance([1, 3])
+    with pytest.raises(ValueError) as error:
+        memory.expect(counts, columns, torch.device("cpu"))
+    assert wrong in str(error.value)
+    assert memory.lengths == [1, 3]
+
+
+# ---------------------------------------------------------------------------------------------- the functions, in FP64
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("pieces", [[45], [1] * 45, [3, 8, 1, 33]], ids=str)
+def test_the_scan_goes_on_from_a_state(pieces: list[int], groups: int) -> None:
+    x, dt, a, b, c = (t.detach() for t in scan_tensors(45, groups=groups, dt_max=1.0))
+    expected = ssd_recurrence(x, dt, a, b, c)
+    state, outputs, done = torch.zeros(2, groups, 3, 4 // groups, 5, dtype=torch.float64), [], 0
+    for piece in pieces:
+        part = slice(done, done + piece)
+        y, state = ssd_scan_from(x[:, part], dt[:, part], a, b[:, part], c[:, part], 8, state)
+        outputs.append(y)
+        done += piece
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_state_is_that_of_the_recurrence() -> None:
+    """Written out for the last token, of heads that share a group."""
+    x, dt, a, b, c = (t.detach() for t in scan_tensors(20, groups=2))
+    expected = torch.zeros(2, 4, 5, 3, dtype=torch.float64)
+    for t in range(20):
+        grouped = b[:, t].repeat_interleave(2, 1)
+        expected = (dt[:, t] * a).exp()[..., None, None] * expected
+        expected += (dt[:, t, :, None] * x[:, t])[..., None] * grouped[:, :, None]
+    _, state = ssd_scan_from(x, dt, a, b, c, 8, torch.zeros(2, 2, 3, 2, 5, dtype=torch.float64))
+    torch.testing.assert_close(state.permute(0, 1, 3, 4, 2).flatten(1, 2), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_passes_a_state_on() -> None:
+    x, dt, a, b, c = (t.detach().float() for t in scan_tensors(12))
+    inputs = ScanInputs(x, dt, a, b, c, torch.ones(4), torch.zeros(4))
+    valid = torch.arange(12) < torch.tensor([[12], [5]])
+    zero = torch.zeros(2, 2, 3, 2, 5)
+    y, state = continued_scan(inputs, 8, zero, valid)
+    torch.testing.assert_close(y[0], plain_scan(inputs, 8)[0])
+    short = ScanInputs(x[:, :5], dt[:, :5], a, b[:, :5], c[:, :5], *inputs[5:])
+    expected = continued_scan(short, 8, zero, valid[:, :5])
+    torch.testing.assert_close(y[1, :5], expected[0][1])
+    torch.testing.assert_close(state[1], expected[1][1])
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_the_convolution_goes_on(width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((2, 9, 3), (3, width), (3,)))
+    expected = causal_conv_silu(x, weight, bias)
+    before, done = torch.zeros(2, width - 1, 3, dtype=torch.float64), [0, 0]
+    for counts in ([1, 2], [3, 1], [0, 1], [5, 5]):
+        columns = torch.full((2, 5, 3), 7.0, dtype=torch.float64)
+        for row, count in enumerate(counts):
+            columns[row, :count] = x[row, done[row] : done[row] + count]
+        y, before = continued_conv_silu(columns, weight, bias, before, torch.tensor(counts))
+        for row, count in enumerate(counts):
+            part = expected[row, done[row] : done[row] + count]
+            torch.testing.assert_close(y[row, :count], part, rtol=1e-14, atol=1e-14)
+            done[row] += count
+    assert done == [9, 9]
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_attention_to_memory_is_the_last_rows_of_attention(groups: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(2 * 10, (4 // groups + 2) * groups * 6, generator=generator, dtype=torch.float64)
+    q, k, v = split_heads(qkv, 10, 4 // groups, 6)
+    expected = attend(q, k, v)
+    behind = F.pad(k, (0, 0, 0, 0, 0, 3), value=9.0), F.pad(v, (0, 0, 0, 0, 0, 3), value=9.0)
+    actual = attend_to_memory(q[:, 7:], *behind, torch.arange(7, 10).expand(2, 3))
+    torch.testing.assert_close(actual, expected[:, 7:], rtol=1e-12, atol=1e-12)
+
+
+def test_angles_go_by_the_place_in_the_text() -> None:
+    cos, sin = rope_tables(40, 8, 1e4, "cpu")
+    places = torch.tensor([[0, 3], [39, 7]])
+    assert all(torch.equal(a, b[places]) for a, b in zip(rope_at(places, 8, 1e4), (cos, sin), strict=True))
+
+
+def test_compiled_functions_are_left_alone(mesh: ParallelMesh) -> None:
+    """Each new shape would be compiled, and training's forgotten."""
+    from models.execution import Execution
+
+    def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @torch.compile(backend=counting, dynamic=False)
+        def called(*arguments: object) -> Tensor:
+            return function(*arguments)
+
+        return called
+
+    compilations = 0
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        nonlocal compilations
+        compilations += 1
+        return graph.forward
+
+    config = small_config(pattern="M-*-")
+    plain = build(config, mesh)
+    model = build_model(config, mesh, torch.float32, Execution(compile=compiled))
+    model.load_state_dict(plain.state_dict())
+    expected = [logits for _, logits in by_pieces(plain, text(1, 4), [3, 1])]
+    for (_, logits), want in zip(by_pieces(model, text(1, 4), [3, 1]), expected, strict=True):
+        assert torch.equal(logits, want)
+    assert compilations == 0
+    with torch.no_grad():
+        model.blocks[0].norm(torch.randn(5, config.hidden_dim))
+    assert compilations == 1

@@ -1,0 +1,241 @@
+"""Runs that begin with the weights of a checkpoint: what they take of it, what they remember, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pretrain
+from assembly import CONFIGS, Run
+from exchange.checkpoint import open_checkpoint
+from exchange.weights_only import NewTensor, write_weights_only
+from megatron_fp4.checkpoint import files
+from scripts import replay
+from tests.spiked_run import FAST, small_corpus
+from tests.test_pretrain import SMALL, losses, records
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+
+FEW = [*SMALL, *FAST, "train.global_batch_size=2", "train.steps=4", "checkpoint.interval=2", "precision.switch.when=3"]
+Start = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
+    """The folder of a run of 4 steps, with checkpoints of steps 2 and 4. Not to be changed."""
+    folder = tmp_path_factory.mktemp("parent") / "run"
+    assert pretrain.main([*FEW, *data, f"run.dir={folder}"]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def imported(parent: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parent's last weights as an import has them."""
+    source, folder = open_checkpoint(parent, CONFIGS), tmp_path_factory.mktemp("imported") / "model"
+    tensors = [NewTensor(name, tuple(shape), lambda n=name: source.tensor(n)) for name, shape in source.tensors.items()]
+    write_weights_only(folder, source.config, tensors, imported={"from": "a test"})
+    return folder
+
+
+@pytest.fixture
+def start(data: list[str], capsys: pytest.CaptureFixture[str]) -> Start:
+    """Start pretrain.py with run.dir and overrides; what it printed, if it ended with `code`."""
+
+    def start(run_dir: Path, *overrides: str, code: int = 0) -> str:
+        capsys.readouterr()
+        ended = pretrain.main([*FEW, *data, f"run.dir={run_dir}", *overrides])
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        if code == 2:
+            assert len(printed.err.splitlines()) == 1 and printed.err.startswith("pretrain.py: ")
+        return printed.out + printed.err
+
+    return start
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def trainer(run_dir: Path, step: int) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((checkpoint(run_dir, step) / "trainer.json").read_text())
+    return read
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Another manifest for a checkpoint; `identity` is what changes of it."""
+    manifest = files.read_manifest(folder)
+    if "identity" in changes:
+        changes["identity"] = {**manifest.identity, **changes["identity"]}
+    files.write_manifest(folder, dataclasses.replace(manifest, **changes))
+
+
+def test_it_begins_with_these_bits_and_nothing_else(
+    parent: Path, imported: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a run, from one of its checkpoints, from an import, whatever the seed: at step 0, not switched."""
+    found: list[tuple[dict[str, Tensor], bool]] = []
+
+    def look(run: Run) -> None:
+        moments = any(tensor.any() for state in run.optimizer.optimizer.state.values() for tensor in state.values())
+        weights = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+        found.append((weights, bool(moments) or run.controller.switch.switched_at is not None))
+
+    monkeypatch.setattr(pretrain, "test_backend", look)
+    source = open_checkpoint(checkpoint(parent, 4), CONFIGS)
+    for number, given in enumerate((parent, checkpoint(parent, 4), imported)):
+        run_dir = tmp_path / str(number)
+        seed = [] if number else ["run.seed=7"]
+        printed = start(run_dir, f"checkpoint.initialize_from={given}", *seed)
+        begun = imported if given is imported else checkpoint(parent, 4)
+        assert f"begins with the weights of {begun} (its step {0 if given is imported else 4})" in printed
+        weights, other = found.pop()
+        assert not other and weights.keys() == source.tensors.keys()
+        for name, value in weights.items():
+            assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, source.tensor(name))
+        (record,) = records(run_dir, "run")
+        assert record["step"] == 0 and record["origin"] is None
+        assert record["initialized_from"]["path"] == str(begun) == trainer(run_dir, 2)["initialized_from"]["path"]
+        assert [r["step"] for r in records(run_dir, "event") if r["event"] == "switch"] == [4]
+    assert losses(tmp_path / "1") == losses(tmp_path / "2") != losses(tmp_path / "0")
+    assert losses(tmp_path / "1")[1] != losses(parent)[1]
+
+
+def test_it_goes_on_with_its_own_and_remembers(
+    parent: Path, imported: Path, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = Path(shutil.copytree(parent, tmp_path / "parent"))
+    run_dir, given = tmp_path / "run", f"checkpoint.initialize_from={mine}"
+    start(run_dir, given)
+    straight = losses(run_dir)
+    shutil.rmtree(checkpoint(run_dir, 4))
+    assert replay.main([str(run_dir), "--step", "2"]) == 0  # from the weights that it began with
+    assert "2 of 2 steps are equal to the last bit" in capsys.readouterr().out
+
+    mine.rename(tmp_path / "moved")  # from here on the parent is elsewhere
+    for again in (given, f"checkpoint.initialize_from={tmp_path / 'moved'}", "checkpoint.initialize_from=null"):
+        shutil.rmtree(checkpoint(run_dir, 4), ignore_errors=True)
+        printed = start(run_dir, again)
+        assert (
+            "resumed after step 2 of 4" in printed and "begins with" not in printed and "changed since" not in printed
+        )
+        assert losses(run_dir) == straight
+        assert trainer(run_dir, 4)["initialized_from"]["path"] == str(checkpoint(mine, 4))
+    starts = [record["initialized_from"]["path"] for record in records(run_dir, "run")]
+    assert starts == [str(checkpoint(mine, 4))] * 4
+    assert replay.main([str(run_dir), "--step", "2"]) == 2
+    assert f"initialize_from={checkpoint(mine, 4)} is not a folder" in capsys.readouterr().err
+
+    printed = start(run_dir, f"checkpoint.initialize_from={imported}", code=2)
+    assert f"began from the weights of {checkpoint(mine, 4)}" in printed and "choose another run.dir" in printed
+    own = Path(shutil.copytree(parent, tmp_path / "own"))
+    printed = start(own, f"checkpoint.initialize_from={imported}", code=2)
+    assert "began with weights of its own" in printed and "checkpoint.initialize_from=null" in printed
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def _flip(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+# What is done to a copy of the import, overrides, and what the line says.
+REFUSED: list[tuple[Callable[[Path], object], list[str], list[str]]] = [
+    (shutil.rmtree, [], ["is not a folder; give a checkpoint"]),
+    (lambda folder: (folder / "manifest.json").unlink(), [], ["has no checkpoint; give the path of one"]),
+    (lambda folder: (folder / "manifest.json").write_text("{}"), [], ["manifest.json has changed", "give another"]),
+    (lambda folder: rewrite(folder, format=3), [], ["is of another version", "format 3, this version reads 1 to 2"]),
+    (_cut, [], ["is damaged", "__0_0.distcp has", "bytes instead of"]),
+    (_flip, [], ["is damaged", "__0_0.distcp has changed"]),
+    (lambda folder: (folder / "__0_0.distcp").unlink(), [], ["__0_0.distcp is missing"]),
+    (lambda folder: (folder / ".metadata").unlink(), [], [".metadata is missing"]),
+    (
+        lambda folder: None,
+        ["model.ffn_dim=256", "model.rope=true"],
+        ["model.ffn_dim: 128 there, 256 here; model.rope: False there, True here. Set model.ffn_dim=128 model.rope="],
+    ),
+    (lambda folder: None, ["model.vocab_size=600"], ["model.vocab_size: 512 there, 600 here"]),
+    (
+        lambda folder: None,
+        ["model.ffn_dim=256", "checkpoint.allow_mismatch=true"],
+        ["up_proj.weight is float32 [128, 64] in the checkpoint, float32 [256, 64] in this model"],
+    ),
+    (
+        lambda folder: rewrite(folder, identity={"data.tokenizer": "0123456789abcdef"}),
+        [],
+        ["another tokenizer: 0123456789ab there, not known here", "data.tokenizer", "checkpoint.allow_mismatch=true"],
+    ),
+    (lambda folder: None, ["checkpoint.resume={}"], ["takes weights alone and checkpoint.resume=", "give one of them"]),
+    (
+        lambda folder: None,
+        ["checkpoint.resume={}", "checkpoint.initialize_from=null"],
+        ["which holds weights alone: nothing to resume", "checkpoint.initialize_from="],
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "overrides", "expected"), REFUSED)
+def test_what_is_refused_is_one_line_and_leaves_nothing(
+    imported: Path,
+    start: Start,
+    tmp_path: Path,
+    change: Callable[[Path], object],
+    overrides: list[str],
+    expected: list[str],
+) -> None:
+    folder = Path(shutil.copytree(imported, tmp_path / "model"))
+    change(folder)
+    given = [f"checkpoint.initialize_from={folder}", *(text.format(folder) for text in overrides)]
+    printed = start(tmp_path / "run", *given, code=2)
+    for text in expected:
+        assert text in printed, printed
+    assert not (tmp_path / "run" / "checkpoints").exists() and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_import_among_a_runs_checkpoints_is_no_damage(imported: Path, start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step_00000000"
+    shutil.copytree(imported, folder)
+    assert "which holds weights alone: nothing to resume" in start(tmp_path / "run", code=2)
+    assert folder.is_dir()
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+    parent: Path, start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Path(shutil.copytree(parent, tmp_path / "parent"))
+    _flip(checkpoint(mine, 4))
+    printed = start(tmp_path / "run", f"checkpoint.initialize_from={mine}")
+    assert f"CHECKPOINT DAMAGED: {checkpoint(mine, 4)}: " in caplog.text
+    assert f"begins with the weights of {checkpoint(mine, 2)} (its step 2)" in printed
+    assert checkpoint(mine, 4).is_dir()  # it is another run's: nothing is moved
+
+
+def test_another_tokenizer_can_be_allowed_and_a_check_looks_first(imported: Path, start: Start, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(imported, tmp_path / "model"))
+    rewrite(folder, identity={"data.tokenizer": "0123456789abcdef"})
+    given = f"checkpoint.initialize_from={folder}"
+    start(tmp_path / "run", given, "checkpoint.allow_mismatch=true", "train.steps=1", "precision.switch.when=never")
+    other = [f"checkpoint.initialize_from={imported}", "model.hidden_dim=128"]
+    for mode in ("--check", "run.dry=true"):
+        start(tmp_path / "none", given, mode)
+        assert "model.hidden_dim: 64 there, 128 here" in start(tmp_path / "none", *other, mode, code=2)
+    assert not (tmp_path / "none").exists()
