@@ -61,7 +61,7 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str,
 
 def _converted(tokenizer: TextTokenizer) -> str:
     try:
-        # Not by an import statement: transformers also has a function of that name, which may come first.
+        # Not `import ... as`: the package has a function of that name too, once something else has asked for it.
         convert = importlib.import_module("transformers.convert_slow_tokenizer")
     except ImportError as error:
         raise ValueError(
