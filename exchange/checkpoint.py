@@ -107,7 +107,9 @@ class Checkpoint:
             low, high = max(begin, first), min(end, first + count)
             if low >= high or 0 in chunk.sizes:
                 continue
-            place = self._metadata.storage_data[MetadataIndex(full, chunk.offsets)]
+            place = self._metadata.storage_data.get(MetadataIndex(full, chunk.offsets))
+            if place is None or place.relative_path not in self.manifest.files:  # nothing outside the folder is read
+                raise DamagedCheckpointError(f"{METADATA} names no file of the checkpoint for a piece of {full}")
             others = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
             target = result[(slice(low - begin, high - begin), *others)]
             _read_rows(self.folder / place.relative_path, place.offset, place.length, chunk.sizes, low - first, target)

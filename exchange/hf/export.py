@@ -22,6 +22,7 @@ from exchange.hf.encoder import Encoder, PlainEncoder
 from exchange.hf.model_card import model_card
 from exchange.hf.tokenizer_files import tokenizer_files
 from exchange.new_folder import new_folder
+from megatron_fp4.checkpoint.saves import TRAINER
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 SHARD_BYTES = 2 << 30
@@ -98,6 +99,12 @@ def export_again(
     ours = {section.name: name for name, parts in sections.items() for section in parts}
     layout = {part.name: encoder.layout("", [part]) for parts in sections.values() for part in parts}
     by_name = {part.name: part for parts in sections.values() for part in parts}
+    if sorted(name for group in imported["shards"].values() for name in group) != sorted(layout) or any(
+        Path(name).name != name for name in imported["shards"]
+    ):
+        raise ValueError(
+            f"{checkpoint.folder}: {TRAINER} does not describe the folder it was imported from; add --dtype"
+        )
     total = sum(stored.num_bytes for group in layout.values() for stored in group)
     last: dict[str, Tensor] = {}
 

@@ -36,8 +36,7 @@ def model_card(checkpoint: Checkpoint, model_type: str, sequence_length: int, we
         f"| blocks (`M` Mamba-2, `-` FFN, `*` attention) | `{model.pattern}` |",
         f"| hidden, FFN | {model.hidden_dim}, {model.ffn_dim} |",
         f"| vocabulary | {model.vocab_size:,} |",
-        f"| sequences it was {'made for' if checkpoint.weights_only else 'trained on'} | "
-        f"{sequence_length:,} tokens |",
+        f"| sequences it was {'made for' if checkpoint.weights_only else 'trained on'} | {sequence_length:,} tokens |",
         f"| weights in this folder | {weights} |",
     ]
     lines += ["", "## Precision in training", ""]

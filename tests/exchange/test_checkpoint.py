@@ -132,6 +132,18 @@ def test_values_are_never_taken_from_the_wrong_place(whole: Checkpoint) -> None:
             whole.tensor(name)
 
 
+def test_nothing_outside_the_folder_is_read(tmp_path: Path, whole: Checkpoint) -> None:
+    (whole.folder / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
+    (whole.folder / "__0_0.distcp").symlink_to(tmp_path / "__0_0.distcp")
+    assert "is a link" in opened(whole.folder)
+    for index, place in whole._metadata.storage_data.items():
+        whole._metadata.storage_data[index] = replace(place, relative_path="../__0_0.distcp")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"names no file of the checkpoint for a piece of model.head.weight"
+    ):
+        whole.tensor("head.weight")
+
+
 def test_what_is_no_checkpoint(tmp_path: Path, whole: Checkpoint) -> None:
     assert "is not a folder" in opened(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()

@@ -136,6 +136,18 @@ def test_what_comes_back_is_what_was_exported(name: str, tmp_path: Path, mesh: P
     assert contents(tmp_path / "again") == contents(folder)
 
 
+def test_an_import_is_written_into_its_folder_alone(tmp_path: Path, mesh: ParallelMesh) -> None:
+    _, folder = exported(tmp_path, "mamba", mesh)
+    import_hf(folder, tmp_path / "back", CONFIGS)
+    back = open_checkpoint(tmp_path / "back", CONFIGS)
+    shards = back.trainer["imported"]["shards"]
+    for names in (dict(zip(["../elsewhere"], shards.values(), strict=True)), {"model.safetensors": ["lm_head.weight"]}):
+        back.trainer["imported"]["shards"] = names
+        with pytest.raises(ValueError, match="does not describe the folder it was imported from; add --dtype"):
+            export_again(back, tmp_path / "again")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "checkpoint", "hf"]
+
+
 @pytest.mark.parametrize("model_class", ["NemotronHForCausalLM", "ArceeForCausalLM"])
 def test_a_folder_of_transformers_own_comes_back_byte_for_byte(
     model_class: str, tmp_path: Path, mesh: ParallelMesh
