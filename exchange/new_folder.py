@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
     lock = _take(staging)
     try:
         yield staging
-        (staging / _LOCK).unlink()
+        (staging / _LOCK).unlink()  # nobody clears a folder without it
+        lock.close()  # before the new name: NFS keeps a removed file until it is closed
         for path in (*staging.rglob("*"), staging):
             sync_folder(path)  # a file as well
         check_output(output, checkpoint)
@@ -49,10 +51,10 @@ def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
-        os.close(lock)
+        lock.close()
 
 
-def _take(staging: Path) -> int:
+def _take(staging: Path) -> io.FileIO:
     """Make the folder, and hold its lock."""
     try:
         staging.mkdir(parents=True)
@@ -77,7 +79,7 @@ def _take(staging: Path) -> int:
     except BaseException:
         os.close(lock)
         raise
-    return lock
+    return io.FileIO(lock)
 
 
 def _remove(staging: Path) -> None:
