@@ -223,7 +223,7 @@ def _exclusions(
     folder: Folder, layout: Layout, sections: Mapping[str, Sequence[Section]], rows: Mapping[str, Any]
 ) -> Finding:
     """A module is excluded if and only if it has no codes: by its name in files, and by that in programs."""
-    quantization, coded = folder.config["quantization_config"], {f"{name}.weight" for name in rows}
+    quantization, coded = folder.config["quantization_config"], [f"{name}.weight" for name in rows]
     quantized = [module_of(part) for name in coded for part in sections[name]]
     plain = excluded_modules(sections, coded)
     problems = []

@@ -11,8 +11,8 @@ What it wrote is removed again. DISK needs room for the export: two bytes a para
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -43,12 +43,12 @@ def main(arguments: list[str]) -> int:
     folder = options.folder / "benchmark_export"
     folder.mkdir(parents=True)
     try:
-        config = compose_config(options.overrides, CONFIGS)
-        total = parameter_count(config.model).total
-        sections = architecture_of(config.model).sections(config.model)
-        write_weights_only(folder / "checkpoint", config, holes(sections, folder), imported={})
-        dig(folder / "checkpoint")
-        print(f"{config.model.name}: {total:,} parameters, masters {4 * total / 2**30:.1f} GiB")
+        # In a process of its own: what this one has had in memory counts as its children's peak.
+        maker = multiprocessing.get_context("spawn").Process(target=make, args=(options.overrides, folder))
+        maker.start()
+        maker.join()
+        if maker.exitcode:
+            return 2
         out = folder / options.format
         measure("export", f"export_{options.format}.py", folder / "checkpoint", out, "--no-tokenizer")
         if options.back:
@@ -57,6 +57,16 @@ def main(arguments: list[str]) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def make(overrides: list[str], folder: Path) -> None:
+    """The checkpoint, `checkpoint` under `folder`."""
+    config = compose_config(overrides, CONFIGS)
+    total = parameter_count(config.model).total
+    sections = architecture_of(config.model).sections(config.model)
+    write_weights_only(folder / "checkpoint", config, holes(sections, folder), imported={})
+    dig(folder / "checkpoint")
+    print(f"{config.model.name}: {total:,} parameters, masters {4 * total / 2**30:.1f} GiB", flush=True)
 
 
 def holes(sections: dict, folder: Path) -> Iterator[NewTensor]:
@@ -79,10 +89,13 @@ def measure(what: str, script: str, *arguments: str | Path) -> None:
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    output, _ = process.communicate()
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)  # of this process, not of all children so far
+    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(process.returncode)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20  # the largest child so far
+    peak = usage.ru_maxrss / 2**20
     print(f"{what}: {time.monotonic() - began:.0f} s, peak memory {peak:.2f} GiB; {output.splitlines()[0]}", flush=True)
 
 

@@ -58,6 +58,7 @@ def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: b
         log=SimpleNamespace(console=Lines()),
         progress=Progress(),
         phases=SimpleNamespace(spans=[SimpleNamespace(sequence_length=None)] * 2),
+        exports=SimpleNamespace(want=lambda step: None),
     )
 
 

@@ -78,7 +78,10 @@ def export_hf(
             done,
         )
         (folder / CONFIG).write_text(json_text(described))
-        (folder / GENERATION).write_text(json_text({key: value for key, value in special.items() if value is not None}))
+        generation = {key: value for key, value in special.items() if value is not None}
+        if not described["use_cache"]:  # of config.json, `generate` does not take it
+            generation["use_cache"] = False
+        (folder / GENERATION).write_text(json_text(generation))
         (folder / CARD).write_text(model_card(checkpoint, architecture.MODEL_TYPE, encoder.description, encoder.use))
         for name, content in {**files, **encoder.extra_files()}.items():
             (folder / name).write_bytes(content)

@@ -7,6 +7,7 @@ compared on texts that bring out what conversions get wrong; one that differs is
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import tempfile
 from pathlib import Path
@@ -60,7 +61,8 @@ def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str,
 
 def _converted(tokenizer: TextTokenizer) -> str:
     try:
-        import transformers.convert_slow_tokenizer as convert
+        # Not `import ... as`: the package has a function of that name too, once something else has asked for it.
+        convert = importlib.import_module("transformers.convert_slow_tokenizer")
     except ImportError as error:
         raise ValueError(
             f'{error}; a {tokenizer.kind} tokenizer is converted by it: pip install "megatron_fp4[hf]", or export with '

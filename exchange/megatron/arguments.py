@@ -177,22 +177,29 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a ModelConfig that Megatron's arguments tell and shapes do not; those that it does not name are
-    missing."""
+    missing. Raises ValueError, naming the argument, for one that is no number above 0."""
+
+    def number(name: str, kind: type) -> Any:
+        value = arguments.get(name)
+        if value is not None and (type(value) not in (int, kind) or not value > 0):
+            raise ValueError(f"Megatron's {name}={value!r} is no number above 0; the checkpoint is damaged")
+        return value
+
+    heads, hidden = number("num_attention_heads", int), number("hidden_size", int)
     found: dict[str, Any] = {
-        "num_query_heads": arguments.get("num_attention_heads"),
-        "head_dim": arguments.get("kv_channels"),
-        "mamba_num_groups": arguments.get("mamba_num_groups"),
-        "norm_eps": arguments.get("norm_epsilon") or arguments.get("layernorm_epsilon"),
-        "init_std": arguments.get("init_method_std"),
+        "num_query_heads": heads,
+        "num_kv_heads": number("num_query_groups", int),
+        "head_dim": number("kv_channels", int),
+        "mamba_num_groups": number("mamba_num_groups", int),
+        "norm_eps": number("norm_epsilon", float) or number("layernorm_epsilon", float),
+        "init_std": number("init_method_std", float),
     }
     if arguments.get("group_query_attention") is False:
-        found["num_kv_heads"] = found["num_query_heads"]
-    else:
-        found["num_kv_heads"] = arguments.get("num_query_groups")
-    if found["head_dim"] is None and found["num_query_heads"] and arguments.get("hidden_size"):
-        found["head_dim"] = arguments["hidden_size"] // found["num_query_heads"]
+        found["num_kv_heads"] = heads
+    if found["head_dim"] is None and heads and hidden:
+        found["head_dim"] = hidden // heads
     if "position_embedding_type" in arguments:
         found["rope"] = arguments["position_embedding_type"] == "rope"
-        if found["rope"] and arguments.get("rotary_base") is not None:
-            found["rope_base"] = float(arguments["rotary_base"])
+        base = number("rotary_base", float)
+        found["rope_base"] = None if base is None else float(base)
     return {name: value for name, value in found.items() if value is not None}

@@ -66,10 +66,11 @@ def import_megatron(
     given, base = _given(overrides, model, config_dir)
     try:
         check_arguments(opened.arguments)
+        told = settings_of(opened.arguments)
     except ValueError as error:
         raise ValueError(f"{opened.folder / COMMON}: {error}") from error
     pattern, layers = _pattern(opened)
-    settings = _settings(opened, pattern, layers, given)
+    settings = _settings(opened, pattern, layers, {**told, **given})
     if model is None:
         settings = {"name": name or _name_of(folder), **settings, **given}
     else:
@@ -130,15 +131,17 @@ def _given(overrides: Sequence[str], model: str | None, config_dir: Path) -> tup
     return {key: getattr(config.model, key) for key in keys}, config
 
 
-def _settings(opened: MegatronFolder, pattern: str, layers: Layers, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the model, what shapes and arguments tell. Raises ValueError if something is told by none of them."""
-    known = {**settings_of(opened.arguments), **given}
+def _settings(opened: MegatronFolder, pattern: str, layers: Layers, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the model, what shapes and `known` tell. Raises ValueError if something is told by none of them."""
     wanted = ["norm_eps"] + ["num_query_heads", "num_kv_heads", "head_dim", "rope"] * ("*" in pattern)
     wanted += ["mamba_num_groups"] * ("M" in pattern) + ["rope_base"] * bool("*" in pattern and known.get("rope"))
     if missing := [key for key in wanted if key not in known]:
         listing = " ".join(f"model.{key}=..." for key in missing)
         raise ValueError(f"{opened.folder}: neither shapes nor arguments ({COMMON}) tell all; add {listing}")
-    settings = {"pattern": pattern, **_sizes(opened, pattern, layers, known.get("mamba_num_groups"))}
+    try:
+        settings = {"pattern": pattern, **_sizes(opened, pattern, layers, known.get("mamba_num_groups"))}
+    except (IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"{opened.folder}: shapes of its tensors are those of no model; copy it again") from error
     settings |= {key: known[key] for key in wanted}
     if "init_std" in known:
         settings["init_std"] = known["init_std"]
@@ -175,7 +178,7 @@ def _pattern(opened: MegatronFolder) -> tuple[str, Layers]:
     if FINAL_NORMS["gpt"] in opened.tensors:
         if None in modules:
             key = next(k for k in opened.tensors if k.startswith("decoder.layers."))
-            return "*-" * opened.shape(key)[0], "stacked"
+            return "*-" * (opened.shape(key) or (1,))[0], "stacked"
         return "*-" * len(modules), "numbered"
     if None in modules or sorted(modules, key=int) != list(range(len(modules))):  # type: ignore[arg-type]
         raise ValueError(f"{opened.folder}: its layers are not numbered 0 to {len(modules) - 1}; copy it again")

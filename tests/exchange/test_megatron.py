@@ -17,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from data.tokenizer import train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.hf.tokenizer_files import tokenizer_files
 from exchange.megatron import export as export_file
 from exchange.megatron import writing
 from exchange.megatron.arguments import arguments_of, as_shell, settings_of
@@ -25,6 +27,7 @@ from exchange.megatron.export import export_megatron
 from exchange.megatron.importing import import_megatron
 from exchange.megatron.names import extra_states, parameters
 from exchange.megatron.reading import MegatronFolder
+from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from models.hybrid import build_model
@@ -291,7 +294,10 @@ def argument(**values: Any) -> Change:
         (argument(position_embedding_type="learned_absolute"), "position_embedding_type=learned_absolute"),
         (argument(rotary_percent=0.5), "rotary_percent=0.5"),
         (argument(num_attention_heads=5), "num_query_heads=5"),
-        (argument(num_attention_heads="4; rm"), "num_query_heads"),
+        (argument(num_attention_heads="4"), "num_attention_heads='4' is no number above 0"),
+        (argument(mamba_num_groups=0), "mamba_num_groups=0 is no number above 0"),
+        (add("decoder.layers.1.mlp.linear_fc2.weight", 96), "those of no model"),
+        (add("decoder.layers.0.mixer.A_log", 0), "those of no model"),
         (argument(num_attention_heads=None), "add model.num_query_heads=..."),
         (lambda tensors, arguments: arguments.clear(), "add model.norm_eps=... model.num_query_heads=... model.num_kv"),
         (lambda tensors, _: tensors.update({"output_layer.weight": torch.zeros(300, 64).long()}), "torch.int64; FP32"),
@@ -377,6 +383,37 @@ def test_padded_vocabularies_are_cut(checkpoints: dict[str, Checkpoint], tmp_pat
     assert torch.equal(back.tensor("head.weight"), checkpoint.tensor("head.weight"))
     with pytest.raises(ValueError, match=r"word_embeddings.weight is \[384, 64\] there, \[400, 64\]"):
         import_megatron(folder, tmp_path / "more", CONFIGS, overrides=["model.vocab_size=400"])
+
+
+def test_tokenizers_travel(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["some words, and some more words"] * 20, 290)
+    export_megatron(checkpoints["transformer"], tmp_path / "out", tokenizer=tokenizer)
+    import_megatron(tmp_path / "out" / ITERATION, tmp_path / "one", CONFIGS)
+    kept = open_checkpoint(tmp_path / "one", CONFIGS)
+    found = tokenizer_of(kept)
+    assert found is not None and found.fingerprint() == tokenizer.fingerprint()
+    export_megatron(kept, tmp_path / "again", tokenizer=found)
+    names = [path.name for path in (tmp_path / "out" / "tokenizer").iterdir()]
+    for name in names:
+        first, second = ((tmp_path / folder / "tokenizer" / name).read_bytes() for folder in ("out", "again"))
+        assert first == second
+    assert "tokenizer.json" in names
+
+    bare = foreign(tmp_path / "theirs", checkpoints["transformer"], lambda tensors, arguments: None)
+    import_megatron(bare, tmp_path / "none", CONFIGS)
+    assert tokenizer_of(open_checkpoint(tmp_path / "none", CONFIGS)) is None
+    given = tmp_path / "out" / "tokenizer" / "tokenizer.json"
+    import_megatron(bare, tmp_path / "given", CONFIGS, tokenizer=given)
+    identity = open_checkpoint(tmp_path / "given", CONFIGS).manifest.identity
+    assert identity["data.tokenizer"] == tokenizer.fingerprint()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has neither tokenizer"):
+        import_megatron(bare, tmp_path / "two", CONFIGS, tokenizer=tmp_path / "empty")
+    large = train_tokenizer([Path(__file__).read_text()], 400)
+    (tmp_path / "large.json").write_bytes(tokenizer_files(large, 64)["tokenizer.json"])
+    with pytest.raises(ValueError, match="has 400 ids and the model only 300"):
+        import_megatron(bare, tmp_path / "two", CONFIGS, tokenizer=tmp_path / "large.json")
+    assert not (tmp_path / "two").exists()
 
 
 class _Bomb:

@@ -89,7 +89,8 @@ def test_fused_logits_of_a_document_are_those_of_the_document_alone(mesh) -> Non
         for row, span in spans(lengths):
             alone = model(tokens[row : row + 1, span])
             assert relative_error(logits[row : row + 1, span], alone) < 2e-2
-    assert relative_error(logits, joined) > 0.1
+            if span.start:  # what comes before changes it: far less in an untrained model than in a trained one
+                assert relative_error(joined[row : row + 1, span], alone) > 6e-2
 
 
 def test_every_gradient_of_the_model(mesh) -> None:
@@ -117,8 +118,8 @@ def test_told_their_number_the_host_never_waits(mesh) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         waits.append(sum("synchroniz" in str(warning.message) for warning in caught))
-    joined, told, not_told = waits
-    assert told == joined < not_told
+    _, told, not_told = waits
+    assert told == 0 < not_told, waits
 
 
 @pytest.mark.parametrize("recompute", ["block", "selective"])
