@@ -202,7 +202,7 @@ REFUSED = {
     "unknown ids": (["RUN", "--prompt", "512", "--raw"], "has the token 512; the model has ids from 0 to 511"),
     "no file": (["RUN", "--file", "nowhere"], "No such file or directory"),
     "no text": (["RUN", "--file", sys.executable], "is not UTF-8 ("),
-    "memory": (["RUN", "--prompt", "a", "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory; give less"),
+    "memory": (["RUN", "--prompt", "a", "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
     "no tokenizer there": (["RUN", "--prompt", "a", "--tokenizer", "nowhere"], "there is no tokenizer at nowhere"),
 }  # fmt: skip
 
