@@ -17,12 +17,14 @@ RUN MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE \
     pip install --no-build-isolation "causal-conv1d>=1.6" "mamba-ssm>=2.3"
 
 WORKDIR /workspace/megatron_fp4
-COPY pyproject.toml README.md LICENSE pretrain.py assembly.py ./
+COPY pyproject.toml README.md LICENSE pretrain.py introduction.py assembly.py ./
 COPY megatron_fp4 megatron_fp4
 COPY models models
 COPY data data
+COPY exchange exchange
+COPY inference inference
 COPY scripts scripts
-RUN pip install --editable .
+RUN pip install --editable ".[hf]"
 COPY . .
 
 RUN python -c "import torch, transformer_engine as te; print(torch.__version__, te.__version__)" \

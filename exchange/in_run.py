@@ -257,9 +257,11 @@ class Exports:
         return sorted(step for step in owed if step <= start and self._is_missing(step))
 
     def _marks(self) -> list[Path]:
-        if not self._root.is_dir():
-            return []
-        return sorted(p for p in self._root.iterdir() if p.suffix == ".tmp" and _STEP.fullmatch(p.stem) and p.is_dir())
+        with _said(f"{self._root} cannot be read, and what is owed there is not made"):
+            if self._root.is_dir():
+                marks = (p for p in self._root.iterdir() if p.suffix == ".tmp" and _STEP.fullmatch(p.stem))
+                return sorted(p for p in marks if p.is_dir())
+        return []
 
     def _is_missing(self, step: int) -> bool:
         """Whether there is a checkpoint of that step and no export of it. A folder without a record of what it was made

@@ -87,5 +87,5 @@ def _drawn(logits_v: Tensor, sampling: Sampling, draw: float) -> int:
 def _place_of(draw: float, weights: Tensor) -> int:
     """Where a draw falls among weights laid end to end and stretched to 1; never on a weight of zero."""
     ends = weights.cumsum(-1)
-    place = int(torch.searchsorted(ends, draw * ends[-1], right=True))
-    return min(place, int(weights.nonzero()[-1]))
+    # A draw is at most 1 - 2^-53, so that the product is less than the last end in FP64 too.
+    return int(torch.searchsorted(ends, draw * ends[-1], right=True))

@@ -64,12 +64,18 @@ def main(arguments: list[str]) -> int:
     options = parse(arguments)
     try:
         return (tasks if options.validation is None else validation)(options, arguments)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        # A CPU that has too little has no type of its own.
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
         print(f"evaluate.py: {first_line(error, 120)}; give --batch-size, or another --device", file=sys.stderr)
         return 2
     except (ValueError, OSError, DamagedCheckpointError) as error:  # ConfigError is a ValueError
         print(f"evaluate.py: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr, flush=True)
+        return 130
     finally:
         leave_distributed()
 
@@ -106,6 +112,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("name a MODEL: an exported folder, a checkpoint or a run")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}; make it first")
+    if options.json is not None and options.json.is_dir():
+        parser.error(f"--json {options.json} is a folder; name a file")
     return options
 
 
@@ -136,28 +144,31 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
     dtype, examined = options.dtype or "auto", []
     tokenizers = tokenizers_of(models, options.tokenizer)
     load_tasks(names, options.include_path, options.num_fewshot, standard)  # refused before anything that takes long
-    for model in models:
-        stored = "float32" if dtype == "auto" else dtype
-        with as_folder(model, stored, tokenizers.get(model.name)) as folder:
-            opened = open_folder(folder, device, dtype)
-            examined.append(
-                examine(
-                    model.name,
-                    opened,
-                    # Anew, so that every model is shown the same examples: drawing them goes on where it was.
-                    load_tasks(names, options.include_path, options.num_fewshot, standard),
-                    facts=model.facts,
-                    limit=options.limit,
-                    batch_rows=options.batch_size,
-                    max_length=options.max_length,
-                    progress=ProgressLine(model.name),
-                )
-            )
-            del opened
-        _free()
-    print(evaluation_table(examined))
     settings = {name: getattr(options, name) for name in _OF_TASKS} | {"device": device}
-    write(options.json, record(examined, ["evaluate.py", *arguments], settings))
+    try:
+        for model in models:
+            stored = "float32" if dtype == "auto" else dtype
+            with as_folder(model, stored, tokenizers.get(model.name)) as folder:
+                opened = open_folder(folder, device, dtype)
+                examined.append(
+                    examine(
+                        model.name,
+                        opened,
+                        # Anew, so that every model is shown the same examples: drawing them goes on where it was.
+                        load_tasks(names, options.include_path, options.num_fewshot, standard),
+                        facts=model.facts,
+                        limit=options.limit,
+                        batch_rows=options.batch_size,
+                        max_length=options.max_length,
+                        progress=ProgressLine(model.name),
+                    )
+                )
+                del opened
+            _free()
+    finally:  # what took hours does not get lost with the model behind it
+        if examined:
+            print(evaluation_table(examined), flush=True)
+            write(options.json, record(examined, ["evaluate.py", *arguments], settings))
     return 0
 
 

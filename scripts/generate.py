@@ -57,6 +57,11 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError, DamagedCheckpointError, NotFiniteError, torch.OutOfMemoryError) as error:
         print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # a CPU that has too little has no type of its own
+            raise
+        print("generate.py: not enough memory; give less --max-tokens, --batch or prompt", file=sys.stderr, flush=True)
+        return 2
     finally:
         leave_distributed()
 
@@ -127,7 +132,11 @@ def given_prompts(options: argparse.Namespace) -> list[str] | None:
     """All that are given, in order; None: they will be typed."""
     prompts = list(options.prompt)
     if options.file is not None:
-        prompts += [line for line in options.file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            text = options.file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{options.file} is not UTF-8 ({error}); write it in that encoding") from error
+        prompts += [line for line in text.splitlines() if line.strip()]
         if not prompts:
             raise ValueError(f"{options.file} has no prompt in it; write one on each line")
     elif not prompts and not sys.stdin.isatty():

@@ -22,6 +22,8 @@ from exchange.checkpoint import load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
 from inference.generation import Request, Settings, generate
 from inference.sampling import Sampling
+from inference.text import prompt_tokens
+from inference.weights import lower_weights
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts.generate import load, main, parse
@@ -79,6 +81,23 @@ def test_a_run_records_what_its_model_says(run: Path) -> None:
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     assert {"text/1/text_summary", "text/2/text_summary"} <= {*board.Tags()["tensors"]}
+
+
+def test_these_texts_are_of_weights_that_are_not_quantized(run: Path) -> None:
+    """In the compute dtype, at the temperature and with the seed that the documentation says."""
+    checkpoint = open_checkpoint(run, CONFIGS)
+    tokenizer, config = tokenizer_of(checkpoint), checkpoint.config
+    assert tokenizer is not None
+    dtype = getattr(torch, config.precision.compute_dtype)
+    model = load_model(checkpoint, compute_dtype=dtype)
+    lower_weights(model, dtype)
+    settings = Settings(7, Sampling(0.8, seed=config.run.seed), stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
+    prompts = [prompt_tokens(tokenizer, prompt) for prompt in (PROMPT, "")]
+    found = generate(model, [Request(prompt) for prompt in prompts], settings)
+    leave_distributed()
+    whole = [tokenizer.decode([*prompt, *texts.tokens]) for prompt, texts in zip(prompts, found, strict=True)]
+    (said,) = [e["samples"] for e in records(run, "event") if e["event"] == "text" and e["step"] == checkpoint.step]
+    assert [sample["prompt"] + sample["text"] for sample in said] == whole
 
 
 def test_a_prompt_and_its_continuation(run: Path, said) -> None:
@@ -182,6 +201,8 @@ REFUSED = {
     "no ids": (["RUN", "--prompt", "a", "--raw"], "the prompt 'a' is no list of token ids"),
     "unknown ids": (["RUN", "--prompt", "512", "--raw"], "has the token 512; the model has ids from 0 to 511"),
     "no file": (["RUN", "--file", "nowhere"], "No such file or directory"),
+    "no text": (["RUN", "--file", sys.executable], "is not UTF-8 ("),
+    "memory": (["RUN", "--prompt", "a", "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
     "no tokenizer there": (["RUN", "--prompt", "a", "--tokenizer", "nowhere"], "there is no tokenizer at nowhere"),
 }  # fmt: skip
 

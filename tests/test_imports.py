@@ -40,10 +40,13 @@ BELOW = {
 }
 
 
+TOP = {"data", "models", "exchange", "inference", "assembly", "introduction", "pretrain", "scripts", "tests"}
+
+
 def room_of(module: str) -> str | None:
     """The room a dotted module of ours belongs to; None for other people's modules."""
     parts = module.split(".")
-    if parts[0] in ("data", "models", "exchange", "inference", "pretrain", "assembly", "scripts", "tests"):
+    if parts[0] in TOP:
         return parts[0]
     return "/".join(parts[:2]) if parts[0] == "megatron_fp4" else None
 

@@ -126,6 +126,8 @@ def device_named(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if torch.device(name).type not in ("cpu", "cuda"):
+            raise ValueError("of a kind that nothing here was tried on")
         torch.zeros(1, device=name)
     except Exception as error:
         raise ValueError(f"--device {name} is not here ({first_line(error, 80)}); use cpu, cuda or cuda:N") from error

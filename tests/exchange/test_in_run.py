@@ -183,6 +183,19 @@ def test_no_room_for_the_folder_is_said_too(tmp_path: Path) -> None:
     assert "exports" in job.log.failed[2][0] and not job.exports.protected()
 
 
+def test_a_folder_that_cannot_be_read_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank alone looks there: an error of it would leave the others waiting."""
+    job = Job(tmp_path / "run")
+    (tmp_path / "run" / "exports").mkdir(parents=True)
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    job.exports.begin(2)
+    assert job.exports.lacking(2) == []
+
+
 def test_another_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -> None:
     """As after damage; what was there before keeps its files under another name."""
     job = Job(tmp_path / "run")

@@ -267,6 +267,19 @@ def test_the_same_model_twice_does_not_differ(
     assert re.search(r"fox_text version .*: 3 documents, 0 examples before each, sha256 [0-9a-f]{12}", printed)
 
 
+def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
+    folders: dict[str, Path], task_files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    record = tmp_path / "scores.json"
+    models = [str(folders["hybrid"]), str(tmp_path / "broken")]
+    assert evaluate.main([*models, "--tasks", str(task_files / "text.yaml"), "--json", str(record)]) == 2
+    said = capsys.readouterr()
+    assert "| fox_text" in said.out and "broken cannot be loaded" in said.err
+    assert set(json.loads(record.read_text())["models"]) == {"hybrid"}
+
+
 def test_all_models_are_shown_the_same_examples(folders: dict[str, Path], task_files: Path, tmp_path: Path) -> None:
     """Documents whose prompts differ would not be paired."""
     models = [f"a={folders['hybrid']}", f"b={folders['transformer']}"]
@@ -356,6 +369,7 @@ def test_a_folder_that_is_not_whole_is_refused(
         (["{folder}", "{folder}", "--tasks", "fox_text"], "two models are called hybrid; name them"),
         (["{folder}", "--tasks", "fox_gone"], "task fox_gone cannot be loaded .*gone.jsonl"),
         (["{folder}", "--tasks", "fox_text", "--device", "cuda:77"], "--device cuda:77 is not here"),
+        (["{folder}", "--tasks", "fox_text", "--device", "meta"], "--device meta is not here"),
         (["{folder}", "--tasks", "fox_write", "--max-length", "4"], "lm-eval refuses hybrid: .*must be less than"),
         (["{folder}", "--tasks", "fox_text", "--tokenizer", "x"], "--tokenizer x is for checkpoints, and folders have"),
         (["{checkpoint}", "--tasks", "fox_text"], "its run knew of no tokenizer; give the one of its data"),
@@ -392,6 +406,7 @@ def test_what_a_user_gets_wrong_is_one_line(
         (["x", "--as-trained"], "--as-trained does nothing without --validation"),
         (["--validation", "x", "--tasks", "builtin"], "--tasks does nothing with --validation"),
         (["x", "--json", "/nowhere/scores.json"], "there is no folder /nowhere"),
+        (["x", "--json", "/"], "--json / is a folder; name a file"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(

@@ -63,6 +63,13 @@ def test_every_draw_takes_the_token_of_its_share() -> None:
             assert choose(row, Sampling(temperature, top_p), [draw]) == [last if expected is None else expected]
 
 
+@pytest.mark.parametrize("top_p", [0.9, 1.0])
+def test_no_draw_takes_a_token_of_probability_zero(top_p: float) -> None:
+    logits = torch.tensor([[-math.inf, 0.0, 0.3, -math.inf]])
+    for draw in (0.0, 1 - 2**-53):
+        assert choose(logits, Sampling(1.0, top_p), [draw])[0] in (1, 2)
+
+
 def test_zero_takes_the_likeliest_and_small_temperatures_come_to_the_same() -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1]])
     assert choose(logits, GREEDY, [0.9, 0.9]) == [7, 0]

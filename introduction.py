@@ -1,0 +1,98 @@
+"""What a run says before it trains: what is about to run, what has changed since its checkpoint; and of a dry run, what
+it would need."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from assembly import Run, sharded_model, world_size
+from data.opening import phase_schedule
+from data.plan import planned_use
+from megatron_fp4.checkpoint import drift
+from megatron_fp4.checkpoint.checkpointer import Resumed
+from megatron_fp4.config.schema import Config
+from megatron_fp4.report import console as show
+from megatron_fp4.report.summary import introduce
+from models.execution_choice import describe_execution
+from models.flops import forward_flops_per_token, parameter_count
+from models.pattern import MIXERS
+
+
+def print_needs(config: Config) -> int:
+    """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
+    from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
+
+    num_tokens = phase_schedule(config, {}).num_samples * config.train.sequence_length
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), num_tokens)
+    return 0
+
+
+def introduce_run(run: Run, start: int) -> None:
+    """Print what is about to run, from the `start` steps that are done."""
+    config, model, switch, console = run.config, run.model, run.controller.switch, run.log.console
+    counts, flops = parameter_count(config.model), forward_flops_per_token(config.model, config.train.sequence_length)
+    pattern = config.model.pattern
+    parts = [show.ModelPart("embedding", 1, counts.embedding)]
+    for letter, mixer in MIXERS.items():
+        if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
+            count = sum(p.numel() for block in own for p in block.parameters())
+            parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
+    parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
+    when, at_step = config.precision.switch.when, switch.at_step
+    switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
+    if switch.switched_at is not None:
+        switch_step = f"was before step {switch.switched_at + 1}"
+    facts = {
+        "compute dtype, backend": f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}",
+        "why this backend": run.backend.reason,
+        "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
+        "learning rate decays from step": run.schedule.decay_start_step + 1,
+        "kernels": describe_execution(model.execution, pattern, config.data.documents == "masked"),
+        "activation checkpointing": model.execution.recompute,
+        "optimizer": run.optimizer.name,
+    }
+    introduce(
+        console,
+        config,
+        run.controller.plans[0],
+        parts=parts,
+        flops_per_token=flops.total,
+        phases=phase_rows(run),
+        num_tokens=run.tokens(config.train.steps),
+        facts=facts,
+        world_size=run.mesh.world_size,
+    )
+    console.text(run.bundle.summary())
+    if start:
+        console.text(f"resumed after step {start} of {config.train.steps}")
+
+
+def phase_rows(run: Run) -> list[show.PhaseRow]:
+    """The data phases, with what they take from each source."""
+    tokens, rows = run.config.train.sequence_length, []
+    for span, uses in planned_use(run.phases, run.loader.sources):
+        length = span.sequence_length or tokens
+        batch = f"{span.batch_size * tokens // length:,} x {length:,}"
+        sources = [show.SourceRow(use.source, use.share, use.epochs, use.epochs_done) for use in uses]
+        steps = span.first_step + 1, span.end_step
+        rows.append(show.PhaseRow(span.name, *steps, batch, span.num_samples * tokens, sources))
+    return rows
+
+
+def say_what_differs(run: Run, resumed: Resumed) -> None:
+    """Print and record what was damaged, that the checkpoint is a local one, and what has changed of the configuration
+    and the data since it was made."""
+    saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
+    for damage in resumed.damaged:
+        line = (
+            f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
+        )
+        run.log.found("damaged", [line], **asdict(damage))
+    if resumed.local:
+        lines = [f"step {start} is read from the nodes' own disks, in {run.config.checkpoint.local_dir}"]
+        run.log.found("resumed_locally", lines, path=str(resumed.path))
+    if saved and (changes := drift.configuration_changes(saved, run.config)):
+        lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
+        run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+    if run.loader.changes:
+        run.log.found("data", run.loader.changes, changes=run.loader.changes)
