@@ -84,7 +84,6 @@ def export(options: argparse.Namespace) -> None:
     else:
         tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
         check_output(options.output, checkpoint.folder)
-        checkpoint.verify()
         encoder: Encoder = PlainEncoder(getattr(torch, options.dtype or "bfloat16"))
         if not plain:
             encoder = nvfp4.nvfp4_encoder(options, checkpoint)

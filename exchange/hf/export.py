@@ -60,6 +60,7 @@ def export_hf(
         "max_position_embeddings": length,
         **encoder.config_entries(),
     }
+    checkpoint.verify()  # last, because it reads all of a large checkpoint, moments included
     with new_folder(output, checkpoint.folder) as folder:
         written = 0
 

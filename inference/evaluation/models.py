@@ -71,7 +71,6 @@ def as_folder(model: Model, dtype: str, tokenizer: TextTokenizer | None = None) 
         return
     with tempfile.TemporaryDirectory(prefix="megatron_fp4_evaluate_") as temporary:
         folder = Path(temporary) / "model"
-        model.checkpoint.verify()
         export_hf(model.checkpoint, folder, encoder=PlainEncoder(getattr(torch, dtype)), tokenizer=tokenizer)
         yield folder
 
