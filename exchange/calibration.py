@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data.loader import MicroBatch
-from data.opening import open_run_data
+from data.opening import open_held_out
 from data.validation import ValidationSet
 from exchange.nvfp4 import TrainedPlan, activations_in_fp4
 from megatron_fp4.config.schema import Config
@@ -49,15 +49,6 @@ class Calibration(NamedTuple):
     loss: float
 
 
-@dataclass(frozen=True)
-class _Alone:
-    """The one process that calibrates, as opening data wants to know it."""
-
-    device: torch.device
-    dp_rank: int = 0
-    dp_size: int = 1
-
-
 def check_calibration(trained: TrainedPlan, num_samples: int) -> None:
     """Raise ValueError, with the remedy, where activations must not be quantized or nothing would be measured."""
     if num_samples < 1:
@@ -73,7 +64,7 @@ def held_out_batches(config: Config, num_samples: int) -> Iterator[MicroBatch]:
     """`num_samples` sequences of the run's held-out data, of all its sources in turn and spread over each, one at a
     time; fewer if it has no more. Raises ValueError or OSError for data that cannot be opened."""
     everything = replace(config, validation=replace(config.validation, num_samples=None))
-    _, _, validation = open_run_data(everything, _Alone(torch.device("cpu")))
+    _, validation = open_held_out(everything)
     if not validation:
         raise ValueError(
             "the run has no held-out text to calibrate with; name some by --data-override data.validation.NAME=PATH"

@@ -20,6 +20,7 @@ from data.tokenizer import load_tokenizer
 from data.tokenizers.interface import TextTokenizer
 from exchange.checkpoint import Checkpoint
 from exchange.hf.architectures import architecture_in, architecture_of
+from exchange.hf.export import CONFIG
 from exchange.hf.importing import is_import
 from exchange.hf.sections import Section
 from exchange.hf.shards import Shards
@@ -29,8 +30,6 @@ from exchange.nvfp4_layouts import Layout, is_calibrated, layout_of
 from exchange.nvfp4_reading import decoded
 from megatron_fp4.quantization.elements import E2M1_MAX, E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
-
-CONFIG = "config.json"
 
 
 class Finding(NamedTuple):

@@ -24,7 +24,7 @@ from torch import Tensor
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
+from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT, Recipe
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
@@ -70,7 +70,7 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
             f"{checkpoint.folder} has imported weights, which no run has trained in NVFP4; {_PLAIN[3:]}, or train them"
         )
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
-    now = plans[0] if switched_at is None or plans[1] is None else plans[1]
+    now = plan_in_effect(plans, switched_at)
     saved = _written_out(checkpoint.trainer["plan"])
     for name, lines in _written_out(now.as_dict()).items():
         if saved.get(name) != lines:
@@ -107,8 +107,7 @@ def choose_plan(
     switched = switched_at is not None and after is not None
     if which == "before" and not switched:
         raise ValueError("--plan before: this checkpoint is not behind a precision switch; leave it out")
-    plan = after if switched and which == "now" else before
-    assert plan is not None
+    plan = plan_in_effect(plans, switched_at) if which == "now" else before
     chosen = TrainedPlan(plan, compute_dtype, tensor, before_switch=which == "before")
     if switched_at is not None and plan is after and not chosen.fp4() and TrainedPlan(before, compute_dtype).fp4():
         raise ValueError(

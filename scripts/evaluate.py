@@ -52,6 +52,7 @@ from inference.evaluation.tasks import prepare_environment, task_names
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.report.run_files import replace_file
 
 # Options of one of the two ways to use the script.
@@ -187,8 +188,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.as_trained:
         if checkpoint.weights_only:
             raise ValueError(f"--as-trained: {checkpoint.name} has weights only, which no run of ours trained")
-        before, after = plans_of(checkpoint.config)
-        plan = before if after is None or checkpoint.trainer["switch"]["switched_at"] is None else after
+        plan = plan_in_effect(plans_of(checkpoint.config), checkpoint.trainer["switch"]["switched_at"])
         quantized = f"{plan.num_quantized} of {len(plan.rows)} linears quantized"
         title = f"framework as trained: {checkpoint.config.precision.compute_dtype}, {quantized}"
         shown.append(Losses(title, framework_losses(checkpoint, windows, device, plan, ProgressLine("as trained"))))

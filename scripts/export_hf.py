@@ -17,7 +17,6 @@ import argparse
 import math
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -29,7 +28,7 @@ from exchange.hf.importing import is_import
 from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from scripts.export import nvfp4
+from scripts.export import command, nvfp4
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -48,8 +47,7 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-    parser.add_argument("output", type=Path, help="the folder to write, which must not exist")
+    command.add_arguments(parser)
     parser.add_argument(
         "--format",
         choices=("hf", *nvfp4.FORMATS),
@@ -57,15 +55,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="hf: weights in --dtype (the default). nvfp4: in the layout of ModelOpt, or of compressed-tensors",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default bfloat16)")
-    parser.add_argument("--tokenizer", help="where the run's tokenizer is now, if not where its configuration says")
-    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
     parser.add_argument(
         "--shard-gib", type=float, help=f"size of a safetensors file at most (default {SHARD_BYTES / 2**30:g})"
     )
     nvfp4.add_arguments(parser)
-    options = parser.parse_args(arguments)
-    if options.tokenizer and options.no_tokenizer:
-        parser.error("--tokenizer and --no-tokenizer exclude each other")
+    options = command.parse(parser, arguments)
     if options.shard_gib is not None and not 0 < options.shard_gib < math.inf:
         parser.error(f"--shard-gib={options.shard_gib}: give a size above 0")
     return options
@@ -80,7 +74,7 @@ def export(options: argparse.Namespace) -> None:
         _refuse_changes(options)
         check_output(options.output, checkpoint.folder)
         checkpoint.verify()
-        export_again(checkpoint, options.output, progress=Progress())
+        export_again(checkpoint, options.output, progress=command.Progress())
     else:
         tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
         check_output(options.output, checkpoint.folder)
@@ -93,7 +87,7 @@ def export(options: argparse.Namespace) -> None:
             encoder=encoder,
             tokenizer=tokenizer,
             shard_bytes=SHARD_BYTES if options.shard_gib is None else int(options.shard_gib * 2**30),
-            progress=Progress(),
+            progress=command.Progress(),
         )
         if tokenizer is None and not options.no_tokenizer:
             print("no tokenizer: the run knew of none; --tokenizer PATH adds one")
@@ -116,18 +110,6 @@ def _refuse_changes(options: argparse.Namespace) -> None:
             f"{changing[0]}: without --dtype an import becomes the folder that it was, byte for byte; add --dtype, or "
             "leave it out"
         )
-
-
-class Progress:
-    """A line on a terminal."""
-
-    def __init__(self) -> None:
-        self._shown = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._shown:
-            end = "\n" if done >= total else "\r"
-            print(f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -25,7 +24,7 @@ from exchange.megatron.export import export_megatron, start_command
 from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from scripts.export_hf import Progress
+from scripts.export import command
 
 
 def main(arguments: list[str]) -> int:
@@ -42,18 +41,12 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-    parser.add_argument("output", type=Path, help="the folder to write, which must not exist")
+    command.add_arguments(parser)
     dtypes = "of the weights (default bfloat16); A_log, D and dt_bias are always float32"
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=dtypes)
     layers = "of a GPTModel: one tensor for all of them (default), or one each, as with non_homogeneous_layers"
     parser.add_argument("--layers", choices=("stacked", "numbered"), default="stacked", help=layers)
-    parser.add_argument("--tokenizer", help="where the run's tokenizer is now, if not where its configuration says")
-    parser.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
-    options = parser.parse_args(arguments)
-    if options.tokenizer and options.no_tokenizer:
-        parser.error("--tokenizer and --no-tokenizer exclude each other")
-    return options
+    return command.parse(parser, arguments)
 
 
 def export(options: argparse.Namespace) -> None:
@@ -64,7 +57,7 @@ def export(options: argparse.Namespace) -> None:
     checkpoint.verify()
     dtype = getattr(torch, options.dtype)
     exported = export_megatron(
-        checkpoint, options.output, dtype=dtype, layers=options.layers, tokenizer=tokenizer, progress=Progress()
+        checkpoint, options.output, dtype=dtype, layers=options.layers, tokenizer=tokenizer, progress=command.Progress()
     )
     if tokenizer is None and not options.no_tokenizer:
         print("no tokenizer: the run knew of none; --tokenizer PATH adds one")

@@ -44,6 +44,7 @@ from inference.weights import lower_weights, weights_as_trained
 from inference.writer import Writer, say, tokens_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.precision.plan import plan_in_effect
 from models.hybrid import HybridModel
 
 
@@ -157,15 +158,14 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
     weights = "master weights"
     if options.weights == "trained":
         config = checkpoint.config
-        switched = (checkpoint.trainer.get("switch") or {}).get("switched_at") is not None
-        before, after = plans_of(config)
-        plan = after if switched and after is not None else before
+        switched_at = (checkpoint.trainer.get("switch") or {}).get("switched_at")
+        plan = plan_in_effect(plans_of(config), switched_at)
         trained_in = getattr(torch, config.precision.compute_dtype)
         count = weights_as_trained(model, plan, trained_in, config.parallel.tensor)
         if not count or checkpoint.weights_only:
             raise ValueError(
                 f"--weights trained: {checkpoint.folder} has no linear whose weights were quantized in the forward "
-                f"pass {'since the precision switch' if switched else 'of its training'}; leave it at master"
+                f"pass {'of its training' if switched_at is None else 'since the precision switch'}; leave it at master"
             )
         weights = f"weights of {count} of {len(plan.rows)} linears as they were trained"
     lower_weights(model, model.embedding.dtype)

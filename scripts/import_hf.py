@@ -15,11 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import yaml
-
 from assembly import CONFIGS
 from exchange.hf.importing import import_hf
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from scripts.export.command import import_and_describe
 
 
 def main(arguments: list[str]) -> int:
@@ -29,17 +28,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("checkpoint", type=Path, help="the checkpoint to write, which must not exist")
     parser.add_argument("--name", help="model.name of it (default: the folder's name)")
     options = parser.parse_args(arguments)
-    described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
     try:
-        if described.exists():
-            raise ValueError(f"{described} exists already; name another checkpoint, or remove it")
-        settings = import_hf(options.folder, options.checkpoint, CONFIGS, name=options.name)
-        described.write_text(yaml.safe_dump(settings, sort_keys=False))
+        import_and_describe(
+            options.checkpoint, lambda: import_hf(options.folder, options.checkpoint, CONFIGS, name=options.name)
+        )
     except (ValueError, OSError, DamagedCheckpointError) as error:
         print(f"import_hf.py: {error}", file=sys.stderr, flush=True)
         return 2
-    print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:")
-    print(yaml.safe_dump(settings, sort_keys=False), end="")
     return 0
 
 

@@ -19,10 +19,9 @@ import argparse
 import sys
 from pathlib import Path
 
-import yaml
-
 from assembly import CONFIGS
 from exchange.megatron.importing import import_megatron
+from scripts.export.command import import_and_describe
 
 
 def main(arguments: list[str]) -> int:
@@ -38,25 +37,22 @@ def main(arguments: list[str]) -> int:
     kept = "the model's tokenizer, a folder or a file, to be kept (default: the one of an export of ours)"
     parser.add_argument("--tokenizer", type=Path, metavar="PATH", help=kept)
     options = parser.parse_intermixed_args(arguments)
-    described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
     try:
-        if described.exists():
-            raise ValueError(f"{described} exists already; name another checkpoint, or remove it")
-        settings = import_megatron(
-            options.folder,
+        import_and_describe(
             options.checkpoint,
-            CONFIGS,
-            name=options.name,
-            model=options.model,
-            overrides=options.overrides,
-            tokenizer=options.tokenizer,
+            lambda: import_megatron(
+                options.folder,
+                options.checkpoint,
+                CONFIGS,
+                name=options.name,
+                model=options.model,
+                overrides=options.overrides,
+                tokenizer=options.tokenizer,
+            ),
         )
-        described.write_text(yaml.safe_dump(settings, sort_keys=False))
     except (ValueError, OSError) as error:
         print(f"import_megatron.py: {error}", file=sys.stderr, flush=True)
         return 2
-    print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:")
-    print(yaml.safe_dump(settings, sort_keys=False), end="")
     return 0
 
 

@@ -52,7 +52,6 @@ def export_hf(
     files = {} if tokenizer is None else tokenizer_files(tokenizer, length)
     layout = {name: encoder.layout(name, parts) for name, parts in sections.items()}
     groups = shards.cut(list(layout.items()), shard_bytes)
-    total = sum(stored.num_bytes for group in layout.values() for stored in group)
     special = _special_ids(tokenizer)
     described = {
         **architecture.to_hf(config),
@@ -62,19 +61,12 @@ def export_hf(
     }
     checkpoint.verify()  # last, because it reads all of a large checkpoint, moments included
     with new_folder(output, checkpoint.folder) as folder:
-        written = 0
-
-        def done(num_bytes: int) -> None:
-            nonlocal written
-            written += num_bytes
-            progress(min(written, total), total)
-
         shards.write_shards(
             folder,
             dict(zip(shards.file_names(len(groups)), groups, strict=True)),
             layout,
             lambda name: encoder.tensors(name, sections[name], checkpoint.tensor(name)),
-            done,
+            progress,
         )
         (folder / CONFIG).write_text(json_text(described))
         generation = {key: value for key, value in special.items() if value is not None}
@@ -106,7 +98,6 @@ def export_again(
         raise ValueError(
             f"{checkpoint.folder}: {TRAINER} does not describe the folder it was imported from; add --dtype"
         )
-    total = sum(stored.num_bytes for group in layout.values() for stored in group)
     last: dict[str, Tensor] = {}
 
     def tensors(name: str) -> Mapping[str, Tensor]:
@@ -115,15 +106,8 @@ def export_again(
             last[ours[name]] = checkpoint.tensor(ours[name])
         return encoder.tensors("", [by_name[name]], last[ours[name]])
 
-    written = 0
-
-    def done(num_bytes: int) -> None:
-        nonlocal written
-        written += num_bytes
-        progress(min(written, total), total)
-
     with new_folder(output, checkpoint.folder) as folder:
-        shards.write_shards(folder, imported["shards"], layout, tensors, done)
+        shards.write_shards(folder, imported["shards"], layout, tensors, progress)
         for name in imported["files"]:
             (folder / name).write_bytes(checkpoint.file(name))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,6 @@ def tokenizer_in(folder: Path) -> TextTokenizer | None:
 
 def _with_model(config: Any, settings: Mapping[str, Any]) -> Any:
     """`config` with the model of `settings`. Raises ConfigError for values that no model of ours can have."""
-    from dataclasses import replace
-
     try:
         return replace(config, model=replace(config.model, **settings))
     except ConfigError:

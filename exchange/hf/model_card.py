@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from exchange.checkpoint import Checkpoint
+from megatron_fp4.report.metrics import last_validation
 from models.flops import parameter_count
-
-METRICS = "metrics.jsonl"
 
 
 def model_card(checkpoint: Checkpoint, model_type: str, sequence_length: int, weights: str, use: str) -> str:
@@ -82,18 +80,9 @@ def _plan(plan: dict[str, Any], name: str, switched_at: int | None, config: Any)
 
 def _losses(checkpoint: Checkpoint) -> list[str]:
     """The last validation up to the checkpoint, if the run's records lie beside it."""
-    path = Path(checkpoint.folder).absolute().parent.parent / METRICS
-    if checkpoint.weights_only or not path.is_file():
-        return []
     last = None
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except ValueError:  # a line that a killed run did not finish
-                continue
-            if record.get("kind") == "validation" and record["step"] <= checkpoint.step:
-                last = record
+    if not checkpoint.weights_only:
+        last = last_validation(checkpoint.folder.absolute().parent.parent, checkpoint.step)
     if last is None:
         return []
     rows = [

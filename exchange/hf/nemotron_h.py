@@ -72,9 +72,10 @@ def sections(config: ModelConfig) -> dict[str, list[Section]]:
     channels = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
     q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     in_proj, conv, qkv = (
-        order(config).argsort() if letter in config.pattern else None
+        order(config) if letter in config.pattern else None
         for order, letter in ((mamba_in_proj_order, "M"), (mamba_conv_order, "M"), (qkv_order, "*"))
     )
+    in_proj, conv = (None if order is None else order.argsort() for order in (in_proj, conv))
     found = {"embedding.weight": [Section("backbone.embeddings.weight", (config.vocab_size, hidden))]}
     for block, letter in enumerate(config.pattern):
         ours, theirs = f"blocks.{block}", f"backbone.layers.{block}"
@@ -100,7 +101,7 @@ def sections(config: ModelConfig) -> dict[str, list[Section]]:
             assert qkv is not None
             names = [f"{theirs}.{part}_proj.weight" for part in "qkv"]
             found |= {
-                f"{ours}.qkv_proj.weight": in_sections(names, (q_dim, kv_dim, kv_dim), qkv.argsort(), hidden),
+                f"{ours}.qkv_proj.weight": in_sections(names, (q_dim, kv_dim, kv_dim), qkv, hidden),
                 f"{ours}.out_proj.weight": [Section(f"{theirs}.o_proj.weight", (hidden, q_dim))],
             }
         else:

@@ -52,17 +52,19 @@ def write_shards(
     shards: Mapping[str, Sequence[str]],
     layout: Mapping[str, Sequence[Stored]],
     tensors: Callable[[str], Mapping[str, Tensor]],
-    done: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the files of `shards` (name -> groups), and the index if they are several.
 
-    layout: group -> what it stores. tensors: group -> its tensors, asked for once each. done: told the bytes of each
-    file. No more than a shard, and the group that is made for it, is in memory at a time. Raises OSError.
+    layout: group -> what it stores. tensors: group -> its tensors, asked for once each. progress: is told the bytes of
+    tensors written, and all of them. No more than a shard, and the group that is made for it, is in memory at a time.
+    Raises OSError.
     """
     module = safetensors()
     from safetensors import SafetensorError
 
     places: dict[str, str] = {}
+    written, total = 0, sum(stored.num_bytes for group in layout.values() for stored in group)
     for file, groups in shards.items():
         content: dict[str, Tensor] = {}
         for group in groups:
@@ -78,9 +80,9 @@ def write_shards(
         del content
         places |= {stored.name: file for group in groups for stored in layout[group]}
         (folder / file).chmod(0o666 & ~_umask())  # it makes them for their owner alone
-        done((folder / file).stat().st_size)
+        written += sum(stored.num_bytes for group in groups for stored in layout[group])
+        progress(written, total)
     if len(shards) > 1:
-        total = sum(stored.num_bytes for group in layout.values() for stored in group)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.shards import read_exactly
 
 COMMON = "common.pt"
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -95,7 +96,7 @@ class MegatronFolder:
         try:
             with files.open_plain(self.folder / place.relative_path) as file:
                 file.seek(place.offset)
-                content = io.BytesIO(file.read(place.length))
+                content = io.BytesIO(read_exactly(file, place.length, place.relative_path))
             values = torch.load(content, map_location="cpu", weights_only=True)
             del content
         except Exception as error:  # whatever torch makes of damaged bytes

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.opening import open_held_out
 from data.text_bytes import bytes_per_token
@@ -23,12 +23,12 @@ from exchange.checkpoint import Checkpoint, load_model
 from inference.evaluation.folder import OpenedFolder
 from inference.evaluation.scoring import Progress, Row, Scorer
 from inference.evaluation.table import markdown
+from inference.weights import lower_weights
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
-from models.hybrid import HybridModel
+from megatron_fp4.report.metrics import last_validation
 
 TOLERANCE = 1e-5
 # Windows whose pieces transformers scores together, in batches by length.
@@ -83,7 +83,7 @@ def framework_losses(
     if plan is not None:
         contexts = {name: module.context for name, module in model.linears()}
         PrecisionController(contexts, plan, RunClock(seed=config.run.seed))
-        _cast(model, dtype)
+        lower_weights(model, dtype)
 
     def score(batch: Any) -> tuple[float, int]:
         options: dict[str, Any] = {}
@@ -97,15 +97,6 @@ def framework_losses(
         return float(loss.double()) * count, count
 
     return _means(windows, windows.micro_batch_size, score, progress)
-
-
-def _cast(model: HybridModel, dtype: torch.dtype) -> None:
-    """Weights as FSDP hands them to the forward pass: in the compute dtype, but for those that have to stay FP32."""
-    exempt = {id(parameter) for unit in model.fp32_units() for parameter in unit.parameters()}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) not in exempt:
-                setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=False))
 
 
 def folder_losses(opened: OpenedFolder, windows: Windows, progress: Progress | None = None) -> dict[str, float]:
@@ -162,11 +153,8 @@ def _means(
 
 def recorded_losses(checkpoint: Checkpoint) -> dict[str, float] | None:
     """What the run's own metrics.jsonl says for the checkpoint's step; None if there is no such record."""
-    metrics = checkpoint.folder.absolute().parent.parent / METRICS_FILE
-    if not metrics.is_file():
-        return None
-    found = [r for r in read_metrics(metrics) if r["kind"] == "validation" and r["step"] == checkpoint.step]
-    losses = found[-1]["losses"] if found else {}
+    record = last_validation(checkpoint.folder.absolute().parent.parent, checkpoint.step)
+    losses = record["losses"] if record is not None and record["step"] == checkpoint.step else {}
     return losses if losses and None not in losses.values() else None
 
 

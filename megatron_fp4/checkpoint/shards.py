@@ -301,7 +301,7 @@ class CheckedReader(FileSystemReader):
                     file.seek(start)
                 else:
                     _digest_to(file, start - position, digest, name)
-                content = _read_exactly(file, length, name)
+                content = read_exactly(file, length, name)
                 if record is not None:
                     digest.update(content)
                 for _, item in wanted[start]:
@@ -337,7 +337,8 @@ def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> Non
     planner.commit_tensor(item, target)
 
 
-def _read_exactly(file: io.FileIO, length: int, name: str) -> bytes:
+def read_exactly(file: io.FileIO, length: int, name: str) -> bytes:
+    """The next bytes of a file that messages call `name`. Raises DamagedCheckpointError if it ends before."""
     parts = []
     while length > 0:  # one call returns two GiB at most
         parts.append(file.read(length))
@@ -349,6 +350,6 @@ def _read_exactly(file: io.FileIO, length: int, name: str) -> bytes:
 
 def _digest_to(file: io.FileIO, length: int, digest: Any, name: str) -> None:
     while length > 0:
-        content = _read_exactly(file, min(length, _CHUNK), name)
+        content = read_exactly(file, min(length, _CHUNK), name)
         digest.update(content)
         length -= len(content)

@@ -120,6 +120,13 @@ class Plan:
         }
 
 
+def plan_in_effect(plans: tuple[Plan, Plan | None], switched_at: int | None) -> Plan:
+    """Of the plans before and after the precision switch, the one that a run follows which switched at that step (None:
+    not yet)."""
+    before, after = plans
+    return before if switched_at is None or after is None else after
+
+
 def build_plan(
     linears: Iterable[LinearShape],
     recipe: Recipe,

@@ -259,6 +259,22 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
+    """The last record `validation` of the run in `run_dir` up to `step` steps; None if it has none, or no records.
+
+    Reads line by line: a long run has a record for each of its steps.
+    """
+    path, found = Path(run_dir) / METRICS_FILE, None
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        for _, line, _ in lines_of(file):
+            record = record_of(line)
+            if isinstance(record, dict) and record["kind"] == "validation" and record["step"] <= step:
+                found = record
+    return found
+
+
 def records_of_run(run_dir: str | Path) -> list[dict[str, Any]]:
     """All records of the run in `run_dir`. Raises FileNotFoundError if there is no metrics.jsonl."""
     path = Path(run_dir) / METRICS_FILE
