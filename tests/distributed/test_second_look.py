@@ -54,13 +54,13 @@ def _resume_with_trouble(rank: int, root: str, sick: int, seen: dict[str, str]) 
 
     seen: by checkpoint, which trouble.
     """
-    read, digest_to = shards._read_exactly, shards._digest_to
+    read, digest_to = shards.read_exactly, shards._digest_to
 
     def troubled(trouble: str, sound: Any, sick_one: Any) -> Any:
         return lambda file, *rest: (sick_one if seen.get(_path(file).parent.name) == trouble else sound)(file, *rest)
 
     if rank == sick:
-        shards._read_exactly = troubled("io", read, _dying_disk)
+        shards.read_exactly = troubled("io", read, _dying_disk)
         shards._digest_to = troubled("hash", digest_to, _wrong_hash)
     outcomes: list[Any] = []
     mesh = toy_mesh()
@@ -105,10 +105,10 @@ def test_a_file_that_no_rank_can_read(
 ) -> None:
     """Damage where others can be read; the way to the disk is broken where none can, and that is no refusal."""
     before = names(root)
-    sound, sick = shards._read_exactly, {f"step_0000000{step}" for step in steps}
+    sound, sick = shards.read_exactly, {f"step_0000000{step}" for step in steps}
     monkeypatch.setattr(
         shards,
-        "_read_exactly",
+        "read_exactly",
         lambda file, *rest: (_dying_disk if _path(file).parent.name in sick else sound)(file, *rest),
     )
     record_of = files.record_of
