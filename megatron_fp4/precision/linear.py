@@ -46,20 +46,20 @@ class _QuantizedLinear(torch.autograd.Function):
         call = LinearCall(context, weight, x)
         padded = call.pad_tokens(x)
         w_fprop, w_dgrad = call.weight_operands()
-        reuse = call.recipe[WGRAD_ACTIVATION].reuse_fprop
+        reuse, keeps = call.recipe[WGRAD_ACTIVATION].reuse_fprop, needs_wgrad and context.keeps_input
         make_fprop, make_wgrad = call.prepare(
-            FPROP_ACTIVATION, WGRAD_ACTIVATION if needs_wgrad and not reuse else None, padded, keep_rows=True
+            FPROP_ACTIVATION, WGRAD_ACTIVATION if needs_wgrad and not (reuse or keeps) else None, padded, keep_rows=True
         )
         assert make_fprop is not None
         x_fprop = make_fprop()
         y = call.unpad(call.backend.gemm(x_fprop, w_fprop, x.dtype))
-        x_wgrad = call.transposed(x_fprop) if needs_wgrad and reuse else None
+        x_wgrad = call.transposed(x_fprop) if needs_wgrad and reuse and not keeps else None
         del x_fprop
         if make_wgrad is not None:
             x_wgrad = make_wgrad()
-        saved = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
-        ctx.save_for_backward(*(tensor for operand in saved for tensor in operand.tensors()))
-        ctx.call, ctx.layouts = call, [operand.layout for operand in saved]
+        operands = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
+        ctx.save_for_backward(*(tensor for operand in operands for tensor in operand.tensors()), *([x] * keeps))
+        ctx.call, ctx.layouts, ctx.keeps = call, [operand.layout for operand in operands], keeps
         ctx.weight = weight
         ctx.probed = None if context.probe is None else context.probe.forward(call, x, y)
         return y
@@ -80,7 +80,10 @@ class _QuantizedLinear(torch.autograd.Function):
             dx = backend.gemm(make_dgrad(), backend.operand_from_saved(saved[:3], ctx.layouts[0]), dy.dtype)
             dx = call.unpad_tokens(dx)
         if make_wgrad is not None:
-            x_wgrad = backend.operand_from_saved(saved[3:], ctx.layouts[1])
+            if ctx.keeps:
+                x_wgrad = call.wgrad_activation(call.pad_tokens(saved[3]))
+            else:
+                x_wgrad = backend.operand_from_saved(saved[3:], ctx.layouts[1])
             total = call.running_gradient(ctx.weight) if ctx.probed is None else None
             if total is None:
                 dw = backend.gemm(make_wgrad(), x_wgrad, torch.float32)

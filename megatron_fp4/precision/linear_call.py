@@ -21,7 +21,15 @@ from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand,
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part
-from megatron_fp4.precision.recipe import BF16, DGRAD_WEIGHT, FPROP_WEIGHT, Place, Recipe
+from megatron_fp4.precision.recipe import (
+    BF16,
+    DGRAD_WEIGHT,
+    FPROP_ACTIVATION,
+    FPROP_WEIGHT,
+    WGRAD_ACTIVATION,
+    Place,
+    Recipe,
+)
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
@@ -51,6 +59,8 @@ class LinearContext:
     num_groups: equal groups of the local output features, each padded to whole blocks.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
+    keeps_input: keep x itself for the backward pass and make wgrad's operand of it there, the same bits again. For
+    linears whose input somebody else keeps in any case, or can compute again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
     probe: sees the calls of this linear; None: nobody looks.
     """
@@ -64,6 +74,7 @@ class LinearContext:
     out_group_offset: int = 0
     in_shards: ProcessGroup | None = None
     out_shards: ProcessGroup | None = None
+    keeps_input: bool = False
     weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
     probe: Observer | None = None
 
@@ -118,6 +129,16 @@ class LinearCall:
         first = None if columns is None else self.request(columns)
         second = None if rows is None else self.request(rows)
         return self.backend.operands(x, first, second, dtype=self.dtype, keep_rows=keep_rows, amax_group=group)
+
+    def wgrad_activation(self, x: Tensor) -> BackendOperand:
+        """x [tokens, in], padded, as wgrad's operand, made in the backward pass."""
+        if self.recipe[WGRAD_ACTIVATION].reuse_fprop:
+            make, _ = self.prepare(FPROP_ACTIVATION, None, x)
+            assert make is not None
+            return self.transposed(make())
+        _, make = self.prepare(None, WGRAD_ACTIVATION, x)
+        assert make is not None
+        return make()
 
     def request(self, place: Place) -> OperandRequest:
         """What the backend is asked to make for `place`."""
