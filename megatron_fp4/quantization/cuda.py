@@ -99,8 +99,9 @@ class Fused(ABC):
         return not side.hadamard and side.key is None and not side.four_over_six
 
     @abstractmethod
-    def along_columns(self) -> Tensor | Packed:
-        """The operand [n, k = m]: `code * block scale` in BF16, or codes and scales where that is not exact."""
+    def along_columns(self, *, keep: bool = False) -> Tensor | Packed:
+        """The operand [n, k = m]: `code * block scale` in BF16, or codes and scales where that is not exact. keep: as
+        small as it can be, to be sent, the parts of the rows one after the other."""
 
     @abstractmethod
     def along_rows(self, *, keep: bool = False) -> Tensor | Packed:
