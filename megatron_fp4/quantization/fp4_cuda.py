@@ -30,6 +30,7 @@ _GOLDEN = 0x9E3779B9
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
 _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
+_UNPACK_COLUMNS = 2048
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
 
 
@@ -50,10 +51,17 @@ class PackedRows:
 
 def unpack_rows(codes: Tensor, scales: Tensor) -> Tensor:
     """BF16 [rows, columns]: `code * block scale` of the codes and scale bytes of `PackedRows`."""
-    table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), device=codes.device)
-    of_nvfp4 = codes.shape[1] * 2 // scales.shape[1] == 16
-    factors = scale_values(scales.view(torch.float8_e4m3fn) if of_nvfp4 else scales)
-    return scale_blocks(table[unpack_codes(codes).to(torch.int32)], factors).to(torch.bfloat16)
+    block = codes.shape[1] * 2 // scales.shape[1]
+    if not cuda.gpu.available(codes.device):
+        table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), device=codes.device)
+        factors = scale_values(scales.view(torch.float8_e4m3fn) if block == 16 else scales)
+        return scale_blocks(table[unpack_codes(codes).to(torch.int32)], factors).to(torch.bfloat16)
+    values = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=torch.bfloat16, device=codes.device)
+    groups = _UNPACK_COLUMNS // block
+    grid = (-(-scales.numel() // groups),)
+    arguments = (codes, scales, values, scales.numel())
+    launch("triton_fp4.unpack_columns_kernel", grid, arguments, {"BLOCK": block, "GROUPS": groups})
+    return values
 
 
 @dataclass(frozen=True)
