@@ -44,9 +44,12 @@ class ColumnParallelLinear(QuantizedLinear):
 
     num_groups: equal groups of output rows (KV heads, state groups) that are never split; must be a multiple of the
     tensor-parallel size. With one group, rows are split anywhere on multiples of 16.
+    keep_padding: return each group with what it was padded by for the GEMM.
     """
 
-    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, num_groups: int = 1) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, mesh: ParallelMesh, num_groups: int = 1, keep_padding: bool = False
+    ) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=0)
         tp = mesh.tp_size
         group = mesh.tp_group if tp > 1 else None
@@ -56,11 +59,14 @@ class ColumnParallelLinear(QuantizedLinear):
             raise ValueError(f"{num_groups} groups of output features do not divide by parallel.tensor={tp}")
         local_groups = num_groups // tp
         self.context = LinearContext(
-            num_groups=local_groups, out_group_offset=mesh.tp_rank * local_groups, out_shards=group
+            num_groups=local_groups,
+            out_group_offset=mesh.tp_rank * local_groups,
+            out_shards=group,
+            keep_padding=keep_padding,
         )
 
     def forward(self, x_td: Tensor) -> Tensor:
-        """[tokens (local with sequence parallelism), in] -> [tokens, out / tp]."""
+        """[tokens (local with sequence parallelism), in] -> [tokens, out / tp], with `keep_padding` perhaps more."""
         x_td = enter_tensor_parallel(x_td, self.mesh)
         return quantized_linear(x_td, self.weight, self.context)
 

@@ -32,7 +32,7 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
     """y = x W^T by the recipe in `context`.
 
     x: [tokens, in], the compute dtype. weight: parameter [out, in] (local part of a DTensor, or a plain tensor).
-    Returns [tokens, out] in x's dtype; the weight's gradient is FP32.
+    Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more; the weight's gradient is FP32.
     """
     accept_fp32_gradient(weight)
     # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
@@ -52,7 +52,7 @@ class _QuantizedLinear(torch.autograd.Function):
         )
         assert make_fprop is not None
         x_fprop = make_fprop()
-        y = call.unpad(call.backend.gemm(x_fprop, w_fprop, x.dtype))
+        y = call.result(call.backend.gemm(x_fprop, w_fprop, x.dtype))
         x_wgrad = call.transposed(x_fprop) if needs_wgrad and reuse else None
         del x_fprop
         if make_wgrad is not None:
@@ -61,7 +61,7 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.save_for_backward(*(tensor for operand in saved for tensor in operand.tensors()))
         ctx.call, ctx.layouts = call, [operand.layout for operand in saved]
         ctx.weight = weight
-        ctx.probed = None if context.probe is None else context.probe.forward(call, x, y)
+        ctx.probed = None if context.probe is None else context.probe.forward(call, x, call.seen(y))
         return y
 
     @staticmethod
@@ -88,5 +88,5 @@ class _QuantizedLinear(torch.autograd.Function):
             else:
                 backend.gemm(make_wgrad(), x_wgrad, torch.float32, total)
         if ctx.probed is not None:
-            ctx.probed.backward(grad_outputs[0], dx, dw)
+            ctx.probed.backward(call.seen(grad_outputs[0]), dx, dw)
         return dx, dw, None, None

@@ -49,6 +49,8 @@ class LinearContext:
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
+    keep_padding: whoever takes the result passes over the padding of each group, and so does the gradient come back:
+        its zeros need not be taken out and put in again.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
@@ -60,6 +62,7 @@ class LinearContext:
     clock: RunClock = field(default_factory=lambda: RunClock(seed=0))
     backend: Backend = EMULATED
     num_groups: int = 1
+    keep_padding: bool = False
     in_offset: int = 0
     out_group_offset: int = 0
     in_shards: ProcessGroup | None = None
@@ -195,12 +198,18 @@ class LinearCall:
     # -------------------------------------------------------------------------------------------------------- padding
 
     def pad(self, y: Tensor) -> Tensor:
-        """[tokens, out] with tokens and each group of output features padded."""
-        return self.pad_tokens(self._pad_groups(y))
+        """[tokens, out] with tokens and, unless they are, each group of output features padded."""
+        is_padded = y.shape[-1] == self.context.num_groups * self.padded_group_rows
+        return self.pad_tokens(y if is_padded else self._pad_groups(y))
 
-    def unpad(self, y: Tensor) -> Tensor:
-        """The inverse of `pad`."""
-        return self._unpad_groups(self.unpad_tokens(y))
+    def result(self, y: Tensor) -> Tensor:
+        """What the caller gets of a padded y: no padded tokens, and no padded features unless it keeps them."""
+        y = self.unpad_tokens(y)
+        return y if self.context.keep_padding else self._unpad_groups(y)
+
+    def seen(self, y: Tensor) -> Tensor:
+        """[tokens, out] of what the caller gets or gives back."""
+        return self._unpad_groups(y) if y.shape[-1] != self.context.num_groups * self.group_rows else y
 
     def pad_tokens(self, x: Tensor) -> Tensor:
         """[tokens, features] with tokens padded."""
