@@ -331,6 +331,8 @@ class ParallelConfig:
     tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
     replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
     (`true`, less memory) or keep them for the whole step (`false`, less communication).
+    reduce_gradients: over the shards, `once` a step (less communication; until then each rank holds the FP32 gradients
+    of its whole tensor-parallel slice) or after `each` micro-batch (only of its shard).
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
     The others wait in one while the first rank tunes kernels whose choices neither the checkpoint nor the machine has.
     Loader workers that deliver nothing for four fifths of it end the run too.
@@ -340,6 +342,7 @@ class ParallelConfig:
     sequence: bool | None = None
     replicate: AtLeastOne = 1
     reshard: bool = False
+    reduce_gradients: Literal["once", "each"] = "once"
     timeout_seconds: AtLeastOne = 600
 
     @property

@@ -93,8 +93,8 @@ def accumulate(
 
     Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
     the global batch (see the top of this file); None: `global_batch_of(micro_batches, mesh)`, which all ranks then call
-    together. FSDP adds the gradients up over ranks, once, after the last micro-batch; what is replicated over
-    tensor-parallel ranks is the caller's to add up (`gradients.sum_replicated_gradients`).
+    together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or after each (`mesh.reduce_each`);
+    what is replicated over tensor-parallel ranks is the caller's to add up (`gradients.sum_replicated_gradients`).
 
     model: as `loss_of` calls it. clock: its step is the caller's to set. reshard: also free gathered parameters between
     micro-batches. progress: is told which micro-batch it is.
@@ -107,7 +107,8 @@ def accumulate(
             progress.at(clock.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}")
         if isinstance(model, FSDPModule):
             is_last = position == len(micro_batches)
-            model.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last or mesh.reduce_each)
+            model.set_requires_all_reduce(is_last)  # between replicas the sum over micro-batches is enough
             model.set_is_last_backward(is_last)
             # The optimizer updates shards, so the last backward must leave only them.
             model.set_reshard_after_backward(is_last or reshard)
