@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand, gemm
 from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.square_blocks import RowBlocks
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 
@@ -69,6 +70,18 @@ class PlanningBackend(EmulatedBackend):
             )
         first, second = (None if make is None else _on_gpu(make) for make in makers)
         return first, second
+
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: dist.ProcessGroup | None = None
+    ) -> GemmOperand | None:
+        """As the emulation on a GPU."""
+        with cuda.on(_GPU):
+            return super().packed_weight(w, request, rows=rows, amax_group=amax_group)
+
+    def gathered_weight(self, codes: Tensor, scales: Tensor, blocks: RowBlocks, scale: Tensor | None) -> GemmOperand:
+        """Codes."""
+        with cuda.on(_GPU):
+            return super().gathered_weight(codes, scales, blocks, scale)
 
     def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """Codes become values, as for cuBLAS; then the product is allocated."""

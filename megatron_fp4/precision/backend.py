@@ -123,6 +123,16 @@ class Backend(Protocol):
         gives that of all tokens. transposed: the dot product runs over tokens. Only where it `joins`.
         """
 
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> Any | None:
+        """The weight `w` [out, in] as fprop's operand that `transposed` makes dgrad's too, as small as it can be; None
+        where this backend has no such thing for `request`, and `operands` makes both.
+
+        w: as x of `operands`, without padding. rows: of each group of its rows without and with padding; what comes
+        back counts as padded.
+        """
+
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`.
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
+from megatron_fp4.precision.packed_weight import PackedWeight, WeightPacking, keeps_codes, pack_weight, packs
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization import cuda
@@ -36,12 +37,14 @@ from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.square_blocks import RowBlocks
 from megatron_fp4.quantization.tensor import Encoded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MakeOperand = Callable[[], "GemmOperand"]
+Packing = Callable[[Tensor, Tensor], Packed]
 ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
 
@@ -62,7 +65,7 @@ class GemmOperand:
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
-        assert isinstance(self.values, Tensor | BlockScaled)
+        assert isinstance(self.values, Tensor | BlockScaled | PackedWeight)
         return GemmOperand(self.values.t(), self.scale, self.quantized)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -72,16 +75,22 @@ class GemmOperand:
         return self.values.codes, self.values.scales, self.scale
 
     @property
-    def layout(self) -> tuple[type | None, bool]:
-        """Non-tensor metadata: how codes are packed (None: plain values), and `quantized`."""
-        return None if isinstance(self.values, Tensor) else type(self.values), self.quantized
+    def layout(self) -> tuple[Packing | None, bool]:
+        """Non-tensor metadata: what makes codes and scales an operand (None: plain values), and `quantized`."""
+        values = self.values
+        if isinstance(values, Tensor):
+            return None, self.quantized
+        return values.packing if isinstance(values, PackedWeight) else type(values), self.quantized
 
     @staticmethod
-    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
+    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
         """The operand again from its `tensors()` and its `layout`."""
         (values, scales, scale), (packing, quantized) = tensors, layout
         assert values is not None
-        return GemmOperand(values if packing is None else packing(values, scales), scale, quantized)
+        if packing is None:
+            return GemmOperand(values, scale, quantized)
+        assert scales is not None
+        return GemmOperand(packing(values, scales), scale, quantized)
 
     def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
         """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
@@ -171,7 +180,20 @@ class EmulatedBackend:
         """The same codes with rows and columns exchanged."""
         return operand.transposed()
 
-    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> GemmOperand | None:
+        """Codes of the weight, where the kernels make and unpack them."""
+        if not (packs(request) and keeps_codes(w.device)):
+            return None
+        return GemmOperand(*pack_weight(w, request, *rows, amax_group), quantized=True)
+
+    def gathered_weight(self, codes: Tensor, scales: Tensor, blocks: RowBlocks, scale: Tensor | None) -> GemmOperand:
+        """Codes that are kept, or values where these are."""
+        packed = PackedWeight(codes, scales, WeightPacking(blocks))
+        return GemmOperand(packed if keeps_codes(codes.device) else packed.values(), scale, quantized=True)
+
+    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
         """An operand again from its `tensors()` and its `layout`."""
         return GemmOperand.from_tensors(tensors, layout)
 

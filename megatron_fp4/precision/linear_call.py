@@ -236,6 +236,9 @@ class LinearCall:
             return context.weight_cache[1:]
         once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
         shared = once and self.backend.transposed is not None
+        if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
+            context.weight_cache = (stamp, packed, self.transposed(packed))
+            return context.weight_cache[1:]
         make_fprop, make_dgrad = self.prepare(
             FPROP_WEIGHT, None if shared else DGRAD_WEIGHT, self.pad_rows(self.master)
         )
@@ -246,6 +249,18 @@ class LinearCall:
         if fprop.quantized and dgrad.quantized and self._weight_codes_last():
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
+
+    def _packed_weight(self) -> BackendOperand | None:
+        """fprop's operand as codes, where the backend keeps those; padding comes in when they are unpacked."""
+        if self.dtype != torch.bfloat16:
+            return None
+        packed: BackendOperand | None = self.backend.packed_weight(
+            self.master,
+            self.request(FPROP_WEIGHT),
+            rows=(self.group_rows, self.padded_group_rows),
+            amax_group=self.context.amax_group("weight"),
+        )
+        return packed
 
     @property
     def same_weight_codes(self) -> bool:

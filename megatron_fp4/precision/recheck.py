@@ -167,6 +167,17 @@ class _Watcher:
 
         return joined
 
+    def packed_weight(self, w: Tensor, request: OperandRequest, **settings: Any) -> Any:
+        """The backend's, compared: of BF16, like every linear's weight that is packed."""
+        made = self.backend.packed_weight(w, request, **settings)
+        if made is not None:
+            group_rows, padded = settings["rows"]
+            groups = w.to(torch.bfloat16).unflatten(0, (-1, group_rows))
+            source = torch.nn.functional.pad(groups, (0, 0, 0, padded - group_rows)).flatten(0, 1)
+            assert request.place is not None
+            self._note(request.place.name, operand_fault(made, source, request, settings["amax_group"]))
+        return made
+
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """The backend's product, compared; which GEMM it is, the left side knows."""
         product = self.backend.gemm(a, b, out_dtype, total)

@@ -177,6 +177,11 @@ class TorchBackend:
         first = along_columns if columns == rows else _makers(x, columns, None, dtype, amax_group)[0]
         return first, lambda: along_columns().transposed()
 
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> None:
+        """Its operands are as small as they can be, and have their scales along one dot product."""
+
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
         product = self._product(a, b, out_dtype)

@@ -256,6 +256,11 @@ class TransformerEngineBackend:
             None if rows is None else functools.partial(alone, rows, "rows"),
         )
 
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> None:
+        """Its operands are as small as they can be, and have their scales along one dot product."""
+
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
