@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, transform_signs
-from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part
+from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
 from megatron_fp4.precision.recipe import BF16, DGRAD_WEIGHT, FPROP_WEIGHT, Place, Recipe
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
@@ -92,6 +92,7 @@ class LinearCall:
         self.step, self.micro_batch = context.clock.step, context.clock.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self.rounding = rounding_of(weight)
         self.group_rows = self.master.shape[0] // context.num_groups
         demands = self.backend.demands(self.recipe)
         self.num_tokens, self.padded_tokens = x.shape[0], demands.padded_tokens(x.shape[0])
@@ -165,8 +166,9 @@ class LinearCall:
         assert make_fprop is not None
         fprop = make_fprop()
         dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
-        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use.
-        if fprop.quantized and dgrad.quantized and self._weight_codes_last():
+        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
+        own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        if ((fprop.quantized and dgrad.quantized) or own) and self._weight_codes_last():
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
 
