@@ -52,6 +52,7 @@ class LinearContext:
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
+    keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a clock that advances.
     probe: sees the calls of this linear; None: nobody looks.
     """
 
@@ -65,6 +66,7 @@ class LinearContext:
     in_shards: ProcessGroup | None = None
     out_shards: ProcessGroup | None = None
     weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
+    keeps_rounded: bool = True
     probe: Observer | None = None
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
@@ -78,7 +80,8 @@ class LinearContext:
     def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
         """The draws of one operand; `rows`, `columns` are the offsets of the local tensor in the global one."""
         parts = (self.clock.seed, step, micro_batch, self.name, operand)
-        return rounding_key(*parts, row_offset=rows, column_offset=columns)
+        key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.clock.keys
+        return key if keys is None else keys.of(self.name, operand, key)
 
 
 class LinearCall:
@@ -168,6 +171,7 @@ class LinearCall:
         dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
         # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
         own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        own = own and context.keeps_rounded
         if ((fprop.quantized and dgrad.quantized) or own) and self._weight_codes_last():
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
