@@ -121,7 +121,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
-        self.context = LinearContext(name="head")
+        self.context = LinearContext(name="head", keeps_rounded=False)
         self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
 
     def forward(self, x_td: Tensor, only: Tensor | None = None) -> Tensor:

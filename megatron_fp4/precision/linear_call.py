@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, transform_signs
-from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part
+from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_WEIGHT,
@@ -68,6 +68,7 @@ class LinearContext:
     keeps_input: keep x itself for the backward pass and make wgrad's operand of it there, the same bits again. For
     linears whose input somebody else keeps in any case, or can compute again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
+    keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a clock that advances.
     probe: sees the calls of this linear; None: nobody looks.
     """
 
@@ -85,6 +86,7 @@ class LinearContext:
     out_tokens: ProcessGroup | None = None
     keeps_input: bool = False
     weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
+    keeps_rounded: bool = True
     probe: Observer | None = None
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
@@ -98,7 +100,8 @@ class LinearContext:
     def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
         """The draws of one operand; `rows`, `columns` are the offsets of the local tensor in the global one."""
         parts = (self.clock.seed, step, micro_batch, self.name, operand)
-        return rounding_key(*parts, row_offset=rows, column_offset=columns)
+        key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.clock.keys
+        return key if keys is None else keys.of(self.name, operand, key)
 
 
 class LinearCall:
@@ -114,6 +117,7 @@ class LinearCall:
         self.step, self.micro_batch = context.clock.step, context.clock.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self.rounding = rounding_of(weight)
         self.group_rows = self.master.shape[0] // context.num_groups
         demands = self.backend.demands(self.recipe)
         self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
@@ -245,8 +249,10 @@ class LinearCall:
         assert make_fprop is not None
         fprop = make_fprop()
         dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
-        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use.
-        if fprop.quantized and dgrad.quantized and self._weight_codes_last():
+        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
+        own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        own = own and context.keeps_rounded
+        if ((fprop.quantized and dgrad.quantized) or own) and self._weight_codes_last():
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
 
