@@ -81,7 +81,9 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_wgrad and reuse and not keeps:
             x_wgrad = call.transposed(x_fprop)
         del x_fprop
-        ctx.probed = None if context.probe is None else context.probe.forward(call, call.whole(x, "activation"), call.seen(y))
+        ctx.probed = (
+            None if context.probe is None else context.probe.forward(call, call.whole(x, "activation"), call.seen(y))
+        )
         scattered = None if context.out_tokens is None else start_reduce_scatter(y, context.out_tokens)
         if make_wgrad is not None and x_wgrad is None:
             x_wgrad = make_wgrad()  # while y is summed
