@@ -185,9 +185,8 @@ def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str,
                 else:
                     assert torch.equal(torch.cat([part[0] for part in parts], dim), values), (name, gemm, which)
                 assert all(part[1] is scale is None or torch.equal(part[1], scale) for part in parts), (name, which)
-        # Each element of dW is a sum over tokens that one rank computes alone.
-        torch.testing.assert_close(ranks[0][name]["dw"], one[name]["dw"], rtol=1e-5, atol=1e-4)
-        for result, dim in (("y", 1), ("dx", 0)) if name != "row" else (("y", 0), ("dx", 1)):
+        # Each element of dW is a sum over tokens that one rank computes alone; other results are sums over ranks.
+        for result, dim in (("y", 1), ("dx", 0), ("dw", 0)) if name != "row" else (("y", 0), ("dx", 1), ("dw", 0)):
             shape, parts = one[name][result].shape, [rank[name][result] for rank in ranks]
             actual = parts[0] if parts[0].shape == shape else torch.cat(parts, dim)
             largest = one[name][result].abs().max().item()
