@@ -19,8 +19,9 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, transform_signs
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part
+from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.precision.recipe import BF16, DGRAD_WEIGHT, FPROP_WEIGHT, Place, Recipe
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
@@ -52,7 +53,8 @@ class LinearContext:
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
-    probe: sees the calls of this linear; None: nobody looks.
+    probe: sees the calls of this linear; None: nobody looks. One that says `reads_weights = False` never asks a call
+        for its weight.
     """
 
     name: str = ""
@@ -66,6 +68,14 @@ class LinearContext:
     out_shards: ProcessGroup | None = None
     weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
     probe: Observer | None = None
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether the linear needs nothing of its weight but codes that FSDP can gather."""
+        looks = self.probe is not None and getattr(self.probe, "reads_weights", True)
+        if looks or not same_weight_codes(self.recipe) or not self.recipe[FPROP_WEIGHT].quantized:
+            return False
+        return self.backend.packs_shards(OperandRequest(self.recipe[FPROP_WEIGHT]))
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
         """Ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
@@ -81,6 +91,14 @@ class LinearContext:
         return rounding_key(*parts, row_offset=rows, column_offset=columns)
 
 
+def same_weight_codes(recipe: Recipe) -> bool:
+    """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
+    operand = recipe[FPROP_WEIGHT]
+    plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
+    square = operand.block[0] == operand.block[1] or not operand.quantized
+    return operand == recipe[DGRAD_WEIGHT] and plain and square
+
+
 class LinearCall:
     """One forward pass of one linear: its place in the run, and the quantization of each tensor by the recipe.
 
@@ -92,6 +110,7 @@ class LinearCall:
         self.step, self.micro_batch = context.clock.step, context.clock.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self.gathered = codes_of(weight)  # then the master is without values
         self.group_rows = self.master.shape[0] // context.num_groups
         demands = self.backend.demands(self.recipe)
         self.num_tokens, self.padded_tokens = x.shape[0], demands.padded_tokens(x.shape[0])
@@ -157,6 +176,13 @@ class LinearCall:
         stamp = (context.clock.weights_version, self.dtype, self.device)
         if context.weight_cache is not None and context.weight_cache[0] == stamp:
             return context.weight_cache[1:]
+        if self.gathered is not None:
+            assert isinstance(self.backend, EmulatedBackend)
+            fprop = self.backend.gathered_weight(self.gathered)
+            dgrad = self.transposed(fprop)
+            if isinstance(fprop.values, Tensor):  # codes themselves stay where they are, and are freed there
+                context.weight_cache = (stamp, fprop, dgrad)
+            return fprop, dgrad
         once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
         shared = once and self.backend.transposed is not None
         if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
@@ -187,11 +213,8 @@ class LinearCall:
 
     @property
     def same_weight_codes(self) -> bool:
-        """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
-        recipe, operand = self.recipe, self.recipe[FPROP_WEIGHT]
-        plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
-        square = operand.block[0] == operand.block[1] or not operand.quantized
-        return operand == recipe[DGRAD_WEIGHT] and plain and square
+        """See `same_weight_codes`."""
+        return same_weight_codes(self.recipe)
 
     def _weight_codes_last(self) -> bool:
         """Whether the weight's codes are the same for every micro-batch of a step."""
