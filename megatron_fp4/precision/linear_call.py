@@ -20,8 +20,9 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, transform_signs
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
+from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_WEIGHT,
@@ -69,7 +70,8 @@ class LinearContext:
     linears whose input somebody else keeps in any case, or can compute again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
     keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a clock that advances.
-    probe: sees the calls of this linear; None: nobody looks.
+    probe: sees the calls of this linear; None: nobody looks. One that says `reads_weights = False` never asks a call
+        for its weight.
     """
 
     name: str = ""
@@ -89,6 +91,14 @@ class LinearContext:
     keeps_rounded: bool = True
     probe: Observer | None = None
 
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether the linear needs nothing of its weight but codes that FSDP can gather."""
+        looks = self.probe is not None and getattr(self.probe, "reads_weights", True)
+        if looks or not same_weight_codes(self.recipe) or not self.recipe[FPROP_WEIGHT].quantized:
+            return False
+        return self.backend.packs_shards(OperandRequest(self.recipe[FPROP_WEIGHT]))
+
     def amax_group(self, tensor: str) -> ProcessGroup | None:
         """Ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
         if self.recipe.amax != "global":
@@ -102,6 +112,14 @@ class LinearContext:
         parts = (self.clock.seed, step, micro_batch, self.name, operand)
         key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.clock.keys
         return key if keys is None else keys.of(self.name, operand, key)
+
+
+def same_weight_codes(recipe: Recipe) -> bool:
+    """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
+    operand = recipe[FPROP_WEIGHT]
+    plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
+    square = operand.block[0] == operand.block[1] or not operand.quantized
+    return operand == recipe[DGRAD_WEIGHT] and plain and square
 
 
 class LinearCall:
@@ -118,6 +136,7 @@ class LinearCall:
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
         self.rounding = rounding_of(weight)
+        self.gathered = codes_of(weight)  # then the master is without values
         self.group_rows = self.master.shape[0] // context.num_groups
         demands = self.backend.demands(self.recipe)
         self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
@@ -238,6 +257,13 @@ class LinearCall:
         stamp = (context.clock.weights_version, self.dtype, self.device)
         if context.weight_cache is not None and context.weight_cache[0] == stamp:
             return context.weight_cache[1:]
+        if self.gathered is not None:
+            assert isinstance(self.backend, EmulatedBackend)
+            gathered = self.backend.gathered_weight(self.gathered)
+            operands = gathered, self.transposed(gathered)
+            if isinstance(gathered.values, Tensor):  # codes themselves stay where they are, and are freed there
+                context.weight_cache = (stamp, *operands)
+            return operands
         once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
         shared = once and self.backend.transposed is not None
         if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
@@ -270,11 +296,8 @@ class LinearCall:
 
     @property
     def same_weight_codes(self) -> bool:
-        """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
-        recipe, operand = self.recipe, self.recipe[FPROP_WEIGHT]
-        plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
-        square = operand.block[0] == operand.block[1] or not operand.quantized
-        return operand == recipe[DGRAD_WEIGHT] and plain and square
+        """See `same_weight_codes`."""
+        return same_weight_codes(self.recipe)
 
     def _weight_codes_last(self) -> bool:
         """Whether the weight's codes are the same for every micro-batch of a step."""
