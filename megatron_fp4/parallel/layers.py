@@ -46,9 +46,12 @@ class ColumnParallelLinear(QuantizedLinear):
 
     num_groups: equal groups of output rows (KV heads, state groups) that are never split; must be a multiple of the
     tensor-parallel size. With one group, rows are split anywhere on multiples of 16.
+    keep_padding: return each group with what it was padded by for the GEMM.
     """
 
-    def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh, num_groups: int = 1) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, mesh: ParallelMesh, num_groups: int = 1, keep_padding: bool = False
+    ) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=0)
         tp = mesh.tp_size
         group = mesh.tp_group if tp > 1 else None
@@ -61,11 +64,12 @@ class ColumnParallelLinear(QuantizedLinear):
             num_groups=local_groups,
             out_group_offset=mesh.tp_rank * local_groups,
             out_shards=group,
+            keep_padding=keep_padding,
             in_tokens=group if mesh.sequence_parallel else None,
         )
 
     def forward(self, x_td: Tensor) -> Tensor:
-        """[tokens (local with sequence parallelism), in] -> [tokens, out / tp]."""
+        """[tokens (local with sequence parallelism), in] -> [tokens, out / tp], with `keep_padding` perhaps more."""
         if not self.mesh.sequence_parallel:
             x_td = enter_tensor_parallel(x_td, self.mesh)
         return quantized_linear(x_td, self.weight, self.context)
@@ -117,7 +121,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
-        self.context = LinearContext(name="head")
+        self.context = LinearContext(name="head", keeps_rounded=False)
         self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
 
     def forward(self, x_td: Tensor, only: Tensor | None = None) -> Tensor:

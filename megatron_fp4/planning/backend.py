@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand, gemm
+from megatron_fp4.precision.packed_weight import CodesOfWeight
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.square_blocks import RowBlocks
 
@@ -78,10 +79,29 @@ class PlanningBackend(EmulatedBackend):
         with cuda.on(_GPU):
             return super().packed_weight(w, request, rows=rows, amax_group=amax_group)
 
-    def gathered_weight(self, codes: Tensor, scales: Tensor, blocks: RowBlocks, scale: Tensor | None) -> GemmOperand:
+    def rows_maxima(self, x: Tensor, blocks: RowBlocks, out: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+        """As the emulation on a GPU."""
+        with cuda.on(_GPU):
+            return super().rows_maxima(x, blocks, out, dtype=dtype)
+
+    def pack_rows(
+        self,
+        x: Tensor,
+        blocks: RowBlocks,
+        maxima: Tensor,
+        amax: Tensor | None,
+        out: tuple[Tensor, Tensor],
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """As the emulation on a GPU."""
+        with cuda.on(_GPU):
+            super().pack_rows(x, blocks, maxima, amax, out, dtype=dtype)
+
+    def gathered_weight(self, gathered: CodesOfWeight) -> GemmOperand:
         """Codes."""
         with cuda.on(_GPU):
-            return super().gathered_weight(codes, scales, blocks, scale)
+            return super().gathered_weight(gathered)
 
     def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """Codes become values, as for cuBLAS; then the product is allocated."""

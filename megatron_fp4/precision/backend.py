@@ -133,6 +133,10 @@ class Backend(Protocol):
         back counts as padded.
         """
 
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Whether FSDP may gather codes of fprop's weight, which then are dgrad's too; `EmulatedBackend` has what that
+        takes: `rows_maxima`, `pack_rows`, `gathered_weight`."""
+
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`.
 

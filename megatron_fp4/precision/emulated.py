@@ -28,10 +28,17 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
-from megatron_fp4.precision.packed_weight import PackedWeight, WeightPacking, keeps_codes, pack_weight, packs
+from megatron_fp4.precision.packed_weight import (
+    CodesOfWeight,
+    PackedWeight,
+    WeightPacking,
+    keeps_codes,
+    pack_weight,
+    packs,
+)
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.precision.token_messages import Gather
-from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization import cuda, square_blocks, square_blocks_cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
@@ -188,10 +195,39 @@ class EmulatedBackend:
             return None
         return GemmOperand(*pack_weight(w, request, *rows, amax_group), quantized=True)
 
-    def gathered_weight(self, codes: Tensor, scales: Tensor, blocks: RowBlocks, scale: Tensor | None) -> GemmOperand:
-        """Codes that are kept, or values where these are."""
-        packed = PackedWeight(codes, scales, WeightPacking(blocks))
-        return GemmOperand(packed if keeps_codes(codes.device) else packed.values(), scale, quantized=True)
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Whether codes of a weight's rows can be made rank by rank, and its operand of them."""
+        return packs(request)
+
+    def rows_maxima(self, x: Tensor, blocks: RowBlocks, out: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+        """`square_blocks.block_maxima` of FP32 rows that count as rounded to `dtype`; into `out`, if given."""
+        if dtype == torch.bfloat16:
+            return square_blocks_cuda.block_maxima(x, blocks, out)
+        maxima = square_blocks.block_maxima(x.to(dtype), blocks)
+        return maxima if out is None else out.copy_(maxima)
+
+    def pack_rows(
+        self,
+        x: Tensor,
+        blocks: RowBlocks,
+        maxima: Tensor,
+        amax: Tensor | None,
+        out: tuple[Tensor, Tensor],
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """`square_blocks.quantize_rows` of FP32 rows that count as rounded to `dtype`, into the first rows of `out`."""
+        if dtype == torch.bfloat16:
+            square_blocks_cuda.quantize_rows(x, blocks, maxima, amax, out)
+            return
+        for part, whole in zip(square_blocks.quantize_rows(x.to(dtype), blocks, maxima, amax), out, strict=True):
+            whole[: len(part)].copy_(part)
+
+    def gathered_weight(self, gathered: CodesOfWeight) -> GemmOperand:
+        """Codes, or values where these are kept."""
+        packed = PackedWeight(gathered.codes, gathered.scales, WeightPacking(gathered.blocks))
+        values = packed if keeps_codes(gathered.codes.device) else packed.values()
+        return GemmOperand(values, gathered.scale, quantized=True)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
         """An operand again from its `tensors()` and its `layout`."""

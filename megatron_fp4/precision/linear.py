@@ -51,8 +51,8 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
 
     x: [tokens, in], the compute dtype; the rank's slice of the tokens with `context.in_tokens`. weight: parameter
     [out, in] (local part of a DTensor, or a plain tensor).
-    Returns [tokens, out] in x's dtype, with `context.out_tokens` the rank's slice of the sum over ranks; the weight's
-    gradient is FP32.
+    Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more, with `context.out_tokens` the rank's
+    slice of the sum over ranks; the weight's gradient is FP32.
     """
     accept_fp32_gradient(weight)
     # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
@@ -77,11 +77,13 @@ class _QuantizedLinear(torch.autograd.Function):
         if make_wgrad is not None and "activation" in call.slices:
             x_wgrad = make_wgrad()  # while the codes for fprop travel
         x_fprop = receive_fprop()
-        y = call.unpad(call.backend.gemm(x_fprop, w_fprop, x.dtype))
+        y = call.result(call.backend.gemm(x_fprop, w_fprop, x.dtype))
         if needs_wgrad and reuse and not keeps:
             x_wgrad = call.transposed(x_fprop)
         del x_fprop
-        ctx.probed = None if context.probe is None else context.probe.forward(call, call.whole(x, "activation"), y)
+        ctx.probed = (
+            None if context.probe is None else context.probe.forward(call, call.whole(x, "activation"), call.seen(y))
+        )
         scattered = None if context.out_tokens is None else start_reduce_scatter(y, context.out_tokens)
         if make_wgrad is not None and x_wgrad is None:
             x_wgrad = make_wgrad()  # while y is summed
@@ -124,5 +126,5 @@ class _QuantizedLinear(torch.autograd.Function):
             else:
                 backend.gemm(receive_wgrad(), x_wgrad, torch.float32, total)
         if ctx.probed is not None:
-            ctx.probed.backward(call.whole(grad_outputs[0], "gradient"), dx, dw)
+            ctx.probed.backward(call.seen(call.whole(grad_outputs[0], "gradient")), dx, dw)
         return dx if scattered is None else scattered.wait(), dw, None, None

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, transform_signs
-from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
+from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
+from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_WEIGHT,
@@ -59,6 +60,8 @@ class LinearContext:
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
+    keep_padding: whoever takes the result passes over the padding of each group, and so does the gradient come back:
+        its zeros need not be taken out and put in again.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has
@@ -66,7 +69,9 @@ class LinearContext:
     keeps_input: keep x itself for the backward pass and make wgrad's operand of it there, the same bits again. For
     linears whose input somebody else keeps in any case, or can compute again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
-    probe: sees the calls of this linear; None: nobody looks.
+    keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a clock that advances.
+    probe: sees the calls of this linear; None: nobody looks. One that says `reads_weights = False` never asks a call
+        for its weight.
     """
 
     name: str = ""
@@ -74,6 +79,7 @@ class LinearContext:
     clock: RunClock = field(default_factory=lambda: RunClock(seed=0))
     backend: Backend = EMULATED
     num_groups: int = 1
+    keep_padding: bool = False
     in_offset: int = 0
     out_group_offset: int = 0
     in_shards: ProcessGroup | None = None
@@ -82,7 +88,16 @@ class LinearContext:
     out_tokens: ProcessGroup | None = None
     keeps_input: bool = False
     weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
+    keeps_rounded: bool = True
     probe: Observer | None = None
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether the linear needs nothing of its weight but codes that FSDP can gather."""
+        looks = self.probe is not None and getattr(self.probe, "reads_weights", True)
+        if looks or not same_weight_codes(self.recipe) or not self.recipe[FPROP_WEIGHT].quantized:
+            return False
+        return self.backend.packs_shards(OperandRequest(self.recipe[FPROP_WEIGHT]))
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
         """Ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
@@ -95,7 +110,16 @@ class LinearContext:
     def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
         """The draws of one operand; `rows`, `columns` are the offsets of the local tensor in the global one."""
         parts = (self.clock.seed, step, micro_batch, self.name, operand)
-        return rounding_key(*parts, row_offset=rows, column_offset=columns)
+        key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.clock.keys
+        return key if keys is None else keys.of(self.name, operand, key)
+
+
+def same_weight_codes(recipe: Recipe) -> bool:
+    """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
+    operand = recipe[FPROP_WEIGHT]
+    plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
+    square = operand.block[0] == operand.block[1] or not operand.quantized
+    return operand == recipe[DGRAD_WEIGHT] and plain and square
 
 
 class LinearCall:
@@ -111,6 +135,8 @@ class LinearCall:
         self.step, self.micro_batch = context.clock.step, context.clock.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self.rounding = rounding_of(weight)
+        self.gathered = codes_of(weight)  # then the master is without values
         self.group_rows = self.master.shape[0] // context.num_groups
         demands = self.backend.demands(self.recipe)
         self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
@@ -231,6 +257,13 @@ class LinearCall:
         stamp = (context.clock.weights_version, self.dtype, self.device)
         if context.weight_cache is not None and context.weight_cache[0] == stamp:
             return context.weight_cache[1:]
+        if self.gathered is not None:
+            assert isinstance(self.backend, EmulatedBackend)
+            gathered = self.backend.gathered_weight(self.gathered)
+            operands = gathered, self.transposed(gathered)
+            if isinstance(gathered.values, Tensor):  # codes themselves stay where they are, and are freed there
+                context.weight_cache = (stamp, *operands)
+            return operands
         once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
         shared = once and self.backend.transposed is not None
         if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
@@ -242,8 +275,10 @@ class LinearCall:
         assert make_fprop is not None
         fprop = make_fprop()
         dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
-        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use.
-        if fprop.quantized and dgrad.quantized and self._weight_codes_last():
+        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
+        own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        own = own and context.keeps_rounded
+        if ((fprop.quantized and dgrad.quantized) or own) and self._weight_codes_last():
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
 
@@ -261,11 +296,8 @@ class LinearCall:
 
     @property
     def same_weight_codes(self) -> bool:
-        """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
-        recipe, operand = self.recipe, self.recipe[FPROP_WEIGHT]
-        plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
-        square = operand.block[0] == operand.block[1] or not operand.quantized
-        return operand == recipe[DGRAD_WEIGHT] and plain and square
+        """See `same_weight_codes`."""
+        return same_weight_codes(self.recipe)
 
     def _weight_codes_last(self) -> bool:
         """Whether the weight's codes are the same for every micro-batch of a step."""
@@ -284,12 +316,18 @@ class LinearCall:
     # -------------------------------------------------------------------------------------------------------- padding
 
     def pad(self, y: Tensor) -> Tensor:
-        """[tokens, out] with tokens and each group of output features padded."""
-        return self.pad_tokens(self._pad_groups(y))
+        """[tokens, out] with tokens and, unless they are, each group of output features padded."""
+        is_padded = y.shape[-1] == self.context.num_groups * self.padded_group_rows
+        return self.pad_tokens(y if is_padded else self._pad_groups(y))
 
-    def unpad(self, y: Tensor) -> Tensor:
-        """The inverse of `pad`."""
-        return self._unpad_groups(self.unpad_tokens(y))
+    def result(self, y: Tensor) -> Tensor:
+        """What the caller gets of a padded y: no padded tokens, and no padded features unless it keeps them."""
+        y = self.unpad_tokens(y)
+        return y if self.context.keep_padding else self._unpad_groups(y)
+
+    def seen(self, y: Tensor) -> Tensor:
+        """[tokens, out] of what the caller gets or gives back."""
+        return self._unpad_groups(y) if y.shape[-1] != self.context.num_groups * self.group_rows else y
 
     def pad_tokens(self, x: Tensor) -> Tensor:
         """[tokens, features] with tokens padded."""

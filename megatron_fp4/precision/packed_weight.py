@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.quantization import cuda
@@ -60,6 +61,31 @@ class PackedWeight:
     def t(self) -> PackedWeight:
         """The same codes with rows and columns exchanged."""
         return PackedWeight(self.codes, self.scales, WeightPacking(self.packing.blocks, not self.packing.exchanged))
+
+
+@dataclass(frozen=True)
+class CodesOfWeight:
+    """What was gathered instead of a weight [out, in]: codes and scales as `PackedWeight` has them, its `blocks`, and
+    FP32 0-dim the factor of its values (None: 1)."""
+
+    codes: Tensor
+    scales: Tensor
+    blocks: RowBlocks
+    scale: Tensor | None
+
+
+def hang_codes(weight: Tensor, codes: CodesOfWeight) -> None:
+    """Let `weight`, which has no values, be known by its codes."""
+    _local(weight)._codes_of_weight = codes  # type: ignore[attr-defined]
+
+
+def codes_of(weight: Tensor) -> CodesOfWeight | None:
+    """What `hang_codes` hung on `weight`; None: it has values."""
+    return getattr(_local(weight), "_codes_of_weight", None)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
 
 
 def keeps_codes(device: torch.device) -> bool:

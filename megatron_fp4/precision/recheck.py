@@ -167,6 +167,10 @@ class _Watcher:
 
         return joined
 
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """The weight is to be seen."""
+        return False
+
     def packed_weight(self, w: Tensor, request: OperandRequest, **settings: Any) -> Any:
         """The backend's, compared: of BF16, like every linear's weight that is packed."""
         made = self.backend.packed_weight(w, request, **settings)

@@ -182,6 +182,10 @@ class TorchBackend:
     ) -> None:
         """Its operands are as small as they can be, and have their scales along one dot product."""
 
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Its operands are made of whole weights."""
+        return False
+
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
         product = self._product(a, b, out_dtype)

@@ -261,6 +261,10 @@ class TransformerEngineBackend:
     ) -> None:
         """Its operands are as small as they can be, and have their scales along one dot product."""
 
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Its operands are made of whole weights."""
+        return False
+
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):

@@ -188,7 +188,7 @@ def kernels_unavailable(device: torch.device) -> str | None:
 # launch, which looks at every argument to choose, takes longer than the smaller ones run.
 _U8, _I16, _I32, _F32 = torch.uint8, torch.int16, torch.int32, torch.float32
 _UNSPECIALIZED: dict[str, tuple[torch.dtype | int | None, ...]] = {
-    "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6)),
+    "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6), _I32, _I32),
     "triton_fp4.quantize_columns_kernel": (None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3)),
     "triton_fp4.quantize_rows_kernel": (None, _I32, _I16, _F32, _F32, _I32, *([1] * 3)),
     "triton_fp4.unpack_kernel": (_I32, _I16, _I32, *([1] * 2)),

@@ -145,16 +145,20 @@ class FusedFP4(Fused):
         row_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device) // column_programs)
         # The operand along the rows has the tensor's columns as its rows.
         starts = (*_hash_starts(columns_key), *reversed(_hash_starts(rows_key)))
+        on_device = [None if key is None else key.device for key in (columns_key, rows_key)]
+        keys = [self._hashes if key is None else key for key in on_device]
         launch(
             "triton_fp4.measure_kernel",
             (column_programs, min(row_programs, self.size[0] // self.block)),
-            (self.x, self._amax, self._hashes, *self.size, *starts),
+            (self.x, self._amax, self._hashes, *self.size, *starts, *keys),
             {
                 "BLOCK": self.block,
                 "AMAX": self._scaled,
                 **self._transform,
                 "HASH_0": columns_key is not None,
                 "HASH_1": rows_key is not None,
+                "DEVICE_KEY_0": on_device[0] is not None,
+                "DEVICE_KEY_1": on_device[1] is not None,
                 "FP32": self._fp32,
                 "GROUPS": groups,
             },
@@ -261,8 +265,10 @@ _SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BL
 
 
 def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`)."""
+    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`); without a key
+    that lies on the device, which the kernel adds."""
     if key is None:
         return 0, 0
-    starts = (key.row_offset * _GOLDEN + key.key, key.column_offset // 2 * _GOLDEN + (key.key >> 32))
+    low = 0 if key.device is not None else key.key
+    starts = (key.row_offset * _GOLDEN + low, key.column_offset // 2 * _GOLDEN + (low >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]

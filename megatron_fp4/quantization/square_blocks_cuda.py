@@ -16,12 +16,16 @@ from megatron_fp4.quantization.square_blocks import RowBlocks
 _COLUMNS, _UNPACK_COLUMNS = 512, 2048
 
 
-def block_maxima(x: Tensor, blocks: RowBlocks) -> Tensor:
-    """`square_blocks.block_maxima` of BF16 rows, or of FP32 rows that count as rounded to BF16."""
+def block_maxima(x: Tensor, blocks: RowBlocks, out: Tensor | None = None) -> Tensor:
+    """`square_blocks.block_maxima` of BF16 rows, or of FP32 rows that count as rounded to BF16.
+
+    out: FP32, to write it into.
+    """
     if not cuda.gpu.available(x.device):
-        return square_blocks.block_maxima(x.to(torch.bfloat16), blocks)
-    num_groups = x.shape[1] // blocks.block
-    maxima = torch.empty(blocks.num_blocks, num_groups, device=x.device)
+        made = square_blocks.block_maxima(x.to(torch.bfloat16), blocks)
+        return made if out is None else out.copy_(made)
+    shape = (blocks.num_blocks, x.shape[1] // blocks.block)
+    maxima = torch.empty(shape, device=x.device) if out is None else out
     if blocks.num_blocks:
         x = _aligned(x)
         _launch("maxima", x, blocks, (x, maxima))
