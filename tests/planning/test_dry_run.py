@@ -131,9 +131,9 @@ def test_messages_of_a_step(tp2_dp4):
     sizes = Counter({size // 2 + size // 16: n * 4 * 3, 2 * size: n * 2})
     assert sizes == sizes_of(tp2_dp4, "all-gather", "tp")
     assert sizes_of(tp2_dp4, "reduce-scatter", "tp") == {2 * size: n * 8}
-    # Tensor maxima: input and output gradient of each projection, in every micro-batch; each weight once; the loss's
-    # maximum and sums; and the gradients of replicated parameters at the end.
-    assert counted(tp2_dp4, "all-reduce", "tp") == n * (6 + 6 + 2) + 6 + 1
+    # Tensor maxima: input and output gradient of each projection, in every micro-batch; those of all weights once; the
+    # loss's maximum and sums; and the gradients of replicated parameters at the end.
+    assert counted(tp2_dp4, "all-reduce", "tp") == n * (6 + 6 + 2) + 1 + 1
     # Gathered once a step and reduced once a step: three blocks, A_log & co., and the rest.
     assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 5
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
