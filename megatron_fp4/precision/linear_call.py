@@ -178,11 +178,11 @@ class LinearCall:
             return context.weight_cache[1:]
         if self.gathered is not None:
             assert isinstance(self.backend, EmulatedBackend)
-            fprop = self.backend.gathered_weight(self.gathered)
-            dgrad = self.transposed(fprop)
-            if isinstance(fprop.values, Tensor):  # codes themselves stay where they are, and are freed there
-                context.weight_cache = (stamp, fprop, dgrad)
-            return fprop, dgrad
+            gathered = self.backend.gathered_weight(self.gathered)
+            operands = gathered, gathered.transposed()
+            if isinstance(gathered.values, Tensor):  # codes stay where FSDP has them, and are freed there
+                context.weight_cache = (stamp, *operands)
+            return operands
         once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
         shared = once and self.backend.transposed is not None
         if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
