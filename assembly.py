@@ -49,6 +49,7 @@ from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
+from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
@@ -74,7 +75,7 @@ def configure(overrides: list[str]) -> Config:
     check_exports(config, plans_of(config))
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
-        backend_of(config)
+        graphs_of(config, backend_of(config))
     return config
 
 
@@ -130,6 +131,11 @@ def backend_of(config: Config) -> BackendChoice:
     return choose_backend(config, device_type_of(config), plans_of(config))
 
 
+def graphs_of(config: Config, backend: BackendChoice) -> GraphsChoice:
+    """Whether micro-batches are replayed. Raises ConfigError."""
+    return choose_graphs(config, world_size(), device_type_of(config), backend.name)
+
+
 def world_size() -> int:
     """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -162,6 +168,8 @@ class Run:
     guard: NonFiniteGuard
     spikes: SpikeGuard
     kernels: KernelChoices
+    graphs_choice: GraphsChoice
+    graphs: MicroBatchGraphs | None
     log: RunLog
     progress: Progress
 
@@ -245,6 +253,7 @@ class Run:
             "accept": self.spikes.accept,
             "progress": self.progress,
             "data_wait": self.loader.data_wait,
+            "graphs": self.graphs,
         }
 
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
@@ -353,7 +362,10 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
-    log = RunLog(config, active=mesh.rank == 0)
+    log, graphs, replays = RunLog(config, active=mesh.rank == 0), None, graphs_of(config, backend)
+    if replays.used:
+        required, linears = config.train.cuda_graphs == "true", controller.linears
+        graphs = MicroBatchGraphs(model, mesh, linears, required=required, warn=log.console.text)
     return Run(
         config=config,
         mesh=mesh,
@@ -381,6 +393,8 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
+        graphs_choice=replays,
+        graphs=graphs,
         log=log,
         progress=progress or Progress(),
     )

@@ -49,6 +49,7 @@ def introduce_run(run: Run, start: int) -> None:
         "learning rate decays from step": run.schedule.decay_start_step + 1,
         "kernels": describe_execution(model.execution, pattern, config.data.documents == "masked"),
         "activation checkpointing": model.execution.recompute,
+        "CUDA graphs": run.graphs_choice,
         "optimizer": run.optimizer.name,
     }
     introduce(

@@ -198,6 +198,8 @@ class TrainConfig:
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
         In BF16, gradients have the same bits in all three (models/recompute.py has the exception in FP32).
+    cuda_graphs: whether forward and backward of a micro-batch are captured once and replayed, with the same bits and
+        hardly any of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: where they can be.
     """
 
     steps: AtLeastOne = 300
@@ -207,6 +209,7 @@ class TrainConfig:
     max_skipped_steps: AtLeastOne = 10
     kernels: Literal["auto", "torch", "fused"] = "auto"
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    cuda_graphs: Literal["auto", "true", "false"] = "auto"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -331,6 +334,8 @@ class ParallelConfig:
     tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
     replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
     (`true`, less memory) or keep them for the whole step (`false`, less communication).
+    reduce_gradients: over the shards, `once` a step (less communication; until then each rank holds the FP32 gradients
+    of its whole tensor-parallel slice) or after `each` micro-batch (only of its shard).
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.
     The others wait in one while the first rank tunes kernels whose choices neither the checkpoint nor the machine has.
     Loader workers that deliver nothing for four fifths of it end the run too.
@@ -340,6 +345,7 @@ class ParallelConfig:
     sequence: bool | None = None
     replicate: AtLeastOne = 1
     reshard: bool = False
+    reduce_gradients: Literal["once", "each"] = "once"
     timeout_seconds: AtLeastOne = 600
 
     @property

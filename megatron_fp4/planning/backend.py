@@ -54,12 +54,21 @@ class PlanningBackend(EmulatedBackend):
         rows: OperandRequest | None,
         *,
         dtype: torch.dtype,
+        keep_columns: bool = False,
         keep_rows: bool = False,
         amax_group: dist.ProcessGroup | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Those that the fused kernels make are allocated, the others are made by PyTorch."""
         with cuda.on(_GPU):
-            makers = super().operands(x, columns, rows, dtype=dtype, keep_rows=keep_rows, amax_group=amax_group)
+            makers = super().operands(
+                x,
+                columns,
+                rows,
+                dtype=dtype,
+                keep_columns=keep_columns,
+                keep_rows=keep_rows,
+                amax_group=amax_group,
+            )
         first, second = (None if make is None else _on_gpu(make) for make in makers)
         return first, second
 

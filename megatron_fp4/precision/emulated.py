@@ -37,6 +37,7 @@ from megatron_fp4.precision.packed_weight import (
     packs,
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization import cuda, square_blocks, square_blocks_cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
@@ -98,6 +99,27 @@ class GemmOperand:
         assert scales is not None
         return GemmOperand(packing(values, scales), scale, quantized)
 
+    def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
+        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
+
+        transposed: the dot product runs over tokens.
+        """
+        values, scale, quantized = self.values, self.scale, self.quantized
+        parts = (values,) if isinstance(values, Tensor) else (values.codes, values.scales)
+        # Packed codes have the tokens first in any case.
+        turned = transposed and isinstance(values, Tensor | BlockScaled)
+        in_one_piece = values.is_contiguous() if isinstance(values, Tensor) else False
+        pending = [gather(part.t() if turned else part) for part in parts]
+        packing = None if isinstance(values, Tensor) else type(values)
+
+        def join() -> GemmOperand:
+            whole = [message.wait().t() if turned else message.wait() for message in pending]
+            if packing is not None:
+                return GemmOperand(packing(*whole), scale, quantized)
+            return GemmOperand(whole[0].contiguous() if in_one_piece else whole[0], scale, quantized)
+
+        return join
+
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
@@ -120,13 +142,16 @@ class EmulatedBackend:
         rows: OperandRequest | None,
         *,
         dtype: torch.dtype,
+        keep_columns: bool = False,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By the fused kernels as far as they go, by PyTorch what is left."""
         fused: tuple[MakeOperand | None, MakeOperand | None] = (None, None)
         if dtype == torch.bfloat16:
-            fused = fused_operands(x, columns, rows, pack_rows=keep_rows, amax_group=amax_group)
+            fused = fused_operands(
+                x, columns, rows, pack_columns=keep_columns, pack_rows=keep_rows, amax_group=amax_group
+            )
 
         def plain(request: OperandRequest, transposed: bool) -> GemmOperand:
             rounded = x.to(dtype)
@@ -149,6 +174,14 @@ class EmulatedBackend:
         """a b^T, see `gemm`."""
         product = gemm(a, b, out_dtype)
         return product if total is None else total.add_(product)
+
+    def joins(self, recipe: Recipe) -> bool:
+        """All of them."""
+        return True
+
+    def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
+        """See `GemmOperand.gathered`."""
+        return operand.gathered(gather, transposed=transposed)
 
     def transposed(self, operand: GemmOperand) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
@@ -219,6 +252,7 @@ def fused_operands(
     columns: OperandRequest | None,
     rows: OperandRequest | None,
     *,
+    pack_columns: bool = False,
     pack_rows: bool = False,
     amax_group: ProcessGroup | None = None,
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
@@ -227,7 +261,8 @@ def fused_operands(
     Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
     second. What the fused kernels do not make, on this device or at all, comes back as None: `quantize_operand` does.
 
-    x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as codes until its GEMM.
+    x: BF16, or FP32 that is to count as rounded to BF16. pack_columns, pack_rows: keep the first, the
+    second as codes until its GEMM.
     """
     first, second = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
     of_columns, of_rows = fused_sides(x, first, second, amax_group)
@@ -239,7 +274,7 @@ def fused_operands(
 
     def along_columns() -> GemmOperand:
         assert of_columns is not None
-        return GemmOperand(of_columns.along_columns(), of_columns.columns_scale, True)
+        return GemmOperand(of_columns.along_columns(keep=pack_columns), of_columns.columns_scale, True)
 
     def along_rows() -> GemmOperand:
         assert of_rows is not None

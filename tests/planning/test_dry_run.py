@@ -127,6 +127,19 @@ def test_replicas_reduce_among_each_other():
     assert {m.ranks for m in dry.messages if m.group == "dp"} == {4}
 
 
+def test_reducing_each_micro_batch_sends_more_and_holds_less(dp4):
+    each = run(8, sequences=32, replicate=2, reduce_gradients="each")
+    assert each.micro_batches == 4
+    assert counted(dp4, "reduce-scatter", "dp") == 5
+    assert counted(each, "reduce-scatter", "dp") == 4 * 5
+    assert counted(each, "all-reduce", "replicate") == 5  # behind the last
+    assert dp4.memory.unreduced_gradients > 0
+    assert each.memory.unreduced_gradients == 0
+    assert each.memory.parameters == dp4.memory.parameters
+    # Instead of the whole slice it holds the sums of its shard, a quarter, and one unit at a time.
+    assert each.memory.peak < dp4.memory.peak - 0.3 * dp4.memory.unreduced_gradients
+
+
 def test_one_micro_batch_a_step(dp4):
     dry = run(4, sequences=4)
     assert dry.micro_batches == 1
