@@ -61,8 +61,8 @@ def accumulate(
     tensor-parallel ranks is the caller's to add up (`gradients.sum_replicated_gradients`).
 
     model: as `loss_of` calls it. clock: its step is the caller's to set. reshard: also free gathered parameters between
-    micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can be; None:
-    all is computed eagerly.
+    micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can be;
+    None: all is computed eagerly.
     """
     if whole is None:
         whole = global_batch_of(micro_batches, mesh)
@@ -114,7 +114,7 @@ def loss_of(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock
     """
     clock.micro_batch = micro_batch.index
     if clock.keys is not None:
-        clock.keys.fill(clock)
+        clock.keys.fill(clock.seed, clock.step, clock.micro_batch)
     options: dict[str, Tensor | int | None] = {}
     if micro_batch.documents is not None:
         options["documents"] = micro_batch.documents.to(mesh.device, non_blocking=True)
