@@ -13,12 +13,14 @@ batch before its backward pass, so that this pass is the same whichever rank com
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
 
@@ -58,16 +60,28 @@ def shard(
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    hooks = FSDPHooks()
     for module in fp32_units:
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=fp32, reshard_after_forward=reshard)
+        with hooks.of(module):
+            fully_shard(module, mesh=mesh.fsdp, mp_policy=fp32, reshard_after_forward=reshard)
     for module in units:
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+        with hooks.of(module):
+            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    with hooks.of(model):
+        fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    model._fsdp_hooks = hooks  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def without_fsdp_hooks(model: nn.Module) -> AbstractContextManager[None]:
+    """A context for a micro-batch between the first and the last of a step, of a model whose parameters stay gathered:
+    FSDP2's hooks would find nothing to do (parallel/fsdp_hooks.py). Those of a model that was not sharded here stay."""
+    hooks: FSDPHooks | None = getattr(model, "_fsdp_hooks", None)
+    return nullcontext() if hooks is None else hooks.left_out()
 
 
 class AloneModule(nn.Module):

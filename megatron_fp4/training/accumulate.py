@@ -12,7 +12,7 @@ they have before the first backward pass, and a micro-batch's mean is weighted b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.faults.progress import Progress
+from megatron_fp4.parallel.data_parallel import without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
@@ -86,23 +87,28 @@ def _accumulate(
     for position, micro_batch in enumerate(micro_batches, start=1):
         if progress is not None:
             progress.at(clock.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}")
+        is_last = position == len(micro_batches)
+        passes: AbstractContextManager[None] = nullcontext()
         if isinstance(model, FSDPModule):
-            is_last = position == len(micro_batches)
-            model.set_requires_gradient_sync(is_last)
-            model.set_is_last_backward(is_last)
-            # The optimizer updates shards, so the last backward must leave only them.
-            model.set_reshard_after_backward(is_last or reshard)
+            if position == 1 or is_last:
+                model.set_requires_gradient_sync(is_last)
+                model.set_is_last_backward(is_last)
+                # The optimizer updates shards, so the last backward must leave only them.
+                model.set_reshard_after_backward(is_last or reshard)
+            elif not reshard:
+                passes = without_fsdp_hooks(model)
         if graphs is not None and (replayed := graphs.run(micro_batch, clock)) is not None:
             loss_sum += replayed
             continue
-        loss = loss_of(model, micro_batch, mesh, clock)
-        if whole.num_targets is None:
-            (loss / whole.num_micro_batches).backward()
-            loss_sum += loss.detach()
-        else:
-            weight = whole.weight(micro_batch)
-            (loss * weight.to(loss.dtype)).backward()
-            loss_sum += loss.detach() * weight
+        with passes:
+            loss = loss_of(model, micro_batch, mesh, clock)
+            if whole.num_targets is None:
+                (loss / whole.num_micro_batches).backward()
+                loss_sum += loss.detach()
+            else:
+                weight = whole.weight(micro_batch)
+                (loss * weight.to(loss.dtype)).backward()
+                loss_sum += loss.detach() * weight
     return loss_sum / whole.num_micro_batches if whole.num_targets is None else loss_sum
 
 
