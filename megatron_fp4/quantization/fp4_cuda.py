@@ -265,8 +265,8 @@ _SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BL
 
 
 def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`); without a key
-    that lies on the device, which the kernel adds."""
+    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`). The kernel
+    adds a key that lies on the device."""
     if key is None:
         return 0, 0
     low = 0 if key.device is not None else key.key
