@@ -58,9 +58,8 @@ def accumulate(
 
     Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
     the global batch (see the top of this file); None: `global_batch_of(micro_batches, mesh)`, which all ranks then call
-    together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or after each
-    (`mesh.reduce_each`); what is replicated over tensor-parallel ranks is the caller's to add up
-    (`gradients.sum_replicated_gradients`).
+    together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or (`mesh.reduce_each`) after
+    each; what is replicated over tensor-parallel ranks is the caller's (`gradients.sum_replicated_gradients`).
 
     model: as `loss_of` calls it. clock: its step is the caller's to set. reshard: also free gathered parameters between
     micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can be;

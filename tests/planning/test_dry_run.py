@@ -155,7 +155,10 @@ def test_replicas_reduce_among_each_other():
 
 
 def test_reducing_each_micro_batch_sends_more_and_holds_less(dp4):
-    each = run(8, sequences=32, replicate=2, reduce_gradients="each")
+    # The largest batch of a phase counts, not train.global_batch_size alone.
+    phases = "[{name: a, steps: 1, blend: {code: 1.0}, global_batch_size: 32}, {name: b, blend: {code: 1.0}}]"
+    overrides = (f"data.phases={phases}",)
+    each = run(8, sequences=16, replicate=2, reduce_gradients="each", overrides=overrides)
     assert each.micro_batches == 4
     assert counted(dp4, "reduce-scatter", "dp") == 5
     assert counted(each, "reduce-scatter", "dp") == 4 * 5
@@ -172,6 +175,8 @@ def test_one_micro_batch_a_step(dp4):
     assert dry.micro_batches == 1
     assert dry.memory.unreduced_gradients == 0
     assert dry.memory.activations == pytest.approx(dp4.memory.activations, rel=0.02)
+    assert dry.messages == dp4.messages_of(1)  # as a phase with a smaller batch has them
+    assert sorted(m.operation for m in dry.ends) == ["all-gather", "reduce-scatter"]
 
 
 @pytest.fixture(scope="module")
