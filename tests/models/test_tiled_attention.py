@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from models import tiled_attention
+from models.attention_tiles import HEAD_DIMS, KERNELS
 from models.documents import Documents
 from models.execution import Execution
 from models.execution_choice import describe_execution
 from models.hybrid import build_model
 from models.initialization import initialize
 from models.sdpa import attend
-from models.tiled_attention import HEAD_DIMS, KERNELS, attend_in_tiles, refusal
+from models.tiled_attention import attend_in_tiles, refusal
 from tests.models.builders import local, relative_error, small_config
 from tests.models.test_documents import LENGTHS, numbers_of
 
