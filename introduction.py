@@ -52,9 +52,9 @@ def introduce_run(run: Run, start: int) -> None:
         "CUDA graphs": run.graphs_choice,
         "optimizer": run.optimizer.name,
     }
-    if config.run.deterministic and run.mesh.device.type == "cuda":
-        if cost := cost_of_determinism(model.execution, pattern, masked):
-            facts["determinism"] = cost
+    slower = config.run.deterministic and run.mesh.device.type == "cuda"
+    if slower and (cost := cost_of_determinism(model.execution, pattern, masked)):
+        facts["determinism"] = cost
     introduce(
         console,
         config,
