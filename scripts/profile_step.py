@@ -27,10 +27,20 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from assembly import backend_of, configure, device_type_of, execution_of, initialized_model, set_determinism
+from assembly import (
+    backend_of,
+    configure,
+    device_type_of,
+    execution_of,
+    initialized_model,
+    open_graphs,
+    set_determinism,
+)
+from data.cache import default_cache_dir
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.autotuning import KernelChoices, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from scripts.compare_memory import random_micro_batches
@@ -116,7 +126,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as for pretrain.py")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the profiled one (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the profiled one (default: %(default)s)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list by name (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -139,8 +149,13 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, _ = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
+    graphs = open_graphs(config, mesh, model, controller, print)
+    pinned = []
+    if mixers := model.autotuned_mixers():
+        rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
+        pinned = KernelChoices().pin(rehearse, default_cache_dir() / "autotuning", resumed=False)
     batches = random_micro_batches(config, mesh, 0)
     seconds = []
     window = profile(activities=[ProfilerActivity.CUDA])
@@ -155,6 +170,7 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         train_step(
             model, optimizer, batches, mesh, clock,
             step=step, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
+            graphs=graphs,
         )  # fmt: skip
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
@@ -183,7 +199,7 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         by_name.setdefault(kernel.name, []).append(kernel.end - kernel.start)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     names = [f"{sum(times) / 1e6:9.1f} ms {len(times):6} x  {name[:100]}" for name, times in longest]
-    return [title, *table(kernels, seconds[-1]), *names]
+    return [*pinned, title, *table(kernels, seconds[-1]), *names]
 
 
 if __name__ == "__main__":
