@@ -41,6 +41,7 @@ from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization import cuda, square_blocks, square_blocks_cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
+from megatron_fp4.quantization.fp4_cuda import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -105,24 +106,27 @@ class GemmOperand:
         transposed: the dot product runs over tokens.
         """
         values, scale, quantized = self.values, self.scale, self.quantized
-        parts = (values,) if isinstance(values, Tensor) else (values.codes, values.scales)
-        # Packed codes have the tokens first in any case.
-        turned = transposed and isinstance(values, Tensor | BlockScaled)
-        in_one_piece = values.is_contiguous() if isinstance(values, Tensor) else False
-        pending = [gather(part.t() if turned else part) for part in parts]
-        packing = None if isinstance(values, Tensor) else type(values)
-
-        def join() -> GemmOperand:
-            whole = [message.wait().t() if turned else message.wait() for message in pending]
-            if packing is not None:
-                return GemmOperand(packing(*whole), scale, quantized)
-            return GemmOperand(whole[0].contiguous() if in_one_piece else whole[0], scale, quantized)
-
-        return join
+        if isinstance(values, PackedRows | PackedColumns):
+            message, joined = gather(values.message()), values.joined()
+            return lambda: GemmOperand(joined(message.wait()), scale, quantized)
+        if isinstance(values, Tensor):
+            whole, in_one_piece = _gathered(values, gather, transposed), values.is_contiguous()
+            return lambda: GemmOperand(whole().contiguous() if in_one_piece else whole(), scale, quantized)
+        # Other packed codes have the tokens first in any case.
+        turned = transposed and isinstance(values, BlockScaled)
+        packing: Packing = type(values)
+        codes, scales = (_gathered(part, gather, turned) for part in (values.codes, values.scales))
+        return lambda: GemmOperand(packing(codes(), scales()), scale, quantized)
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
+
+
+def _gathered(part: Tensor, gather: Gather, turned: bool) -> Callable[[], Tensor]:
+    """What waits for all ranks' `part`, one behind the other along its first dimension, or `turned` its second."""
+    message = gather(part.t() if turned else part)
+    return lambda: message.wait().t() if turned else message.wait()
 
 
 class EmulatedBackend:

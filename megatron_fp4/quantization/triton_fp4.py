@@ -309,13 +309,15 @@ def quantize_rows_kernel(
                 tl.store(out_ptr + quarter * as_long(width) + offsets, word, mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "tiles", "codes_stride", "scales_stride"])
 def unpack_kernel(
-    codes_ptr,  # int32 [rows / BLOCK, BLOCK / 4, columns / 2]
-    scales_ptr,  # int16 [rows / BLOCK, columns / 2]
+    codes_ptr,  # int32 [parts, tiles, BLOCK / 4, columns / 2], a part in one piece
+    scales_ptr,  # int16 [parts, tiles, columns / 2], likewise
     values_ptr,  # out: [rows, columns] as pairs
-    num_rows,
     num_groups,
+    tiles,  # of a part
+    codes_stride,  # from part to part, in words
+    scales_stride,  # in pairs of scales
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -326,9 +328,12 @@ def unpack_kernel(
     mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
     tile = tl.program_id(0) // across
-    codes_ptr += as_long(tile) * (BLOCK // 4) * width
+    part = as_long(tile // tiles)
+    of_part = as_long(tile % tiles)
+    codes_ptr += part * tl.multiple_of(codes_stride, 4) + of_part * (BLOCK // 4) * width
+    scales_ptr += part * tl.multiple_of(scales_stride, 8) + of_part * width
     values_ptr += as_long(tile) * BLOCK * width
-    both = tl.load(scales_ptr + as_long(tile) * width + offsets, mask, 0).to(tl.int32)
+    both = tl.load(scales_ptr + offsets, mask, 0).to(tl.int32)
     scale_even = scale_from_byte(both & 0xFF, BLOCK)
     scale_odd = scale_from_byte((both >> 8) & 0xFF, BLOCK)
     for quarter in tl.static_range(BLOCK // 4):

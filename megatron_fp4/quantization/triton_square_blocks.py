@@ -112,21 +112,25 @@ def quantize_kernel(
         tl.store(scales_ptr + as_long(row) * num_groups + group, byte, there & valid)
 
 
-@triton.jit(do_not_specialize=["group_pairs", "padded_pairs"])
+@triton.jit(do_not_specialize=["group_pairs", "padded_pairs", "codes_stride", "scales_stride"])
 def unpack_kernel(
     codes_ptr,  # uint8: a byte for a pair
     scales_ptr,  # uint8: a byte for a block of a row
     values_ptr,  # out: as pairs
     group_pairs,  # of a group of rows without padding
     padded_pairs,  # and with it
+    codes_stride,  # from group to group, in bytes
+    scales_stride,
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
     PAIRS: tl.constexpr = BLOCK // 2
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    codes_ptr += as_long(tl.program_id(1)) * group_pairs
-    scales_ptr += as_long(tl.program_id(1)) * (group_pairs // PAIRS)
+    # Whole blocks: loads and stores are as wide as they can be.
+    group_pairs, padded_pairs = tl.multiple_of(group_pairs, PAIRS), tl.multiple_of(padded_pairs, PAIRS)
+    codes_ptr += as_long(tl.program_id(1)) * tl.multiple_of(codes_stride, PAIRS)
+    scales_ptr += as_long(tl.program_id(1)) * scales_stride
     values_ptr += as_long(tl.program_id(1)) * padded_pairs
     byte = tl.load(codes_ptr + offsets, offsets < group_pairs, 0).to(tl.int32)
     scale = tl.load(scales_ptr + group, group * PAIRS < group_pairs, 0).to(tl.int32)
