@@ -27,7 +27,15 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from assembly import backend_of, configure, device_type_of, execution_of, initialized_model, set_determinism
+from assembly import (
+    backend_of,
+    configure,
+    device_type_of,
+    execution_of,
+    initialized_model,
+    open_graphs,
+    set_determinism,
+)
 from data.cache import default_cache_dir
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
@@ -118,7 +126,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as for pretrain.py")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the profiled one (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the profiled one (default: %(default)s)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list by name (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -141,8 +149,9 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, _ = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
+    graphs = open_graphs(config, mesh, model, controller, print)
     pinned = []
     if mixers := model.autotuned_mixers():
         rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
@@ -161,6 +170,7 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         train_step(
             model, optimizer, batches, mesh, clock,
             step=step, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
+            graphs=graphs,
         )  # fmt: skip
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)

@@ -14,12 +14,14 @@ batch before its backward pass, so that this pass is the same whichever rank com
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
 from megatron_fp4.parallel.gathered_codes import WholeWeight, gather_codes, gather_in_fp32
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
@@ -59,10 +61,13 @@ def shard(
 ) -> None:
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    weights = WholeWeight.all_of(units)
+    weights, hooks = WholeWeight.all_of(units), FSDPHooks()
     for module in units:
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+        with hooks.of(module):
+            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    with hooks.of(model):
+        fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    model._fsdp_hooks = hooks  # type: ignore[assignment]
     for module in (*units, model):
         assert isinstance(module, FSDPModule)
         gather_in_fp32(module, fp32_units)
@@ -74,6 +79,13 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def without_fsdp_hooks(model: nn.Module) -> AbstractContextManager[None]:
+    """A context for a micro-batch between the first and the last of a step, of a model whose parameters stay gathered:
+    FSDP2's hooks would find nothing to do (parallel/fsdp_hooks.py). Those of a model that was not sharded here stay."""
+    hooks: FSDPHooks | None = getattr(model, "_fsdp_hooks", None)
+    return nullcontext() if hooks is None else hooks.left_out()
 
 
 class AloneModule(nn.Module):

@@ -260,8 +260,8 @@ class LinearCall:
         if self.gathered is not None:
             assert isinstance(self.backend, EmulatedBackend)
             gathered = self.backend.gathered_weight(self.gathered)
-            operands = gathered, self.transposed(gathered)
-            if isinstance(gathered.values, Tensor):  # codes themselves stay where they are, and are freed there
+            operands = gathered, gathered.transposed()
+            if isinstance(gathered.values, Tensor):  # codes stay where FSDP has them, and are freed there
                 context.weight_cache = (stamp, *operands)
             return operands
         once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes

@@ -192,7 +192,6 @@ _UNSPECIALIZED: dict[str, tuple[torch.dtype | int | None, ...]] = {
     "triton_fp4.quantize_columns_kernel": (None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3)),
     "triton_fp4.quantize_rows_kernel": (None, _I32, _I16, _F32, _F32, _I32, *([1] * 3)),
     "triton_fp4.unpack_kernel": (_I32, _I16, _I32, *([1] * 2)),
-    "triton_fp4.unpack_columns_kernel": (_U8, _U8, _I32, 1),
     "triton_square_blocks.maxima_kernel": (None, _F32, *([1] * 7)),
     "triton_square_blocks.quantize_kernel": (None, _F32, _F32, _U8, _U8, *([1] * 7)),
     "triton_square_blocks.unpack_kernel": (_U8, _U8, _I32, *([1] * 2)),

@@ -16,21 +16,21 @@ from torch import Tensor
 
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Side, launch
-from megatron_fp4.quantization.elements import E2M1_VALUES, unpack_codes
 from megatron_fp4.quantization.hadamard import fixed_signs
 from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.tensor import scale_blocks, scale_values
+from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
+from megatron_fp4.quantization.square_blocks_cuda import unpack_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _GOLDEN = 0x9E3779B9
+_FORMAT_OF_BLOCK = {block: name for name, block in BLOCKS.items()}
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
 _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
-_UNPACK_COLUMNS = 2048
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
 
 
@@ -46,22 +46,8 @@ class PackedRows:
 
     def values(self) -> Tensor:
         """BF16 [rows, k = columns]: `code * block scale`."""
-        return unpack_rows(self.codes, self.scales)
-
-
-def unpack_rows(codes: Tensor, scales: Tensor) -> Tensor:
-    """BF16 [rows, columns]: `code * block scale` of the codes and scale bytes of `PackedRows`."""
-    block = codes.shape[1] * 2 // scales.shape[1]
-    if not cuda.gpu.available(codes.device):
-        table = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)), device=codes.device)
-        factors = scale_values(scales.view(torch.float8_e4m3fn) if block == 16 else scales)
-        return scale_blocks(table[unpack_codes(codes).to(torch.int32)], factors).to(torch.bfloat16)
-    values = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=torch.bfloat16, device=codes.device)
-    groups = _UNPACK_COLUMNS // block
-    grid = (-(-scales.numel() // groups),)
-    arguments = (codes, scales, values, scales.numel())
-    launch("triton_fp4.unpack_columns_kernel", grid, arguments, {"BLOCK": block, "GROUPS": groups})
-    return values
+        rows, block = self.codes.shape[0], self.codes.shape[1] * 2 // self.scales.shape[1]
+        return unpack_rows(self.codes, self.scales, RowBlocks(_FORMAT_OF_BLOCK[block], rows, rows, 0, rows))
 
 
 @dataclass(frozen=True)
@@ -279,8 +265,8 @@ _SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BL
 
 
 def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`); without a key
-    that lies on the device, which the kernel adds."""
+    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`). The kernel
+    adds a key that lies on the device."""
     if key is None:
         return 0, 0
     low = 0 if key.device is not None else key.key

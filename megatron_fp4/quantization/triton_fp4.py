@@ -7,7 +7,6 @@ rows (both sides of wgrad, whose dot product runs over tokens):
     quantize_columns   read x -> values, or packed codes, along the columns
     quantize_rows      read x -> values, or packed codes, along the rows
     unpack             read packed codes -> values along the rows
-    unpack_columns     read packed codes -> values along the columns
 
 One kernel for both operands was slower than two, although it reads x once: what limits them is instructions, and the
 registers of the one leave too few warps for the other. Two also let the first GEMM free its operand before the second
@@ -338,25 +337,6 @@ def unpack_kernel(
             even = code_value(word >> (4 * r)) * scale_even
             odd = code_value(word >> (4 * r + 16)) * scale_odd
             tl.store(values_ptr + (quarter * 4 + r) * as_long(width) + offsets, pack(even, odd), mask)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def unpack_columns_kernel(
-    codes_ptr,  # uint8: a byte for a pair
-    scales_ptr,  # uint8: a byte for a block of a row
-    values_ptr,  # out: pairs
-    num_blocks,  # of all rows
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    PAIRS: tl.constexpr = BLOCK // 2
-    first = as_long(tl.program_id(0)) * GROUPS
-    block = tl.arange(0, GROUPS)
-    there = first + block < num_blocks
-    offsets = first * PAIRS + block[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    byte = tl.load(codes_ptr + offsets, there[:, None], 0).to(tl.int32)
-    scale = scale_from_byte(tl.load(scales_ptr + first + block, there, 0).to(tl.int32), BLOCK)[:, None]
-    tl.store(values_ptr + offsets, pack(code_value(byte) * scale, code_value(byte >> 4) * scale), there[:, None])
 
 
 @triton.jit

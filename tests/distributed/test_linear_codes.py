@@ -19,6 +19,7 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.demands import block_demands
 from megatron_fp4.precision.emulated import quantize_operand
@@ -121,7 +122,8 @@ def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[
     """As `run`, with operands as a GPU's kernels pack them; which of them were unpacked, and what was sent."""
     kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=kernel_layout.PackedFP4)
     sent: list[Message] = []
-    with cuda.on(kernels), mock.patch.dict(FORMATS, nvfp4=packed), counted_messages(sent):
+    weights_as_values = mock.patch.object(emulated, "keeps_codes", lambda _: False)
+    with cuda.on(kernels), mock.patch.dict(FORMATS, nvfp4=packed), weights_as_values, counted_messages(sent):
         found = run(rank, tensor, "nvfp4", True, dtype=torch.bfloat16, **settings)
     return found, kernels.launched, sent
 
@@ -162,7 +164,7 @@ def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
     of_row = [(SCATTER, 2 * dy), (GATHER, dy // 2), (GATHER, dy // 16), (GATHER, dy // 2), (GATHER, dy // 16)]
     assert sent == 2 * of_columns + of_row
     # The column-parallel linears' x, of the row-parallel one dy, and its x where that waits as codes.
-    columns, rows = (unpacked.count(f"triton_fp4.{name}") for name in ("unpack_columns_kernel", "unpack_kernel"))
+    columns, rows = (unpacked.count(f"triton_{name}") for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
     # Of every operand a second time by the test's own look.
     assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
 

@@ -81,7 +81,7 @@ class UnpackingKernels(NvidiaGPU):
         codes, scales, values, *_ = arguments
         self.launched.append(kernel)
         assert codes.is_contiguous() and scales.is_contiguous() and constants["BLOCK"] == 16
-        if kernel == "triton_fp4.unpack_columns_kernel":
+        if kernel == "triton_square_blocks.unpack_kernel":
             values.copy_(QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), (1, 16)).block_values())
         else:
             assert kernel == "triton_fp4.unpack_kernel"
