@@ -82,11 +82,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if make_wgrad is not None:
             x_wgrad = backend.operand_from_saved(saved[3:], ctx.layouts[1])
             total = call.running_gradient(ctx.weight) if ctx.probed is None else None
-            if total is None:
-                dw = backend.gemm(make_wgrad(), x_wgrad, torch.float32)
-                dw = gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
-            else:
-                backend.gemm(make_wgrad(), x_wgrad, torch.float32, total)
+            made = call.weight_gradient(make_wgrad(), x_wgrad, total)
+            dw = gradient_of(made, call.gradient_spec) if total is None else None
         if ctx.probed is not None:
             ctx.probed.backward(grad_outputs[0], dx, dw)
         return dx, dw, None, None

@@ -185,6 +185,7 @@ def kernels_unavailable(device: torch.device) -> str | None:
 # Kernels that specialize on no integer and get aligned pointers, by the types of their arguments (1: an integer; None:
 # pairs of BF16 in 32 bits, or of FP32 in 64). Their constants alone choose among compiled variants, and Triton's own
 # launch, which looks at every argument to choose, takes longer than the smaller ones run.
+PDL = False
 _U8, _I16, _I32, _F32 = torch.uint8, torch.int16, torch.int32, torch.float32
 _UNSPECIALIZED: dict[str, tuple[torch.dtype | int | None, ...]] = {
     "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6)),
@@ -218,9 +219,11 @@ def _compiled(
     jitted, named = _kernel(kernel), dict(zip(given, constants, strict=True))
     types = [(torch.int64 if fp32 else _I32) if of is None else of for of in _UNSPECIALIZED[kernel]]
     names = list(inspect.signature(jitted.fn).parameters)[len(types) :]
+    named["OVERLAP"] = overlap = torch.cuda.get_device_capability(device_index) >= (9, 0) and PDL
     assert named.keys() == set(names), f"{kernel} has the constants {names}, not {list(named)}"
     values = tuple(named[name] for name in names)
-    return jitted.warmup(*types, *values, grid=(1,), num_warps=4, enable_fp_fusion=False), values
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": overlap}
+    return jitted.warmup(*types, *values, grid=(1,), **options), values
 
 
 def _kernel(kernel: str) -> Any:

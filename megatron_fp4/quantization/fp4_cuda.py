@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 _GOLDEN = 0x9E3779B9
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
-_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
+_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _QUANTIZE_ROWS_COLUMNS, _UNPACK_COLUMNS = 512, 1024, 512, 256, 1024
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+_ROWS = 8  # of a tile of blocks of one row
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class PackedColumns:
         """BF16 [columns, k = rows]: `code * block scale`."""
         rows, columns = self.shape
         block = self.codes.shape[1] * 4
-        groups = _QUANTIZE_ROWS_COLUMNS // block
+        groups = _UNPACK_COLUMNS // block
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
         grid = (-(-columns // block // groups) * (rows // block),)
         arguments = (self.codes, self.scales, values, rows, columns // block)
@@ -160,7 +161,9 @@ class FusedFP4(Fused):
     def _quantize_columns(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.columns is not None
         decode = self._or_x(self.columns_scale)
-        grid, tiles = self._grid(groups := _QUANTIZE_COLUMNS // self.block)
+        square = self.columns.block[0] > 1
+        groups = (_QUANTIZE_SQUARES if square else _QUANTIZE_COLUMNS) // self.block
+        grid, tiles = self._grid(groups, rows := self.block if square else _ROWS)
         launch(
             "triton_fp4.quantize_columns_kernel",
             grid,
@@ -168,6 +171,7 @@ class FusedFP4(Fused):
             {
                 "BLOCK": self.block,
                 "BLOCK_ROWS": self.columns.block[0],
+                "ROWS": rows,
                 "STOCHASTIC": self.columns.key is not None,
                 "PACKED": packed,
                 "FP32": self._fp32,
@@ -197,7 +201,7 @@ class FusedFP4(Fused):
 
     def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.rows is not None
-        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS // self.block)
+        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS // self.block, self.block)
         launch(
             "triton_fp4.quantize_rows_kernel",
             grid,
@@ -215,9 +219,9 @@ class FusedFP4(Fused):
     def _or_x(self, scale: Tensor | None) -> Tensor:
         return self.x if scale is None else scale
 
-    def _grid(self, groups: int) -> tuple[tuple[int], int]:
-        """The grid of a quantizing kernel, and how many tiles of rows each program does."""
-        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // self.block
+    def _grid(self, groups: int, rows: int) -> tuple[tuple[int], int]:
+        """The grid of a quantizing kernel, and how many tiles of `rows` rows each program does."""
+        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // rows
         programs = _QUANTIZE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device)
         tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // programs))
         return (column_programs * -(-row_tiles // tiles),), tiles
