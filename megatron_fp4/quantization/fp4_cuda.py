@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _GOLDEN = 0x9E3779B9
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
-_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _QUANTIZE_ROWS_COLUMNS, _UNPACK_COLUMNS = 512, 1024, 512, 256, 1024
+_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _UNPACK_COLUMNS = 512, 1024, 512, 1024
+_QUANTIZE_ROWS_COLUMNS = {16: 256, 32: 128}  # by the block, of which a thread has all rows
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
 _ROWS = 8  # of a tile of blocks of one row
 
@@ -66,7 +67,8 @@ class PackedColumns:
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
         grid = (-(-columns // block // groups) * (rows // block),)
         arguments = (self.codes, self.scales, values, rows, columns // block)
-        launch("triton_fp4.unpack_kernel", grid, arguments, {"BLOCK": block, "GROUPS": groups})
+        overlap = cuda.gpu.overlaps(values.device)
+        launch("triton_fp4.unpack_kernel", grid, arguments, {"BLOCK": block, "GROUPS": groups, "OVERLAP": overlap})
         return values.t()
 
 
@@ -115,7 +117,7 @@ class FusedFP4(Fused):
     def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
         stochastic = columns_key is not None or rows_key is not None
         if self._scaled:
-            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
+            self._amax = cuda.gpu.zeros(self.x.device)
         elif not stochastic:
             return
         if stochastic:
@@ -127,18 +129,22 @@ class FusedFP4(Fused):
         row_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device) // column_programs)
         # The operand along the rows has the tensor's columns as its rows.
         starts = (*_hash_starts(columns_key), *reversed(_hash_starts(rows_key)))
+        on_device = [None if key is None else key.device for key in (columns_key, rows_key)]
+        keys = [self._amax if key is None else key for key in on_device]
         launch(
             "triton_fp4.measure_kernel",
             (column_programs, min(row_programs, self.size[0] // self.block)),
-            (self.x, self._amax, self._hashes, *self.size, *starts),
+            (self.x, self._amax, self._hashes, *keys, *self.size, *starts),
             {
                 "BLOCK": self.block,
                 "AMAX": self._scaled,
                 **self._transform,
                 "HASH_0": columns_key is not None,
                 "HASH_1": rows_key is not None,
+                "KEYS": any(key is not None for key in on_device),
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -176,6 +182,7 @@ class FusedFP4(Fused):
                 "PACKED": packed,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -201,7 +208,7 @@ class FusedFP4(Fused):
 
     def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.rows is not None
-        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS // self.block, self.block)
+        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS[self.block] // self.block, self.block)
         launch(
             "triton_fp4.quantize_rows_kernel",
             grid,
@@ -213,6 +220,7 @@ class FusedFP4(Fused):
                 **self._transform,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -244,8 +252,10 @@ _SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BL
 
 
 def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`)."""
+    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`); without the
+    key itself where kernels read it from device memory."""
     if key is None:
         return 0, 0
-    starts = (key.row_offset * _GOLDEN + key.key, key.column_offset // 2 * _GOLDEN + (key.key >> 32))
+    bits = key.key if key.device is None else 0
+    starts = (key.row_offset * _GOLDEN + bits, key.column_offset // 2 * _GOLDEN + (bits >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]
