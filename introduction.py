@@ -20,10 +20,19 @@ from models.pattern import MIXERS
 
 def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
+    from megatron_fp4.planning.step_time import PlannedPhase
     from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
 
-    num_tokens = phase_schedule(config, {}).num_samples * config.train.sequence_length
-    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), num_tokens)
+    phases = [
+        PlannedPhase(
+            span.name,
+            span.end_step - span.first_step,
+            span.batch_size,
+            span.sequence_length or config.train.sequence_length,
+        )
+        for span in phase_schedule(config, {}).spans
+    ]
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), phases)
     return 0
 
 
@@ -49,6 +58,7 @@ def introduce_run(run: Run, start: int) -> None:
         "learning rate decays from step": run.schedule.decay_start_step + 1,
         "kernels": describe_execution(model.execution, pattern, config.data.documents == "masked"),
         "activation checkpointing": model.execution.recompute,
+        "CUDA graphs": run.graphs_choice,
         "optimizer": run.optimizer.name,
     }
     introduce(

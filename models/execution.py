@@ -7,13 +7,14 @@ path differs from it by roundings to BF16.
     Mamba-2's scan          models/ssd.py, FP32       mamba-ssm, BF16 in and out, FP32 sums and states
     Mamba-2's convolution   models/conv.py, FP32      causal-conv1d, BF16 in and out
     attention               PyTorch's own choice      cuDNN, else FlashAttention, ...
-      within documents        the same, with a mask     FlashAttention of variable length
+      deterministic           FlashAttention            cuDNN's forward pass, Triton's backward pass
+      within documents        its choice, with a mask   Triton, else FlashAttention of variable length
     norms, squared ReLU,    eager                     torch.compile of the small pure functions
     RoPE
     softmax of the loss     eager                     Triton, in place
 
-With deterministic algorithms (`run.deterministic`), attention is FlashAttention's on CUDA in both columns.
-`models/execution_choice.py` chooses for a configuration and a machine.
+Where the Triton kernels of attention do not take a model (models/tiled_attention.py), deterministic attention is
+FlashAttention's in the right column too. `models/execution_choice.py` chooses for a configuration and a machine.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class FusedKernel:
     """A kernel of another package that can take the place of a function in plain PyTorch.
 
     part: what it computes, the name under which a mixer asks for it; title: the same in words. package: as pip knows
-    it. refusal: why it does not take a model's sizes at a tensor-parallel size, or None.
+    it. refusal: why it does not take a model's sizes at a tensor-parallel size, or None. optional: whether another
+    fused kernel takes its place then, so that `train.kernels=fused` goes without it.
     """
 
     part: str
@@ -45,6 +47,7 @@ class FusedKernel:
     package: str
     function: Callable[..., Any]
     refusal: Callable[[ModelConfig, int], str | None]
+    optional: bool = False
 
 
 @dataclass(frozen=True)

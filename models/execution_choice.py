@@ -34,7 +34,8 @@ def choose_execution(
     elif compute_dtype != "bfloat16":
         general = f"computes in BF16, and precision.compute_dtype={compute_dtype}"
     if train.kernels == "fused":
-        for refusal in (general, *refusals, no_compiler):
+        demanded = (r for (_, k), r in zip(kernels, refusals, strict=True) if not k.optional)
+        for refusal in (general, *demanded, no_compiler):
             if refusal is not None:
                 raise ConfigError(f"train.kernels=fused {refusal}; or use auto or torch")
     if general is not None:

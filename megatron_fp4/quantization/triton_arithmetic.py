@@ -271,6 +271,13 @@ def word_of_codes(codes_0, codes_1, codes_2, codes_3, signs_0, signs_1, signs_2,
 
 
 @triton.jit
+def values_of_byte(byte, scales):
+    """A pair of values: the codes of `byte_of_codes`, times a pair of scales."""
+    magnitudes = times_pair(((byte & 0x7) << 6) | ((byte & 0x70) << 18), LARGEST_POWERS)
+    return times_pair(magnitudes | ((byte & 0x8) << 12) | ((byte & 0x80) << 24), scales)
+
+
+@triton.jit
 def values_of_codes(word, row: tl.constexpr, scales):
     """A pair of values: the codes of row 0 to 3 of a word, times a pair of scales."""
     if row < 2:
@@ -376,7 +383,9 @@ def high_half(x):
 @triton.jit
 def times_pair(a, b):
     """a * b of each of two BF16, with subnormals."""
-    return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, -2147450880], tl.int32, True, 1)
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, -2147450880], tl.int32, True, 1
+    )
 
 
 @triton.jit

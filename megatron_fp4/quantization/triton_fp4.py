@@ -90,14 +90,14 @@ def measure_kernel(
     x_ptr,  # [rows, columns] as pairs
     amax_ptr,  # int32 [2], zero: bits of the largest magnitude of x and of the transformed x
     hash_ptr,  # int32: of operand 0: rows, pairs of columns; of operand 1: pairs of rows, even columns, odd columns
-    key_0_ptr,  # with KEYS, int32 [2]: low and high half of operand 0's key, which its starts lack then
-    key_1_ptr,
     num_rows,
     num_groups,  # columns / BLOCK
     start_row_0,  # of operand 0 (along columns): first argument of the row hash, ...
     start_column_0,
     start_row_1,
     start_column_1,
+    key_0_ptr,  # int32 [2]: what is to be added to the starts of operand 0's rows and columns
+    key_1_ptr,
     BLOCK: tl.constexpr,
     AMAX: tl.constexpr,  # whether to measure at all; MXFP4 has no tensor scale
     HADAMARD: tl.constexpr,
@@ -105,24 +105,24 @@ def measure_kernel(
     FACTOR: tl.constexpr,
     HASH_0: tl.constexpr,
     HASH_1: tl.constexpr,
-    KEYS: tl.constexpr,
+    DEVICE_KEY_0: tl.constexpr,
+    DEVICE_KEY_1: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     start_in_order(OVERLAP)
+    if DEVICE_KEY_0:
+        start_row_0 += tl.load(key_0_ptr)
+        start_column_0 += tl.load(key_0_ptr + 1)
+    if DEVICE_KEY_1:  # the operand's rows are the tensor's columns
+        start_column_1 += tl.load(key_1_ptr)
+        start_row_1 += tl.load(key_1_ptr + 1)
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     group = tl.minimum(tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     width = num_groups * PAIRS
-    if KEYS and HASH_0:
-        start_row_0 += tl.load(key_0_ptr)
-        start_column_0 += tl.load(key_0_ptr + 1)
-    if KEYS and HASH_1:
-        # The operand along the rows has the tensor's columns as its rows.
-        start_row_1 += tl.load(key_1_ptr + 1)
-        start_column_1 += tl.load(key_1_ptr)
     plain = tl.zeros([GROUPS, PAIRS], tl.int32)
     transformed = tl.zeros([GROUPS, PAIRS], tl.float32)
     for tile in range(tl.program_id(1), num_rows // BLOCK, tl.num_programs(1)):
