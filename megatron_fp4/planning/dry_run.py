@@ -46,9 +46,10 @@ class RankMemory:
 
     parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
     update). gathered: whole parameters in the compute dtype after a forward pass. quantized_weights: kept from
-    micro-batch to micro-batch. activations: what one micro-batch's forward pass leaves for its backward pass.
-    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
-    micro-batch a step). workspaces: of cuBLAS, which PyTorch allocates for it.
+    micro-batch to micro-batch; of one data-parallel rank, those that are only rounded too. activations: what one
+    micro-batch's forward pass leaves for its backward pass. unreduced_gradients: FP32 gradients of the rank's whole
+    tensor-parallel slice while micro-batches add up (0 with one micro-batch a step, or one data-parallel rank, where
+    they are `gradients`). workspaces: of cuBLAS, which PyTorch allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
@@ -124,7 +125,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
             watch.passes.clear()
             clock.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
-            memory = watch.memory(ledger.peak_bytes, accumulates=shown > 1)
+            memory = watch.memory(ledger.peak_bytes, accumulates=shown > 1 and mesh.dp_size > 1)
         names = _axis_names(mesh)
         messages: Counter[Message] = Counter()
         for index, counted in ledger.messages.items():
@@ -213,7 +214,8 @@ class _Watch:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
 
     def memory(self, peak: int, accumulates: bool) -> RankMemory:
-        """What was seen; the last pass is that of a run's steady state. accumulates: over several micro-batches."""
+        """What was seen; the last pass is that of a run's steady state. accumulates: whole gradients, over several
+        micro-batches, before ranks share them."""
         parameters = sum(t.numel() * t.element_size() for t in self.shards)
         last = self.passes[-1]
         # Every gradient is FP32 and whole on its tensor-parallel rank until it is reduced.
