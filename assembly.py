@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -343,6 +343,15 @@ def initialized_model(
     return model, controller
 
 
+def open_graphs(
+    config: Config, mesh: ParallelMesh, model: HybridModel, controller: PrecisionController, warn: Callable[[str], None]
+) -> MicroBatchGraphs | None:
+    """What replays the micro-batches of `model`, or None where they run eagerly. warn: as `MicroBatchGraphs` has it."""
+    if not graphs_of(config, backend_of(config)).used:
+        return None
+    return MicroBatchGraphs(model, mesh, controller.linears, required=config.train.cuda_graphs == "true", warn=warn)
+
+
 def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) -> Run:
     """Build every part. Raises ConfigError for data that cannot be opened or does not fit.
 
@@ -362,10 +371,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
-    log, graphs, replays = RunLog(config, active=mesh.rank == 0), None, graphs_of(config, backend)
-    if replays.used:
-        required, linears = config.train.cuda_graphs == "true", controller.linears
-        graphs = MicroBatchGraphs(model, mesh, linears, required=required, warn=log.console.text)
+    log = RunLog(config, active=mesh.rank == 0)
     return Run(
         config=config,
         mesh=mesh,
@@ -393,8 +399,8 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
-        graphs_choice=replays,
-        graphs=graphs,
+        graphs_choice=graphs_of(config, backend),
+        graphs=open_graphs(config, mesh, model, controller, log.console.text),
         log=log,
         progress=progress or Progress(),
     )

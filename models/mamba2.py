@@ -111,6 +111,38 @@ class ConvolutionAndState:
         self.before, self.state = before, state
 
 
+def sections(
+    projected_td: Tensor,
+    conv_weight_ck: Tensor,
+    conv_bias_c: Tensor,
+    sequence_length: int,
+    groups: int,
+    widths: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From groups `[z | x | B | C | dt]` to sections: z [b, s, g, c]; x, B and C as the convolution takes them, [b, s,
+    channels]; dt [b, s, h]; and the convolution's weight [channels, width] and bias [channels] in the same order.
+
+    Behind it the scan takes its inputs where they lie. widths: of a group's x, its B, and its dt; more than these,
+    behind them, is padding. One group is in this order already, and all is views.
+    """
+    inner, state, heads = widths
+    projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
+    padding = projected.shape[-1] - 2 * inner - 2 * state - heads
+    z, xbc, dt, _ = projected.split([inner, inner + 2 * state, heads, padding], -1)
+    if groups == 1:
+        return z, xbc.flatten(2), dt.flatten(2), conv_weight_ck, conv_bias_c
+    x_b_c = xbc.split([inner, state, state], -1)
+    rows = conv_weight_ck.unflatten(0, (groups, -1)).split([inner, state, state], 1)
+    biases = conv_bias_c.unflatten(0, (groups, -1)).split([inner, state, state], 1)
+    return (
+        z.contiguous(),
+        torch.cat([section.flatten(2) for section in x_b_c], -1),
+        dt.flatten(2),
+        torch.cat([section.flatten(0, 1) for section in rows]),
+        torch.cat([section.flatten() for section in biases]),
+    )
+
+
 class Mamba2(Mixer):
     """`in_proj` packs `[z | x | B | C | dt]` of one state group after the other, `conv` `[x | B | C]` likewise
     (models/packing.py). Head i uses group i // (heads / groups).
@@ -130,13 +162,17 @@ class Mamba2(Mixer):
         self.chunk_size = config.mamba_chunk_size
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
         into, out = self.linears(config)
-        self.in_proj = ColumnParallelLinear(into.in_features, into.out_features, mesh, num_groups=into.groups)
+        # What lies behind reads its rows group by group anyway, and passes over a group's padding.
+        self.in_proj = ColumnParallelLinear(
+            into.in_features, into.out_features, mesh, num_groups=into.groups, keep_padding=True
+        )
         conv = execution.kernel("conv", causal_conv_silu)
         self.conv = CausalConv(_conv_channels(config), config.mamba_conv_width, mesh, conv)
         self.ssm = SSMParameters(heads, mesh)
         self.norm = GatedRMSNorm(config.mamba_inner_dim, config.norm_eps, mesh, execution)
         self.out_proj = RowParallelLinear(out.in_features, out.out_features, mesh)
         self._scan = execution.kernel("scan", plain_scan)
+        self._sections = execution.pure(sections) if self.num_local_groups > 1 else sections
 
     def forward(
         self,
@@ -164,8 +200,10 @@ class Mamba2(Mixer):
 
     def decode(self, x_td: Tensor, memory: ConvolutionAndState, new: NewTokens) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], each row from its state on."""
-        z, xbc, dt = self._sections(self.in_proj(x_td), new.length)
-        xbc, memory.before = continued_conv_silu(xbc, *self.conv.local_parameters(), memory.before, new.counts)
+        z, xbc, dt, weight_ck, bias_c = self._sections(
+            self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
+        )
+        xbc, memory.before = continued_conv_silu(xbc, weight_ck, bias_c, memory.before, new.counts)
         inputs = self._scan_inputs(xbc, dt, self.fetch())
         y_bshp, memory.state = continued_scan(inputs, self.chunk_size, memory.state, new.valid)
         return self.out_proj(self.norm(y_bshp, z))
@@ -190,30 +228,29 @@ class Mamba2(Mixer):
         *ssm_tensors: Tensor,
     ) -> Tensor:
         """[tokens, in_proj's features] -> [tokens, out_proj's features], a function of tensors alone."""
-        z, xbc, dt = self._sections(projected_td, sequence_length)
-        xbc = self.conv.function(xbc, conv_weight_ck, conv_bias_c, documents_bs)
+        z, xbc, dt, *conv = self._sections(
+            projected_td, conv_weight_ck, conv_bias_c, sequence_length, self.num_local_groups, self._widths
+        )
+        xbc = self.conv.function(xbc, *conv, documents_bs)
         inputs = self._scan_inputs(xbc, dt, SSMTensors(*ssm_tensors))
         y_bshp = self._scan(inputs, self.chunk_size, documents_bs)
-        # A copy of z is kept for the backward pass, not all of `projected` with z in it.
-        return self.norm.function(y_bshp, z.contiguous(), norm_weight_d)
+        return self.norm.function(y_bshp, z, norm_weight_d)
 
-    def _sections(self, projected_td: Tensor, sequence_length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """z [b, s, groups, c]; x, B and C as the convolution takes them, [b, s, channels]; dt [b, s, groups, r]."""
-        inner, outer = self.heads_per_group * self.head_dim, 2 * self.state_dim
-        projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (self.num_local_groups, -1))
-        z, xbc, dt = projected.split([inner, inner + outer, self.heads_per_group], -1)
-        return z, xbc.flatten(2), dt
+    @property
+    def _widths(self) -> tuple[int, int, int]:
+        """Of a group's x, its B, and its dt."""
+        return self.heads_per_group * self.head_dim, self.state_dim, self.heads_per_group
 
-    def _scan_inputs(self, xbc_bsc: Tensor, dt: Tensor, ssm: SSMTensors) -> ScanInputs:
+    def _scan_inputs(self, xbc_bsc: Tensor, dt_bsh: Tensor, ssm: SSMTensors) -> ScanInputs:
         """Of what the convolution returned."""
-        inner, state = self.heads_per_group * self.head_dim, self.state_dim
-        x, b, c = xbc_bsc.unflatten(-1, (self.num_local_groups, -1)).split([inner, state, state], -1)
+        groups, (inner, state, _) = self.num_local_groups, self._widths
+        x, b, c = xbc_bsc.split([groups * inner, groups * state, groups * state], -1)
         return ScanInputs(
-            x_bshp=x.reshape(*x.shape[:2], -1, self.head_dim),
-            dt_bsh=dt.flatten(2),
+            x_bshp=x.unflatten(-1, (-1, self.head_dim)),
+            dt_bsh=dt_bsh,
             a_h=-ssm.a_log_h.exp(),
-            b_bsgn=b,
-            c_bsgn=c,
+            b_bsgn=b.unflatten(-1, (groups, -1)),
+            c_bsgn=c.unflatten(-1, (groups, -1)),
             d_h=ssm.d_h,
             dt_bias_h=ssm.dt_bias_h,
         )

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import zstandard
-
 READ_BYTES = 1 << 20
 _ENDINGS: dict[str, str] = {".gz": "gzip", ".gzip": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "Zstandard"}
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
@@ -57,7 +55,7 @@ def unpacked(path: Path, watch: Watch = lambda position: None) -> Iterator[bytes
             for piece in pieces:
                 watch(file.tell())
                 yield piece
-        except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, gzip.BadGzipFile) as error:
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise _damaged(path, ending, error) from error
         except OSError as error:
             # bz2 has no type of its own for damage; errors of the system have a number.
@@ -83,13 +81,22 @@ def _read(file: Any) -> Iterator[bytes]:
 
 
 def _unpacked_zstandard(file: BinaryIO) -> Iterator[bytes]:
-    """All frames of a file. The library's own reader takes a frame that was cut short for a whole one."""
+    """All frames of a file. The library's own reader takes a frame that was cut short for a whole one.
+
+    Raises EOFError where one is cut short, and for what is no frame.
+    """
+    import zstandard  # only who reads such a file needs it
+
     decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
     frame: Any = None
     while packed := file.read(_ZSTANDARD_READ_BYTES):
         while packed:
             frame = frame or decompressor.decompressobj()
-            if piece := frame.decompress(packed):
+            try:
+                piece = frame.decompress(packed)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            if piece:
                 yield piece
             packed = frame.unused_data if frame.eof else b""
             if frame.eof:

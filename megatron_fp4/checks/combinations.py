@@ -35,6 +35,7 @@ def validate(
     """
     _mesh(config, world_size, shared)
     _batch(config, world_size)
+    _reduction(config, world_size)
     _schedule(config)
     _data(config.data, check_kind)
     _paths_and_device(config, device_type)
@@ -101,6 +102,7 @@ def _batch(config: Config, world_size: int) -> None:
                 f"{key}={size} is not a multiple of "
                 f"train.micro_batch_size={micro} x {ranks} data-parallel ranks = {together}; "
                 f"{micro_sizes}global batch sizes that work: {_neighbours(size, together)}"
+                f"{_data_parallel_sizes(size, micro, ranks)}"
             )
     sequence_parallel = parallel.tensor > 1 and parallel.sequence is not False
     slice_tokens = _TILE * parallel.tensor
@@ -111,6 +113,25 @@ def _batch(config: Config, world_size: int) -> None:
             f"not a multiple of {_TILE} x parallel.tensor={parallel.tensor} = {slice_tokens}, which "
             "sequence parallelism needs; use "
             f"train.sequence_length={-(-length // slice_tokens) * slice_tokens} or parallel.sequence=false"
+        )
+
+
+def _reduction(config: Config, world_size: int) -> None:
+    parallel, train = config.parallel, config.train
+    if parallel.reduce_gradients == "once":
+        return
+    if parallel.shards(world_size) == 1:
+        sizes = " x ".join(f"parallel.{key}={size}" for key, size in parallel.sizes.items())
+        raise ConfigError(
+            f"parallel.reduce_gradients=each has no effect: {sizes} leave one shard of {world_size} rank(s), and "
+            "gradients are reduced over shards; set it to once"
+        )
+    together = train.micro_batch_size * parallel.data_parallel_size(world_size)
+    largest = max(phase.global_batch_size or train.global_batch_size for phase in config.data.phases)
+    if largest <= together:
+        raise ConfigError(
+            f"parallel.reduce_gradients=each has no effect with one micro-batch a step (train.global_batch_size="
+            f"{largest}, {together} together); set it to once, or lower train.micro_batch_size={train.micro_batch_size}"
         )
 
 
@@ -223,6 +244,28 @@ def _looking_inside(config: Config, device_type: str) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _data_parallel_sizes(size: int, micro: int, ranks: int) -> str:
+    """Those, next to `ranks`, that divide a global batch of `size` sequences into micro-batches of `micro`."""
+    if size % micro:
+        return ""
+    nearest = sorted(_divisors(size // micro), key=lambda divisor: abs(divisor - ranks))[:6]
+    return f"; data-parallel sizes that work with {size} = {_factors(size)}: {_listed(sorted(nearest))}"
+
+
+def _factors(number: int) -> str:
+    """Such as `2^5 x 23`."""
+    powers: list[str] = []
+    rest, prime = number, 2
+    while rest > 1:
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        if power:
+            powers.append(f"{prime}^{power}" if power > 1 else str(prime))
+        prime += 1
+    return " x ".join(powers) or "1"
 
 
 def _neighbours(number: int, multiple: int) -> str:

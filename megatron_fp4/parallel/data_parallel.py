@@ -2,7 +2,8 @@
 
 What each setting is for: `param_dtype` is what the forward pass sees, `reduce_dtype` FP32 what gradients are added
 up in over ranks and micro-batches, `cast_forward_inputs` is off because token ids and FP32 losses must stay what
-they are. Modules that keep their parameters in FP32 (Mamba-2's A, D and dt bias) form groups of their own.
+they are. Parameters that must stay FP32 (Mamba-2's A, D and dt bias) are gathered as they are, with their block, and
+weights of quantized linears as 4-bit codes where nobody reads more (gathered_codes.py).
 
 A model that one data-parallel rank has alone needs none of this, and FSDP2's hooks would take more of the host's time
 than all the rest of a small model: its parameters stay as they are, and say how the forward pass is to round them.
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
+from megatron_fp4.parallel.gathered_codes import WholeWeight, gather_codes, gather_in_fp32
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
 
@@ -38,7 +40,7 @@ def apply_data_parallel(
 
     units: modules gathered as a whole, in order of execution (the blocks). What belongs to none of them (embedding,
     final norm, head) is gathered with the model itself.
-    fp32_units: small modules inside units whose parameters must never be rounded.
+    fp32_units: small modules, inside units or not, whose own parameters must never be rounded.
     reshard: free the gathered parameters after the forward pass and gather them again for the backward pass. Alone:
     keep no rounded ones from micro-batch to micro-batch.
     """
@@ -58,18 +60,20 @@ def shard(
     reshard: bool,
 ) -> None:
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
-    fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    hooks = FSDPHooks()
-    for module in fp32_units:
-        with hooks.of(module):
-            fully_shard(module, mesh=mesh.fsdp, mp_policy=fp32, reshard_after_forward=reshard)
+    weights, hooks = WholeWeight.all_of(units), FSDPHooks()
     for module in units:
         with hooks.of(module):
             fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
     with hooks.of(model):
         fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
     model._fsdp_hooks = hooks  # type: ignore[assignment]
+    for module in (*units, model):
+        assert isinstance(module, FSDPModule)
+        gather_in_fp32(module, fp32_units)
+    shards = mesh.device_mesh["dp"]
+    if shards.size() > 1:
+        gather_codes(model, units, weights, shards, compute_dtype, reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -20,15 +20,34 @@ from megatron_fp4.quantization.hadamard import fixed_signs
 from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS
 from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
+from megatron_fp4.quantization.square_blocks_cuda import unpack_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _GOLDEN = 0x9E3779B9
+_FORMAT_OF_BLOCK = {block: name for name, block in BLOCKS.items()}
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
 _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The operand along the columns of a tensor [rows, columns] as 4-bit codes.
+
+    codes: uint8 [rows, columns / 2], the even column in the low nibble; scales: uint8 [rows, columns / block].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self) -> Tensor:
+        """BF16 [rows, k = columns]: `code * block scale`."""
+        rows, block = self.codes.shape[0], self.codes.shape[1] * 2 // self.scales.shape[1]
+        return unpack_rows(self.codes, self.scales, RowBlocks(_FORMAT_OF_BLOCK[block], rows, rows, 0, rows))
 
 
 @dataclass(frozen=True)
@@ -145,8 +164,10 @@ class FusedFP4(Fused):
             },
         )
 
-    def along_columns(self) -> Tensor:
-        """BF16 values [rows, k = columns]."""
+    def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
+        """BF16 values [rows, k = columns], or with `keep` their codes."""
+        if keep:
+            return PackedRows(*self.packed_columns())
         values = torch.empty_like(self.x, dtype=torch.bfloat16)
         self._quantize_columns(values, values, values, packed=False)
         return values

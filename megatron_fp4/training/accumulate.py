@@ -58,8 +58,8 @@ def accumulate(
 
     Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
     the global batch (see the top of this file); None: `global_batch_of(micro_batches, mesh)`, which all ranks then call
-    together. FSDP adds the gradients up over ranks, once, after the last micro-batch; what is replicated over
-    tensor-parallel ranks is the caller's to add up (`gradients.sum_replicated_gradients`).
+    together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or (`mesh.reduce_each`) after
+    each; what is replicated over tensor-parallel ranks is the caller's (`gradients.sum_replicated_gradients`).
 
     model: as `loss_of` calls it. clock: its step is the caller's to set. reshard: also free gathered parameters between
     micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can be;
@@ -91,11 +91,12 @@ def _accumulate(
         passes: AbstractContextManager[None] = nullcontext()
         if isinstance(model, FSDPModule):
             if position == 1 or is_last:
-                model.set_requires_gradient_sync(is_last)
+                model.set_requires_gradient_sync(is_last or mesh.reduce_each)
+                model.set_requires_all_reduce(is_last)  # between replicas the sum over micro-batches is enough
                 model.set_is_last_backward(is_last)
                 # The optimizer updates shards, so the last backward must leave only them.
                 model.set_reshard_after_backward(is_last or reshard)
-            elif not reshard:
+            elif not reshard and not mesh.reduce_each:
                 passes = without_fsdp_hooks(model)
         if graphs is not None and (replayed := graphs.run(micro_batch, clock)) is not None:
             loss_sum += replayed

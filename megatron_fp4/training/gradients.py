@@ -60,6 +60,21 @@ def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, clip_norm: f
         torch._foreach_mul_(gradients, clip_norm / norm)  # type: ignore[attr-defined]
 
 
+@torch.no_grad()
+def clip_gradients_on_device(parameters: Sequence[nn.Parameter], norm: torch.Tensor, clip_norm: float) -> None:
+    """`clip_gradients` with a norm (0-dim FP64) that the host does not know yet: the same bits.
+
+    A norm within the limit makes the factor 1, which is multiplied too: a pass over the gradients, for which the host
+    need not wait until they are there.
+    """
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+    if clip_norm == 0 or not gradients:
+        return
+    limit = torch.full_like(norm, clip_norm)  # `clip_norm / norm` would multiply by the reciprocal: other bits
+    factor = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+    torch._foreach_mul_(gradients, factor.to(torch.float32))  # type: ignore[attr-defined]
+
+
 def holds_first_copy(parameter: nn.Parameter, mesh: ParallelMesh) -> bool:
     """Whether this rank is the first of those that hold the same shard of `parameter`."""
     all_names = mesh.device_mesh.mesh_dim_names

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_fp4.config.schema import ConfigError, OptimizerConfig
 from megatron_fp4.training.multi_tensor_adam import MultiTensorAdamW, apex_kernel, transformer_engine_kernel
@@ -92,19 +92,36 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The live state tensors as `<parameter name>.<state name>`, e.g. `blocks.0.in_proj.weight.exp_avg`.
 
     Writing into a returned tensor changes the optimizer: this is how a checkpoint is loaded. `model` must be in
     its sharded state (not between forward and backward).
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    state: dict[str, torch.Tensor] = {}
+    state: dict[str, Tensor] = {}
     for parameter in optimizer_parameters(optimizer):
         assert parameter in names, "the model is not in its sharded state, or the optimizer belongs to another model"
         for key, value in optimizer.state[parameter].items():
             state[f"{names[parameter]}.{key}"] = value
     return state
+
+
+def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_unless` works: torch's fused AdamW reads on the device whether it is to update, the kernels of
+    Transformer Engine and apex do not."""
+    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
+
+
+def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """Update, or where `skip` (0-dim FP32 on the device: 0 or 1) is 1 leave weights, moments and step counts as they
+    are, bit for bit. The host does not wait for it."""
+    assert can_skip_on_device(optimizer)
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def _create_moments(optimizer: torch.optim.Optimizer, step_on_host: bool) -> None:

@@ -2,7 +2,10 @@
 
 The step talks to other ranks twice beyond what the model and FSDP do: the sum over the tensor axis (with sequence
 parallelism only) and one all-reduce of a few FP64 numbers: loss, squared gradient norm, and what ranks request (to
-stop, to save, ...). Reading these is its only host sync. Since all ranks read the same, they clip, skip and stop alike.
+stop, to save, ...). Since all ranks have the same, they clip, skip and stop alike. Reading these is its only host sync,
+behind which the device must not run dry: whether to update and by how much to clip is decided on the device, and the
+host reads once it has launched the update (torch's fused AdamW). Only what the host must decide itself, about spikes
+or for a kernel that always updates, waits for the numbers.
 Where not all targets count (accumulate.py), one number goes before: how many do.
 """
 
@@ -15,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.faults.progress import Progress
@@ -23,8 +26,13 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
-from megatron_fp4.training.gradients import clip_gradients, squared_norm_share, sum_replicated_gradients
-from megatron_fp4.training.optimizer import optimizer_parameters, set_lr
+from megatron_fp4.training.gradients import (
+    clip_gradients,
+    clip_gradients_on_device,
+    squared_norm_share,
+    sum_replicated_gradients,
+)
+from megatron_fp4.training.optimizer import can_skip_on_device, optimizer_parameters, set_lr, step_unless
 
 
 class StepRequests(NamedTuple):
@@ -106,22 +114,47 @@ def train_step(
         )
     )
     dist.all_reduce(totals)
-    mean_loss, squared_norm, *counts, low, high = totals.tolist()
+    totals_on_host = _Copy(totals)
+    ahead = accept is None and can_skip_on_device(optimizer)
+    if ahead:
+        norm = totals[1].sqrt()
+        clip_gradients_on_device(parameters, norm, clip_norm)
+        set_lr(optimizer, lr)
+        step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
+    mean_loss, squared_norm, *counts, low, high = totals_on_host.wait()
 
     progress.at(step + 1, "update")
     grad_norm = math.sqrt(squared_norm)
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     spike = finite and accept is not None and not accept(mean_loss, grad_norm)
     skipped = spike or not finite
-    if not skipped:
+    if not ahead and not skipped:
         clip_gradients(parameters, grad_norm, clip_norm)
         set_lr(optimizer, lr)
         optimizer.step()
+    if not skipped:
         clock.weights_version += 1
     optimizer.zero_grad(set_to_none=True)
     return StepResult(
         mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike, _longest(low, high)
     )
+
+
+class _Copy:
+    """A copy of a tensor on the host, on its way while the device is given more to do."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor.to("cpu", non_blocking=True)  # pinned, from CUDA
+        self._arrived = torch.cuda.Event() if tensor.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> list[float]:
+        """The numbers, once they are there; what was given to the device since may still run."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: list[float] = self._copy.tolist()
+        return numbers
 
 
 # A maximum out of sums, so that the step's one all-reduce gives it too: of positive numbers, the sum of their 57th

@@ -111,6 +111,38 @@ def test_batch_that_does_not_divide_names_sizes_that_work():
     assert changed(composed(), {"parallel.tensor": 2}).parallel.data_parallel_size(8) == 4
 
 
+def test_a_batch_that_no_mesh_of_these_ranks_divides_names_meshes_that_do():
+    changes = {"train.micro_batch_size": 1, "train.global_batch_size": 736}
+    message = refusal(changes, world_size=512)
+    assert message.endswith(
+        "train.global_batch_size=736 is not a multiple of train.micro_batch_size=1 x 512 data-parallel ranks = 512; "
+        "global batch sizes that work: 512 or 1024; "
+        "data-parallel sizes that work with 736 = 2^5 x 23: 32, 46, 92, 184, 368, 736"
+    )
+    for ranks in (32, 46, 92, 184, 368, 736):
+        validate(changed(composed(), changes), ranks, "cpu")
+    # A phase's own batch too; where a micro-batch is more than one sequence, it counts.
+    phases = [PhaseConfig("first", None, {"stdlib": 1.0}, global_batch_size=12)]
+    message = refusal({"data.phases": phases, "train.micro_batch_size": 2, "train.global_batch_size": 16}, world_size=4)
+    assert "data.phases[0].global_batch_size=12 is not" in message
+    assert message.endswith("work: 8 or 16; data-parallel sizes that work with 12 = 2^2 x 3: 1, 2, 3, 6")
+    assert "data-parallel sizes" not in refusal({"train.micro_batch_size": 3})
+
+
+def test_gradients_are_reduced_after_each_micro_batch_only_where_that_does_something():
+    each = {"parallel.reduce_gradients": "each", "train.micro_batch_size": 1, "train.global_batch_size": 16}
+    validate(changed(composed(), each), 4, "cpu")
+    message = refusal(each)
+    assert "parallel.reduce_gradients=each has no effect" in message and "one shard of 1 rank" in message
+    assert "parallel.replicate=4 leave one shard of 4" in refusal({**each, "parallel.replicate": 4}, world_size=4)
+    message = refusal({**each, "train.global_batch_size": 4}, world_size=4)
+    assert "one micro-batch a step" in message and "set it to once" in message
+    # One phase with several is enough.
+    names = {"blend": {"stdlib": 1.0}, "fraction": 0.5}
+    phases = [PhaseConfig("small", global_batch_size=4, **names), PhaseConfig("large", global_batch_size=8, **names)]
+    validate(changed(composed(), {**each, "train.global_batch_size": 4, "data.phases": phases}), 4, "cpu")
+
+
 def test_sequence_length_in_tiles():
     assert "train.sequence_length=250 is not a multiple of 16; use 240 or 256" in refusal(
         {"train.sequence_length": 250}

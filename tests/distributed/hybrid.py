@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -66,9 +67,12 @@ class Layout:
     sequence: bool | None = None
     reshard: bool = False
     num_micro_batches: int = 4
+    reduce: Literal["once", "each"] = "once"
 
     def mesh(self) -> ParallelMesh:
-        parallel = ParallelConfig(tensor=self.tensor, replicate=self.replicate, sequence=self.sequence)
+        parallel = ParallelConfig(
+            tensor=self.tensor, replicate=self.replicate, sequence=self.sequence, reduce_gradients=self.reduce
+        )
         return build_mesh(parallel, torch.device("cpu"))
 
 
@@ -223,7 +227,7 @@ def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator
 
 
 def operand(of: GemmOperand) -> tuple[Tensor, Tensor | None]:
-    return of.values.detach().clone(), None if of.scale is None else of.scale.clone()
+    return of.unpacked().detach().clone(), None if of.scale is None else of.scale.clone()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -115,6 +115,26 @@ def test_every_code_of_the_first_step_on_three_ranks(replicate):
             assert relative_error(gradient, one.gradients[name]) < 1e-5, name
 
 
+def _once_and_each(rank: int, layout: Layout) -> list[Result]:
+    """Two steps with gradients reduced once a step, and after each micro-batch."""
+    return [train(rank, replace(layout, reduce=reduce), "nvfp4", 2) for reduce in ("once", "each")]
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2_dp2", "hsdp2_dp2"])
+def test_reducing_after_each_micro_batch_changes_only_the_order_of_sums(name):
+    layout = replace(LAYOUTS[name], num_micro_batches=8)
+    differ = False
+    for once, each in launch(_once_and_each, layout.world, layout):
+        assert each.losses[0] == once.losses[0]
+        assert each.losses[1] == pytest.approx(once.losses[1], rel=1e-3)
+        assert each.norms[0] == pytest.approx(once.norms[0], rel=1e-5)
+        assert each.gradients.keys() == once.gradients.keys()
+        for parameter, gradient in each.gradients.items():
+            assert relative_error(gradient, once.gradients[parameter]) < 1e-5, parameter
+            differ |= not torch.equal(gradient, once.gradients[parameter])
+    assert differ  # or the setting did nothing
+
+
 def assert_codes_equal(ranks: list[Result], one: Result, num_micro_batches: int) -> None:
     """Both operands and both tensor scales of all GEMMs of a step, bit for bit."""
     codes = {key: value for rank in ranks for key, value in rank.codes.items()}

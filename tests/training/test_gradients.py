@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron_fp4.training.gradients import clip_gradients, squared_norm_share, sum_replicated_gradients
+from megatron_fp4.training.gradients import (
+    clip_gradients,
+    clip_gradients_on_device,
+    squared_norm_share,
+    sum_replicated_gradients,
+)
 from tests.training.harness import alone, launch, toy_mesh
 
 
@@ -75,6 +80,20 @@ def test_below_the_limit_gradients_are_untouched() -> None:
     before = parameter.grad.clone()
     clip_gradients([parameter], norm=0.9999, clip_norm=1.0)
     assert torch.equal(parameter.grad, before)
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.0, 1.0000001, 2.7, 1e9, 1e-30])
+@pytest.mark.parametrize("clip_norm", [0.0, 1.0, 0.37])
+def test_clipping_on_the_device_has_the_same_bits(norm: float, clip_norm: float) -> None:
+    parameters = [nn.Parameter(torch.zeros(257)) for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(257) * torch.logspace(-42, 20, 257)
+    gradient = parameters[0].grad
+    assert gradient is not None
+    parameters[1].grad = gradient.clone()
+    clip_gradients(parameters[:1], norm, clip_norm)
+    clip_gradients_on_device(parameters[1:], torch.tensor(norm, dtype=torch.float64), clip_norm)
+    assert torch.equal(parameters[0].grad, parameters[1].grad)  # type: ignore[arg-type]
 
 
 def _sum_over_tp(rank: int, sequence_parallel: bool) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import rounded_part
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import StepRequests, _longest, _powers, train_step
+from megatron_fp4.training.step import StepRequests, StepResult, _longest, _powers, train_step
 from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, whole
 
 
@@ -157,6 +157,39 @@ def test_a_nan_gradient_on_one_rank_is_skipped_by_all() -> None:
         assert math.isnan(outcome["bad"].grad_norm)
         assert outcome["untouched"] and outcome["version"] and outcome["no_gradients"]
         assert not outcome["next"].skipped
+
+
+def _ahead_or_not(rank: int, clip_norm: float) -> tuple[dict[str, Tensor], dict[str, Tensor], list[StepResult]]:
+    """Weights and moments after good steps and a bad one: updated before the host has read, and behind it."""
+    outcomes, results = [], []
+    for accept in (None, lambda *_: True):
+        mesh = toy_mesh()
+        model, optimizer = toy(mesh)
+        clock = RunClock(seed=0)
+        for step in range(4):
+            batches = toy_batches(step, mesh)
+            poison = None
+            if step == 2 and rank == 1:
+                poison = model.blocks[0].register_forward_hook(
+                    lambda module, inputs, output: output.register_hook(lambda gradient: gradient * math.inf) and None
+                )
+            settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": clip_norm, "accept": accept}
+            results.append(train_step(model, optimizer, batches, mesh, clock, **settings))
+            if poison is not None:
+                poison.remove()
+        assert clock.weights_version == 3
+        state = {**model.state_dict(), **optimizer_state(model, optimizer)}
+        outcomes.append({name: whole(value) for name, value in state.items()})
+    return outcomes[0], outcomes[1], results
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.3, 1e6])
+def test_an_update_launched_before_the_numbers_are_read_has_the_same_bits(clip_norm: float) -> None:
+    for ahead, behind, results in launch(_ahead_or_not, 2, clip_norm):
+        assert [result.skipped for result in results] == [False, False, True, False] * 2
+        assert results[0] == results[4] and results[3] == results[7] and results[3].grad_norm > 0.3
+        assert ahead.keys() == behind.keys() and all(torch.equal(ahead[name], behind[name]) for name in ahead)
+        assert all(value == 3 for name, value in ahead.items() if name.endswith(".step"))
 
 
 class _Fp32Wgrad(torch.autograd.Function):
