@@ -45,13 +45,14 @@ Build = Callable[[ParallelMesh, RunClock, Execution, Backend], tuple[nn.Module, 
 class RankMemory:
     """Bytes on one rank (the first, which never has less than another).
 
-    parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
-    update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
-    kept from micro-batch to micro-batch, those that were gathered as codes among them.
-    activations: what one micro-batch's forward pass leaves for its backward pass.
+        parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
+        update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
+    kept from micro-batch to micro-batch, those that were gathered as codes among them; of one data-parallel rank, those
+    that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
     unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
-    micro-batch a step, and where each is reduced at once). workspaces: of cuBLAS, which PyTorch allocates for it.
-    peak: the most at any moment of a step, temporaries included.
+    micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are `gradients`).
+    workspaces: of cuBLAS, which PyTorch allocates for it.
+        peak: the most at any moment of a step, temporaries included.
     """
 
     num_parameters: int
@@ -149,7 +150,8 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
             watch.passes.clear()
             clock.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
-            memory = watch.memory(ledger.peak_bytes, accumulates=accumulates and not mesh.reduce_each)
+            unreduced = accumulates and not mesh.reduce_each and mesh.dp_size > 1
+            memory = watch.memory(ledger.peak_bytes, accumulates=unreduced)
         names = _axis_names(mesh)
         parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
         first, middle, last = {1: [*parts, {}, {}], 2: [parts[0], {}, parts[-1]], 3: parts}[shown]
