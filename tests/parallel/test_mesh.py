@@ -33,7 +33,8 @@ def test_an_axis_is_sliced_once(mesh: ParallelMesh) -> None:
 
 def _connections() -> int:
     """Sockets of this process that are connected."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).open()]
+    tables = [Path("/proc/self/net", name).read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table.splitlines()]
     connected = {f"socket:[{fields[9]}]" for fields in lines if fields[3] == "01"}
     found = []
     for entry in os.listdir("/proc/self/fd"):
