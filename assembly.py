@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
+from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
@@ -74,7 +75,7 @@ def configure(overrides: list[str]) -> Config:
     check_exports(config, plans_of(config))
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
-        backend_of(config)
+        graphs_of(config, backend_of(config))
     return config
 
 
@@ -130,6 +131,11 @@ def backend_of(config: Config) -> BackendChoice:
     return choose_backend(config, device_type_of(config), plans_of(config))
 
 
+def graphs_of(config: Config, backend: BackendChoice) -> GraphsChoice:
+    """Whether micro-batches are replayed. Raises ConfigError."""
+    return choose_graphs(config, world_size(), device_type_of(config), backend.name)
+
+
 def world_size() -> int:
     """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -162,6 +168,8 @@ class Run:
     guard: NonFiniteGuard
     spikes: SpikeGuard
     kernels: KernelChoices
+    graphs_choice: GraphsChoice
+    graphs: MicroBatchGraphs | None
     log: RunLog
     progress: Progress
 
@@ -245,6 +253,7 @@ class Run:
             "accept": self.spikes.accept,
             "progress": self.progress,
             "data_wait": self.loader.data_wait,
+            "graphs": self.graphs,
         }
 
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
@@ -334,6 +343,15 @@ def initialized_model(
     return model, controller
 
 
+def open_graphs(
+    config: Config, mesh: ParallelMesh, model: HybridModel, controller: PrecisionController, warn: Callable[[str], None]
+) -> MicroBatchGraphs | None:
+    """What replays the micro-batches of `model`, or None where they run eagerly. warn: as `MicroBatchGraphs` has it."""
+    if not graphs_of(config, backend_of(config)).used:
+        return None
+    return MicroBatchGraphs(model, mesh, controller.linears, required=config.train.cuda_graphs == "true", warn=warn)
+
+
 def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) -> Run:
     """Build every part. Raises ConfigError for data that cannot be opened or does not fit.
 
@@ -381,6 +399,8 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         guard=NonFiniteGuard(config.train.max_skipped_steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
+        graphs_choice=graphs_of(config, backend),
+        graphs=open_graphs(config, mesh, model, controller, log.console.text),
         log=log,
         progress=progress or Progress(),
     )

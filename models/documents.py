@@ -6,6 +6,7 @@ document than its own: attention looks at nothing else, Mamba-2's state and its 
 
     numbers      int32 [b, s]        Mamba-2's scan and convolution, plain and fused (what the kernels call `seq_idx`)
     positions    int64 [b, s]        RoPE: the place of a token in its document
+    begins, ends int32 [b, s]        attention in tiles: its document's first token, and the one behind its last
     boundaries   int32 [n + 1]       FlashAttention: where documents begin among the b * s tokens, and their end
     mask         bool [b, 1, s, s]   attention in plain PyTorch
 
@@ -53,11 +54,20 @@ class Documents:
         self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
 
     @cached_property
+    def begins(self) -> Tensor:
+        """int32 [b, s], the place in its row of the first token of each token's document."""
+        # Rows ascend, so the first place of a number is where its document begins.
+        return torch.searchsorted(self.numbers, self.numbers, out_int32=True)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """int32 [b, s], the place in its row behind the last token of each token's document."""
+        return torch.searchsorted(self.numbers, self.numbers, out_int32=True, right=True)
+
+    @cached_property
     def positions(self) -> Tensor:
         """int64 [b, s], from 0 in each document."""
-        # Rows ascend, so the first place of a number is where its document begins.
-        begins = torch.searchsorted(self.numbers, self.numbers)
-        return torch.arange(self.numbers.shape[1], device=begins.device) - begins
+        return torch.arange(self.numbers.shape[1], device=self.numbers.device) - self.begins
 
     @cached_property
     def boundaries(self) -> Tensor:

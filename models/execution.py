@@ -7,18 +7,20 @@ path differs from it by roundings to BF16.
     Mamba-2's scan          models/ssd.py, FP32       mamba-ssm, BF16 in and out, FP32 sums and states
     Mamba-2's convolution   models/conv.py, FP32      causal-conv1d, BF16 in and out
     attention               PyTorch's own choice      cuDNN, else FlashAttention, ...
-      within documents        the same, with a mask     FlashAttention of variable length
+      deterministic           FlashAttention            cuDNN's forward pass, Triton's backward pass
+      within documents        its choice, with a mask   Triton, else FlashAttention of variable length
     norms, squared ReLU,    eager                     torch.compile of the small pure functions
     RoPE
     softmax of the loss     eager                     Triton, in place
 
-With deterministic algorithms (`run.deterministic`), attention is FlashAttention's on CUDA in both columns.
-`models/execution_choice.py` chooses for a configuration and a machine.
+Where the Triton kernels of attention do not take a model (models/tiled_attention.py), deterministic attention is
+FlashAttention's in the right column too. `models/execution_choice.py` chooses for a configuration and a machine.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -37,7 +39,8 @@ class FusedKernel:
     """A kernel of another package that can take the place of a function in plain PyTorch.
 
     part: what it computes, the name under which a mixer asks for it; title: the same in words. package: as pip knows
-    it. refusal: why it does not take a model's sizes at a tensor-parallel size, or None.
+    it. refusal: why it does not take a model's sizes at a tensor-parallel size, or None. optional: whether another
+    fused kernel takes its place then, so that `train.kernels=fused` goes without it.
     """
 
     part: str
@@ -45,6 +48,7 @@ class FusedKernel:
     package: str
     function: Callable[..., Any]
     refusal: Callable[[ModelConfig, int], str | None]
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,22 @@ class Execution:
 
 PLAIN = Execution()
 
+COMPILERS = 8
+"""Processes of one rank that compile what torch.compile makes, at most; a model has some fifteen such kernels."""
+
 
 @functools.cache
 def torch_compile(function: Callable[P, R]) -> Callable[P, R]:
     """`function` through torch.compile; the same one every time."""
+    _share_cores()
     # Shapes are those of one micro-batch for the whole run; compiled for any shape the kernels would be slower.
     return torch.compile(function, dynamic=False)
+
+
+def _share_cores() -> None:
+    """The ranks of a machine share its cores: each would start as many compilers as there are cores, or 32."""
+    from torch._inductor import config
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        config.compile_threads = min(max(cores, 1), COMPILERS)

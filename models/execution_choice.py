@@ -34,7 +34,8 @@ def choose_execution(
     elif compute_dtype != "bfloat16":
         general = f"computes in BF16, and precision.compute_dtype={compute_dtype}"
     if train.kernels == "fused":
-        for refusal in (general, *refusals, no_compiler):
+        demanded = (r for (_, k), r in zip(kernels, refusals, strict=True) if not k.optional)
+        for refusal in (general, *demanded, no_compiler):
             if refusal is not None:
                 raise ConfigError(f"train.kernels=fused {refusal}; or use auto or torch")
     if general is not None:
@@ -68,6 +69,13 @@ def describe_execution(execution: Execution, pattern: str, masked: bool = False)
     parts.append(f"norms and activations: {'torch.compile' if execution.compiled else 'torch'}")
     parts.append(f"loss: {'Triton' if execution.compiled else 'torch'}")
     return ", ".join(parts)
+
+
+def cost_of_determinism(execution: Execution, pattern: str, masked: bool = False) -> str | None:
+    """What deterministic algorithms make slower on CUDA in the blocks of `pattern`, in words; None if nothing known."""
+    costs = [mixer.cost_of_determinism(execution, masked) for mixer in mixers_of(pattern)]
+    known = "; ".join(cost for cost in costs if cost is not None)
+    return f"{known}; run.deterministic=false is faster" if known else None
 
 
 def _refusal(mixer: type[Mixer], kernel: FusedKernel, model: ModelConfig, tensor_parallel: int) -> str | None:

@@ -88,6 +88,10 @@ class HybridModel(nn.Module):
         self.blocks = nn.ModuleList(Block(letter, config, mesh, execution) for letter in config.pattern)
         self.final_norm = RMSNorm(config.hidden_dim, config.norm_eps, mesh, execution)
         self.head = OutputHead(config.hidden_dim, config.vocab_size, mesh)
+        if execution.recompute == "selective":
+            for _, linear in self.linears():
+                # All of them promises, or attention's result, which it keeps itself: nothing is as small.
+                linear.context.keeps_input = True
 
     def forward(
         self,

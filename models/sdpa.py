@@ -8,6 +8,8 @@ Where documents are masked (models/documents.py), a query sees the keys of its o
                     less than whole rows do. Shapes are static but for the list of boundaries. (cuDNN, which is faster
                     on whole rows from Hopper on, would need another layout.)
 
+models/tiled_attention.py has what is faster than FlashAttention, for the sizes that it takes.
+
 Shapes: b batch, s sequence, t = b s tokens, g KV heads of this rank, d head dimension, n documents.
 """
 

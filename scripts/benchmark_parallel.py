@@ -23,7 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from assembly import backend_of, configure, device_type_of, execution_of, initialized_model, set_determinism
+from assembly import (
+    backend_of,
+    configure,
+    device_type_of,
+    execution_of,
+    initialized_model,
+    open_graphs,
+    set_determinism,
+)
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
@@ -37,7 +45,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as for pretrain.py")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="where to write the JSON")
     parser.add_argument("--against", type=Path, help="the JSON of another mesh, to compare with")
     options = parser.parse_intermixed_args(arguments)
@@ -65,6 +73,7 @@ def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
     model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
+    graphs = open_graphs(config, mesh, model, controller, print)
     batches = random_micro_batches(config, mesh, 0)
     seconds, losses = [], []
     for step in range(warmup + steps):
@@ -75,6 +84,7 @@ def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
         result = train_step(
             model, optimizer, batches, mesh, clock,
             step=step, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
+            graphs=graphs,
         )  # fmt: skip
         if device.type == "cuda":
             torch.cuda.synchronize(device)

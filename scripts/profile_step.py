@@ -8,8 +8,8 @@ tokens, and profiles one behind some to warm up. Of the first rank it prints
 
     busy      the time in which some kernel ran, whatever else did
     hidden    of a kind of kernel: the part in which kernels of other kinds ran too (of messages: what costs nothing)
-    idle      the time in which nothing ran: the GPU waited for the host, or for another rank
-    host      from the start of the step until the last kernel was asked for; where it is all of the step, Python bounds it
+    idle      the time in which nothing ran
+    late      the part of it that ended with a kernel that the host had not asked for before: the GPU waited for Python
 
 Times of kinds that run side by side add up to more than the step.
 """
@@ -27,10 +27,20 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from assembly import backend_of, configure, device_type_of, execution_of, initialized_model, set_determinism
+from assembly import (
+    backend_of,
+    configure,
+    device_type_of,
+    execution_of,
+    initialized_model,
+    open_graphs,
+    set_determinism,
+)
+from data.cache import default_cache_dir
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.autotuning import KernelChoices, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from scripts.compare_memory import random_micro_batches
@@ -53,11 +63,12 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ran on the GPU, from `start` to `end` in nanoseconds."""
+    """What ran on the GPU, from `start` to `end` in nanoseconds; asked: when the host asked for it, if known."""
 
     name: str
     start: int
     end: int
+    asked: int | None = None
 
     @property
     def kind(self) -> str:
@@ -82,7 +93,17 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - start for start, end in union(intervals))
 
 
-def table(kernels: Sequence[Kernel], step_seconds: float, host_seconds: float) -> list[str]:
+def late(kernels: Sequence[Kernel]) -> int:
+    """The time in which the GPU had nothing to do because the host had not asked for the next kernel."""
+    total, end = 0, min((kernel.start for kernel in kernels), default=0)
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start):
+        if kernel.asked is not None and kernel.start > end:
+            total += max(0, min(kernel.start, kernel.asked) - end)
+        end = max(end, kernel.end)
+    return total
+
+
+def table(kernels: Sequence[Kernel], step_seconds: float) -> list[str]:
     """The report on a step's kernels, as lines."""
     spans = {kind: [(k.start, k.end) for k in kernels if k.kind == kind] for kind in {k.kind for k in kernels}}
     everything = length(span for kind in spans.values() for span in kind)
@@ -96,7 +117,8 @@ def table(kernels: Sequence[Kernel], step_seconds: float, host_seconds: float) -
         lines.append(f"{kind:14}{busy / 1e6:9.1f}{busy / 1e9 / step_seconds:9.1%}{count:9}{hidden / 1e6:11.1f}")
     idle = step_seconds - everything / 1e9
     lines.append(f"{'idle':14}{idle * 1e3:9.1f}{idle / step_seconds:9.1%}")
-    lines.append(f"{'host':14}{host_seconds * 1e3:9.1f}{host_seconds / step_seconds:9.1%}")
+    waited = late(kernels) / 1e9
+    lines.append(f"{'late':14}{waited * 1e3:9.1f}{waited / step_seconds:9.1%}")
     return lines
 
 
@@ -104,7 +126,7 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="as for pretrain.py")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before the profiled one (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the profiled one (default: %(default)s)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list by name (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -127,10 +149,15 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
     device = init_distributed("cuda", config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, _ = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
+    graphs = open_graphs(config, mesh, model, controller, print)
+    pinned = []
+    if mixers := model.autotuned_mixers():
+        rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
+        pinned = KernelChoices().pin(rehearse, default_cache_dir() / "autotuning", resumed=False)
     batches = random_micro_batches(config, mesh, 0)
-    seconds, asked = [], []
+    seconds = []
     window = profile(activities=[ProfilerActivity.CUDA])
     for step in range(warmup + 2):  # one for the profiler's own start
         last = step == warmup + 1
@@ -143,18 +170,22 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         train_step(
             model, optimizer, batches, mesh, clock,
             step=step, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
+            graphs=graphs,
         )  # fmt: skip
-        asked.append(time.perf_counter() - began)
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
         if step == 0:
             first = f"first step {seconds[0]:.1f} s, "
     window.stop()
     events = window.profiler.kineto_results.events()  # type: ignore[union-attr]
+    cuda = torch.autograd.DeviceType.CUDA
+    asked = {event.correlation_id(): event.start_ns() for event in events if event.device_type() != cuda}
     kernels = [
-        Kernel(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        Kernel(
+            event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), asked.get(event.correlation_id())
+        )
         for event in events
-        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+        if event.device_type() == cuda and event.duration_ns() > 0
     ]
     tokens = config.train.global_batch_size * config.train.sequence_length
     title = (
@@ -168,7 +199,7 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         by_name.setdefault(kernel.name, []).append(kernel.end - kernel.start)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     names = [f"{sum(times) / 1e6:9.1f} ms {len(times):6} x  {name[:100]}" for name, times in longest]
-    return [title, *table(kernels, seconds[-1], asked[-1]), *names]
+    return [*pinned, title, *table(kernels, seconds[-1]), *names]
 
 
 if __name__ == "__main__":

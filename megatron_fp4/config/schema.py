@@ -198,6 +198,8 @@ class TrainConfig:
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
         or `selective` (keep what GEMMs and attention return, compute norms, activations, convolution and scan again).
         In BF16, gradients have the same bits in all three (models/recompute.py has the exception in FP32).
+    cuda_graphs: whether forward and backward of a micro-batch are captured once and replayed, with the same bits and
+        hardly any of the host's time (training/cuda_graphs.py): `true`, `false`, or `auto`: where they can be.
     """
 
     steps: AtLeastOne = 300
@@ -207,6 +209,7 @@ class TrainConfig:
     max_skipped_steps: AtLeastOne = 10
     kernels: Literal["auto", "torch", "fused"] = "auto"
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
+    cuda_graphs: Literal["auto", "true", "false"] = "auto"
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -26,7 +26,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -219,6 +219,7 @@ class _LinearTrace:
 
     trace: _Trace
     name: str
+    reads_weights: ClassVar[bool] = False
 
     def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> _LinearTrace:
         """x [tokens, in], y [tokens, out]."""

@@ -5,6 +5,8 @@ Between layers a tensor-parallel rank holds either all tokens, or with sequence 
     enter_tensor_parallel   in front of a column-parallel layer: all tokens, whole features
     leave_tensor_parallel   behind a row-parallel layer: partial sums are added up over the ranks
 
+Linears with sequence parallelism do both themselves (precision/linear.py).
+
 Sums are taken in the tensor's dtype (BF16 in training, as the paper has it).
 """
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.token_messages import start_all_gather, start_reduce_scatter
 
 
 def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
@@ -43,16 +46,12 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
 
 def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """[tokens / tp, dim] -> [tokens, dim], ranks in order."""
-    out = x_td.new_empty((x_td.shape[0] * mesh.tp_size, *x_td.shape[1:]))
-    dist.all_gather_into_tensor(out, x_td.contiguous(), group=mesh.tp_group)
-    return out
+    return start_all_gather(x_td, mesh.tp_group).wait()
 
 
 def reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """[tokens, dim] partial sums -> [tokens / tp, dim] sums."""
-    out = y_td.new_empty((y_td.shape[0] // mesh.tp_size, *y_td.shape[1:]))
-    dist.reduce_scatter_tensor(out, y_td.contiguous(), group=mesh.tp_group)
-    return out
+    return start_reduce_scatter(y_td, mesh.tp_group).wait()
 
 
 def all_reduce_sum(x: Tensor, mesh: ParallelMesh) -> Tensor:

@@ -2,7 +2,11 @@
 
 What each setting is for: `param_dtype` is what the forward pass sees, `reduce_dtype` FP32 what gradients are added
 up in over ranks and micro-batches, `cast_forward_inputs` is off because token ids and FP32 losses must stay what
-they are. Modules that keep their parameters in FP32 (Mamba-2's A, D and dt bias) form groups of their own.
+they are. Parameters that must stay FP32 (Mamba-2's A, D and dt bias) are gathered as they are, with their block, and
+weights of quantized linears as 4-bit codes where nobody reads more (gathered_codes.py).
+
+A model that one data-parallel rank has alone needs none of this, and FSDP2's hooks would take more of the host's time
+than all the rest of a small model: its parameters stay as they are, and say how the forward pass is to round them.
 
 Gradients are summed, not averaged: every micro-batch's loss is divided by the number of micro-batches of the global
 batch before its backward pass, so that this pass is the same whichever rank computes it.
@@ -10,11 +14,17 @@ batch before its backward pass, so that this pass is the same whichever rank com
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
+from megatron_fp4.parallel.gathered_codes import WholeWeight, gather_codes, gather_in_fp32
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
 
 
 def apply_data_parallel(
@@ -30,19 +40,77 @@ def apply_data_parallel(
 
     units: modules gathered as a whole, in order of execution (the blocks). What belongs to none of them (embedding,
     final norm, head) is gathered with the model itself.
-    fp32_units: small modules inside units whose parameters must never be rounded.
-    reshard: free the gathered parameters after the forward pass and gather them again for the backward pass.
+    fp32_units: small modules, inside units or not, whose own parameters must never be rounded.
+    reshard: free the gathered parameters after the forward pass and gather them again for the backward pass. Alone:
+    keep no rounded ones from micro-batch to micro-batch.
     """
-    fp32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if mesh.dp_size == 1:
+        alone(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
+    else:
+        shard(model, mesh, units=units, fp32_units=fp32_units, compute_dtype=compute_dtype, reshard=reshard)
+
+
+def shard(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    *,
+    units: list[nn.Module],
+    fp32_units: list[nn.Module],
+    compute_dtype: torch.dtype,
+    reshard: bool,
+) -> None:
+    """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in fp32_units:
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=fp32, reshard_after_forward=reshard)
+    weights, hooks = WholeWeight.all_of(units), FSDPHooks()
     for module in units:
-        fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-    if mesh.dp_size > 1:  # alone nothing is reduced, and a factor would cost a pass over the gradients
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
-                module.set_force_sum_reduction_for_comms(True)
+        with hooks.of(module):
+            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
+    with hooks.of(model):
+        fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+    model._fsdp_hooks = hooks  # type: ignore[assignment]
+    for module in (*units, model):
+        assert isinstance(module, FSDPModule)
+        gather_in_fp32(module, fp32_units)
+    shards = mesh.device_mesh["dp"]
+    if shards.size() > 1:
+        gather_codes(model, units, weights, shards, compute_dtype, reshard)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def without_fsdp_hooks(model: nn.Module) -> AbstractContextManager[None]:
+    """A context for a micro-batch between the first and the last of a step, of a model whose parameters stay gathered:
+    FSDP2's hooks would find nothing to do (parallel/fsdp_hooks.py). Those of a model that was not sharded here stay."""
+    hooks: FSDPHooks | None = getattr(model, "_fsdp_hooks", None)
+    return nullcontext() if hooks is None else hooks.left_out()
+
+
+class AloneModule(nn.Module):
+    """What the class of a model becomes that has no other data-parallel rank, as FSDP2 makes its own of a class: its
+    parameters know how to be rounded, and those that take their place (`to_empty`) do too."""
+
+    _rounding: Rounding
+    _never_rounded: list[nn.Module]
+
+    def _apply(self, *args: Any, **options: Any) -> Self:
+        applied = super()._apply(*args, **options)
+        self.tell_parameters()
+        return applied
+
+    def tell_parameters(self) -> None:
+        """Tell every parameter that may be rounded how."""
+        exempt = {id(parameter) for unit in self._never_rounded for parameter in unit.parameters()}
+        for parameter in self.parameters():
+            if id(parameter) not in exempt:
+                set_rounding(parameter, self._rounding)
+
+
+def alone(model: nn.Module, rounding: Rounding, never_rounded: list[nn.Module]) -> None:
+    """Let the forward pass of `model` see its parameters rounded, except those of `never_rounded`."""
+    model.__class__ = type(f"Alone{type(model).__name__}", (AloneModule, type(model)), {})
+    assert isinstance(model, AloneModule)
+    model._rounding, model._never_rounded = rounding, list(never_rounded)
+    model.tell_parameters()

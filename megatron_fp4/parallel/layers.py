@@ -1,11 +1,13 @@
-"""Tensor-parallel layers on token-major activations [tokens, dim]; the collectives are in the forward passes below.
+"""Tensor-parallel layers on token-major activations [tokens, dim].
 
     ColumnParallelLinear   W [out, in], rows sharded      all tokens in -> this rank's output features
     RowParallelLinear      W [out, in], columns sharded   this rank's input features in -> sums over ranks
     VocabParallelEmbedding E [vocab, dim], rows sharded
     OutputHead             W [vocab, dim], rows sharded; never quantized
 
-Both linears are quantized by the recipe of the plan. No layer has a bias.
+Both linears are quantized by the recipe of the plan. No layer has a bias. With sequence parallelism the linears' own
+function gathers and scatters tokens beside its GEMMs (precision/linear.py); all other collectives are in the forward
+passes below.
 
 Row order: where a projection packs several things (the query, key and value heads; Mamba-2's z, x, B, C, dt), its rows
 are ordered by *group* (all rows that belong to KV head or state group 0, then 1, ...). Splitting the rows evenly over
@@ -63,11 +65,13 @@ class ColumnParallelLinear(QuantizedLinear):
             out_group_offset=mesh.tp_rank * local_groups,
             out_shards=group,
             keep_padding=keep_padding,
+            in_tokens=group if mesh.sequence_parallel else None,
         )
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens (local with sequence parallelism), in] -> [tokens, out / tp], with `keep_padding` perhaps more."""
-        x_td = enter_tensor_parallel(x_td, self.mesh)
+        if not self.mesh.sequence_parallel:
+            x_td = enter_tensor_parallel(x_td, self.mesh)
         return quantized_linear(x_td, self.weight, self.context)
 
 
@@ -77,11 +81,16 @@ class RowParallelLinear(QuantizedLinear):
     def __init__(self, in_features: int, out_features: int, mesh: ParallelMesh) -> None:
         super().__init__(in_features, out_features, mesh, shard_dim=1)
         group = mesh.tp_group if mesh.tp_size > 1 else None
-        self.context = LinearContext(in_offset=mesh.tp_rank * (in_features // mesh.tp_size), in_shards=group)
+        self.context = LinearContext(
+            in_offset=mesh.tp_rank * (in_features // mesh.tp_size),
+            in_shards=group,
+            out_tokens=group if mesh.sequence_parallel else None,
+        )
 
     def forward(self, x_td: Tensor) -> Tensor:
         """[tokens, in / tp] -> [tokens (local with sequence parallelism), out]."""
-        return leave_tensor_parallel(quantized_linear(x_td, self.weight, self.context), self.mesh)
+        y_td = quantized_linear(x_td, self.weight, self.context)
+        return y_td if self.mesh.sequence_parallel else leave_tensor_parallel(y_td, self.mesh)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -112,7 +121,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.mesh = mesh
         self.weight = new_parameter((vocab_size, dim), mesh, shard_dim=0)
-        self.context = LinearContext(name="head")
+        self.context = LinearContext(name="head", keeps_rounded=False)
         self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
 
     def forward(self, x_td: Tensor, only: Tensor | None = None) -> Tensor:

@@ -1,9 +1,10 @@
 """Parameters as DTensors on the tensor-parallel axis, and how layers get at their local part.
 
-A parameter is born as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. FSDP2 then shards it over
-`dp` as well and hands the forward pass a gathered copy in the compute dtype. Layers work on the local tensor; every way
-to it, here, in `precision/linear.py` and in `cross_entropy.py`, returns the gradient as an FP32 DTensor, so that
-gradients add up over micro-batches and ranks in FP32.
+A parameter is born as an FP32 DTensor: `Shard(0)`, `Shard(1)` or `Replicate()` over `tp`. With several data-parallel
+ranks FSDP2 then shards it over `dp` as well and hands the forward pass a gathered copy in the compute dtype. Layers
+work on the local tensor; every way to it, here, in `precision/linear.py` and in `cross_entropy.py`, rounds a master
+that FSDP2 has not rounded, and returns the gradient as an FP32 DTensor, so that gradients add up over micro-batches and
+ranks in FP32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of, gradient_spec, local_part
+from megatron_fp4.precision.fp32_gradients import (
+    accept_fp32_gradient,
+    gradient_of,
+    gradient_spec,
+    local_part,
+    rounded_part,
+    rounding_of,
+)
 
 
 def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | None = None) -> nn.Parameter:
@@ -41,10 +49,13 @@ def new_parameter(shape: tuple[int, ...], mesh: ParallelMesh, shard_dim: int | N
 def local_parameter(parameter: Tensor, dtype: torch.dtype | None = None, *, copy: bool = False) -> Tensor:
     """The local part of a parameter for use in the forward pass, cast to `dtype`, with an FP32 gradient.
 
-    copy: in memory of its own even where nothing is cast.
+    dtype: None: the one that the forward pass sees. copy: in memory of its own even where nothing is cast.
     """
     accept_fp32_gradient(parameter)
-    return _LocalParameter.apply(parameter, dtype or parameter.dtype, copy)  # type: ignore[return-value]
+    if dtype is None:
+        rounding = rounding_of(parameter)
+        dtype = parameter.dtype if rounding is None else rounding.dtype
+    return _LocalParameter.apply(parameter, dtype, copy)  # type: ignore[return-value]
 
 
 def lookup(parameter: Tensor, index: Tensor) -> Tensor:
@@ -61,7 +72,7 @@ class _LocalParameter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype, copy: bool) -> Tensor:
         ctx.spec = gradient_spec(parameter)
-        return local_part(parameter).to(dtype, copy=copy)
+        return rounded_part(parameter).to(dtype, copy=copy)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
@@ -74,7 +85,8 @@ class _Lookup(torch.autograd.Function):
         ctx.spec, local = gradient_spec(parameter), local_part(parameter)
         ctx.num_rows = local.shape[0]
         ctx.save_for_backward(index)
-        return torch.nn.functional.embedding(index, local)
+        rows, rounding = torch.nn.functional.embedding(index, local), rounding_of(parameter)
+        return rows if rounding is None else rows.to(rounding.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:

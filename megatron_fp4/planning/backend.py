@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand, gemm
+from megatron_fp4.precision.packed_weight import CodesOfWeight
 from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.square_blocks import RowBlocks
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 
@@ -52,14 +54,54 @@ class PlanningBackend(EmulatedBackend):
         rows: OperandRequest | None,
         *,
         dtype: torch.dtype,
+        keep_columns: bool = False,
         keep_rows: bool = False,
         amax_group: dist.ProcessGroup | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """Those that the fused kernels make are allocated, the others are made by PyTorch."""
         with cuda.on(_GPU):
-            makers = super().operands(x, columns, rows, dtype=dtype, keep_rows=keep_rows, amax_group=amax_group)
+            makers = super().operands(
+                x,
+                columns,
+                rows,
+                dtype=dtype,
+                keep_columns=keep_columns,
+                keep_rows=keep_rows,
+                amax_group=amax_group,
+            )
         first, second = (None if make is None else _on_gpu(make) for make in makers)
         return first, second
+
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: dist.ProcessGroup | None = None
+    ) -> GemmOperand | None:
+        """As the emulation on a GPU."""
+        with cuda.on(_GPU):
+            return super().packed_weight(w, request, rows=rows, amax_group=amax_group)
+
+    def rows_maxima(self, x: Tensor, blocks: RowBlocks, out: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+        """As the emulation on a GPU."""
+        with cuda.on(_GPU):
+            return super().rows_maxima(x, blocks, out, dtype=dtype)
+
+    def pack_rows(
+        self,
+        x: Tensor,
+        blocks: RowBlocks,
+        maxima: Tensor,
+        amax: Tensor | None,
+        out: tuple[Tensor, Tensor],
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """As the emulation on a GPU."""
+        with cuda.on(_GPU):
+            super().pack_rows(x, blocks, maxima, amax, out, dtype=dtype)
+
+    def gathered_weight(self, gathered: CodesOfWeight) -> GemmOperand:
+        """Codes."""
+        with cuda.on(_GPU):
+            return super().gathered_weight(gathered)
 
     def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """Codes become values, as for cuBLAS; then the product is allocated."""

@@ -18,6 +18,7 @@ from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entr
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import split_heads
+from models.attention_tiles import HEAD_DIMS
 from models.documents import Documents
 from models.execution import Execution
 from models.execution_choice import choose_execution
@@ -31,6 +32,8 @@ def planned_execution(config: Config) -> Execution:
     kernels: dict[str, Callable[..., Tensor]] = {"attention": attention(config.run.deterministic), "loss": loss}
     if train.kernels == "torch" or config.precision.compute_dtype != "bfloat16":
         return replace(plain, kernels=kernels)
+    if config.model.head_dim in HEAD_DIMS:
+        kernels["attention"] = tiled_attention(config.run.deterministic)
     return replace(plain, kernels={**kernels, "scan": scan, "conv": conv}, compile=one_kernel)
 
 
@@ -149,6 +152,41 @@ class _Attention(torch.autograd.Function):
         expanded = [_empty(q, q.device) for _ in range(2 if k.shape[2] < heads else 0)]
         del rows, dq, expanded
         return *gradients, None
+
+
+def tiled_attention(deterministic: bool) -> Callable[..., Tensor]:
+    """What models/tiled_attention.py chooses for q [b, s, heads, d], k and v."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
+        if documents is not None:
+            return _TiledAttention.apply(q, k, v, documents.begins, documents.ends)  # type: ignore[return-value]
+        if deterministic:
+            return _TiledAttention.apply(q, k, v, None, None)  # type: ignore[return-value]
+        return _Attention.apply(q, k, v, False)  # type: ignore[return-value]
+
+    return attend
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Keeps q, k, v, its output, the logarithm of every row's sum (FP32) and where documents begin and end.
+
+    Its backward pass makes the three gradients and a number for every row (FP32), and nothing else.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begins: Tensor | None, ends: Tensor | None) -> Tensor:
+        y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, y, sums, begins, ends)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, sums, *_ = ctx.saved_tensors
+        gradients = [_empty(t, t.device) for t in (q, k, v)]
+        rows = torch.empty_like(sums)
+        del rows
+        return *gradients, None, None
 
 
 def loss(*inputs: Any, fused: bool, **settings: Any) -> Tensor:

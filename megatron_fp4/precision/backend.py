@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.demands import Demands
 from megatron_fp4.precision.recipe import Operand, Place, Recipe
+from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.rounding import RoundingKey
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Backend(Protocol):
         rows: OperandRequest | None,
         *,
         dtype: torch.dtype,
+        keep_columns: bool = False,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
     ) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
@@ -108,9 +110,32 @@ class Backend(Protocol):
 
         Each is to be called once, the first before the second; what need not be made at once can wait for that.
 
-        dtype: the compute dtype; x may be FP32 where it is BF16, and counts as rounded then (weights). keep_rows: the
-        second waits for the backward pass. amax_group: ranks that hold the other shards and share the maximum.
+        dtype: the compute dtype; x may be FP32 where it is BF16, and counts as rounded then (weights). keep_columns,
+        keep_rows: the first, the second is to be sent or to wait for the backward pass, and so as small as it can be.
+        amax_group: ranks that hold the other shards and share the maximum.
         """
+
+    def joins(self, recipe: Recipe) -> bool:
+        """Whether operands of x and dy under `recipe`, made of slices of the tokens, can be joined (`gathered`)."""
+
+    def gathered(self, operand: Any, gather: Gather, *, transposed: bool) -> Callable[[], Any]:
+        """Starts to gather an operand that was made of this rank's slice of the tokens; what is returned waits, and
+        gives that of all tokens. transposed: the dot product runs over tokens. Only where it `joins`.
+        """
+
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> Any | None:
+        """The weight `w` [out, in] as fprop's operand that `transposed` makes dgrad's too, as small as it can be; None
+        where this backend has no such thing for `request`, and `operands` makes both.
+
+        w: as x of `operands`, without padding. rows: of each group of its rows without and with padding; what comes
+        back counts as padded.
+        """
+
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Whether FSDP may gather codes of fprop's weight, which then are dgrad's too; `EmulatedBackend` has what that
+        takes: `rows_maxima`, `pack_rows`, `gathered_weight`."""
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`.

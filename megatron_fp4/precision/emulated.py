@@ -28,19 +28,30 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
+from megatron_fp4.precision.packed_weight import (
+    CodesOfWeight,
+    PackedWeight,
+    WeightPacking,
+    keeps_codes,
+    pack_weight,
+    packs,
+)
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization import cuda
+from megatron_fp4.precision.token_messages import Gather
+from megatron_fp4.quantization import cuda, square_blocks, square_blocks_cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.square_blocks import RowBlocks
 from megatron_fp4.quantization.tensor import Encoded
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MakeOperand = Callable[[], "GemmOperand"]
+Packing = Callable[[Tensor, Tensor], Packed]
 ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
 
 
@@ -61,7 +72,7 @@ class GemmOperand:
 
     def transposed(self) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
-        assert isinstance(self.values, Tensor | BlockScaled)
+        assert isinstance(self.values, Tensor | BlockScaled | PackedWeight)
         return GemmOperand(self.values.t(), self.scale, self.quantized)
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -71,16 +82,43 @@ class GemmOperand:
         return self.values.codes, self.values.scales, self.scale
 
     @property
-    def layout(self) -> tuple[type | None, bool]:
-        """Non-tensor metadata: how codes are packed (None: plain values), and `quantized`."""
-        return None if isinstance(self.values, Tensor) else type(self.values), self.quantized
+    def layout(self) -> tuple[Packing | None, bool]:
+        """Non-tensor metadata: what makes codes and scales an operand (None: plain values), and `quantized`."""
+        values = self.values
+        if isinstance(values, Tensor):
+            return None, self.quantized
+        return values.packing if isinstance(values, PackedWeight) else type(values), self.quantized
 
     @staticmethod
-    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
+    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
         """The operand again from its `tensors()` and its `layout`."""
         (values, scales, scale), (packing, quantized) = tensors, layout
         assert values is not None
-        return GemmOperand(values if packing is None else packing(values, scales), scale, quantized)
+        if packing is None:
+            return GemmOperand(values, scale, quantized)
+        assert scales is not None
+        return GemmOperand(packing(values, scales), scale, quantized)
+
+    def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
+        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
+
+        transposed: the dot product runs over tokens.
+        """
+        values, scale, quantized = self.values, self.scale, self.quantized
+        parts = (values,) if isinstance(values, Tensor) else (values.codes, values.scales)
+        # Packed codes have the tokens first in any case.
+        turned = transposed and isinstance(values, Tensor | BlockScaled)
+        in_one_piece = values.is_contiguous() if isinstance(values, Tensor) else False
+        pending = [gather(part.t() if turned else part) for part in parts]
+        packing = None if isinstance(values, Tensor) else type(values)
+
+        def join() -> GemmOperand:
+            whole = [message.wait().t() if turned else message.wait() for message in pending]
+            if packing is not None:
+                return GemmOperand(packing(*whole), scale, quantized)
+            return GemmOperand(whole[0].contiguous() if in_one_piece else whole[0], scale, quantized)
+
+        return join
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
@@ -104,13 +142,16 @@ class EmulatedBackend:
         rows: OperandRequest | None,
         *,
         dtype: torch.dtype,
+        keep_columns: bool = False,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By the fused kernels as far as they go, by PyTorch what is left."""
         fused: tuple[MakeOperand | None, MakeOperand | None] = (None, None)
         if dtype == torch.bfloat16:
-            fused = fused_operands(x, columns, rows, pack_rows=keep_rows, amax_group=amax_group)
+            fused = fused_operands(
+                x, columns, rows, pack_columns=keep_columns, pack_rows=keep_rows, amax_group=amax_group
+            )
 
         def plain(request: OperandRequest, transposed: bool) -> GemmOperand:
             rounded = x.to(dtype)
@@ -134,11 +175,61 @@ class EmulatedBackend:
         product = gemm(a, b, out_dtype)
         return product if total is None else total.add_(product)
 
+    def joins(self, recipe: Recipe) -> bool:
+        """All of them."""
+        return True
+
+    def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
+        """See `GemmOperand.gathered`."""
+        return operand.gathered(gather, transposed=transposed)
+
     def transposed(self, operand: GemmOperand) -> GemmOperand:
         """The same codes with rows and columns exchanged."""
         return operand.transposed()
 
-    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[type | None, bool]) -> GemmOperand:
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> GemmOperand | None:
+        """Codes of the weight, where the kernels make and unpack them."""
+        if not (packs(request) and keeps_codes(w.device)):
+            return None
+        return GemmOperand(*pack_weight(w, request, *rows, amax_group), quantized=True)
+
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Whether codes of a weight's rows can be made rank by rank, and its operand of them."""
+        return packs(request)
+
+    def rows_maxima(self, x: Tensor, blocks: RowBlocks, out: Tensor | None, *, dtype: torch.dtype) -> Tensor:
+        """`square_blocks.block_maxima` of FP32 rows that count as rounded to `dtype`; into `out`, if given."""
+        if dtype == torch.bfloat16:
+            return square_blocks_cuda.block_maxima(x, blocks, out)
+        maxima = square_blocks.block_maxima(x.to(dtype), blocks)
+        return maxima if out is None else out.copy_(maxima)
+
+    def pack_rows(
+        self,
+        x: Tensor,
+        blocks: RowBlocks,
+        maxima: Tensor,
+        amax: Tensor | None,
+        out: tuple[Tensor, Tensor],
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """`square_blocks.quantize_rows` of FP32 rows that count as rounded to `dtype`, into the first rows of `out`."""
+        if dtype == torch.bfloat16:
+            square_blocks_cuda.quantize_rows(x, blocks, maxima, amax, out)
+            return
+        for part, whole in zip(square_blocks.quantize_rows(x.to(dtype), blocks, maxima, amax), out, strict=True):
+            whole[: len(part)].copy_(part)
+
+    def gathered_weight(self, gathered: CodesOfWeight) -> GemmOperand:
+        """Codes, or values where these are kept."""
+        packed = PackedWeight(gathered.codes, gathered.scales, WeightPacking(gathered.blocks))
+        values = packed if keeps_codes(gathered.codes.device) else packed.values()
+        return GemmOperand(values, gathered.scale, quantized=True)
+
+    def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
         """An operand again from its `tensors()` and its `layout`."""
         return GemmOperand.from_tensors(tensors, layout)
 
@@ -161,6 +252,7 @@ def fused_operands(
     columns: OperandRequest | None,
     rows: OperandRequest | None,
     *,
+    pack_columns: bool = False,
     pack_rows: bool = False,
     amax_group: ProcessGroup | None = None,
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
@@ -169,7 +261,8 @@ def fused_operands(
     Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
     second. What the fused kernels do not make, on this device or at all, comes back as None: `quantize_operand` does.
 
-    x: BF16, or FP32 that is to count as rounded to BF16. pack_rows: keep the second as codes until its GEMM.
+    x: BF16, or FP32 that is to count as rounded to BF16. pack_columns, pack_rows: keep the first, the
+    second as codes until its GEMM.
     """
     first, second = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
     of_columns, of_rows = fused_sides(x, first, second, amax_group)
@@ -181,7 +274,7 @@ def fused_operands(
 
     def along_columns() -> GemmOperand:
         assert of_columns is not None
-        return GemmOperand(of_columns.along_columns(), of_columns.columns_scale, True)
+        return GemmOperand(of_columns.along_columns(keep=pack_columns), of_columns.columns_scale, True)
 
     def along_rows() -> GemmOperand:
         assert of_rows is not None

@@ -3,11 +3,14 @@
 Parameters are DTensors: FP32 masters sharded by FSDP2, which hands the forward pass a BF16 copy. A function takes the
 DTensor itself and returns its gradient as an FP32 DTensor, so that nothing is rounded to BF16 between the GEMM and the
 optimizer; `to_local()` in front of the function would cast the gradient to the parameter's dtype.
+
+A model that no other data-parallel rank shares has no FSDP2 (parallel/data_parallel.py): there the forward pass gets
+the master itself, which says how it is to be rounded first (`Rounding`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +19,30 @@ from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The forward pass sees a master in `dtype`. kept: such copies may be kept while weights stand still."""
+
+    dtype: torch.dtype
+    kept: bool
+
+
+def rounding_of(parameter: Tensor) -> Rounding | None:
+    """How the forward pass is to round `parameter`; None: not at all, or FSDP2 did."""
+    return getattr(parameter, "_rounding", None)
+
+
+def set_rounding(parameter: Tensor, rounding: Rounding) -> None:
+    """Let the forward pass see `parameter` rounded. A new parameter in its place (`Module.to_empty`) does not know."""
+    parameter._rounding = rounding  # type: ignore[attr-defined]
+
+
+def rounded_part(parameter: Tensor) -> Tensor:
+    """`local_part` as the forward pass is to see it: FSDP2's copy, or the master rounded."""
+    local, rounding = local_part(parameter), rounding_of(parameter)
+    return local if rounding is None else local.to(rounding.dtype)
 
 
 def accept_fp32_gradient(parameter: Tensor) -> None:

@@ -11,6 +11,7 @@ boundaries depend on the model alone, not on how many ranks share the weight.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,9 +20,19 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, transform_signs
-from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part
-from megatron_fp4.precision.recipe import BF16, DGRAD_WEIGHT, FPROP_WEIGHT, Place, Recipe
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
+from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
+from megatron_fp4.precision.packed_weight import codes_of
+from megatron_fp4.precision.recipe import (
+    BF16,
+    DGRAD_WEIGHT,
+    FPROP_ACTIVATION,
+    FPROP_WEIGHT,
+    WGRAD_ACTIVATION,
+    Place,
+    Recipe,
+)
+from megatron_fp4.precision.token_messages import start_all_gather
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
@@ -53,8 +64,14 @@ class LinearContext:
         its zeros need not be taken out and put in again.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
+    in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has
+    all tokens.
+    keeps_input: keep x itself for the backward pass and make wgrad's operand of it there, the same bits again. For
+    linears whose input somebody else keeps in any case, or can compute again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
-    probe: sees the calls of this linear; None: nobody looks.
+    keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a clock that advances.
+    probe: sees the calls of this linear; None: nobody looks. One that says `reads_weights = False` never asks a call
+        for its weight.
     """
 
     name: str = ""
@@ -67,8 +84,20 @@ class LinearContext:
     out_group_offset: int = 0
     in_shards: ProcessGroup | None = None
     out_shards: ProcessGroup | None = None
+    in_tokens: ProcessGroup | None = None
+    out_tokens: ProcessGroup | None = None
+    keeps_input: bool = False
     weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
+    keeps_rounded: bool = True
     probe: Observer | None = None
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether the linear needs nothing of its weight but codes that FSDP can gather."""
+        looks = self.probe is not None and getattr(self.probe, "reads_weights", True)
+        if looks or not same_weight_codes(self.recipe) or not self.recipe[FPROP_WEIGHT].quantized:
+            return False
+        return self.backend.packs_shards(OperandRequest(self.recipe[FPROP_WEIGHT]))
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
         """Ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
@@ -81,13 +110,24 @@ class LinearContext:
     def key(self, step: int, micro_batch: int, operand: str, rows: int, columns: int) -> RoundingKey:
         """The draws of one operand; `rows`, `columns` are the offsets of the local tensor in the global one."""
         parts = (self.clock.seed, step, micro_batch, self.name, operand)
-        return rounding_key(*parts, row_offset=rows, column_offset=columns)
+        key, keys = rounding_key(*parts, row_offset=rows, column_offset=columns), self.clock.keys
+        return key if keys is None else keys.of(self.name, operand, key)
+
+
+def same_weight_codes(recipe: Recipe) -> bool:
+    """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
+    operand = recipe[FPROP_WEIGHT]
+    plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
+    square = operand.block[0] == operand.block[1] or not operand.quantized
+    return operand == recipe[DGRAD_WEIGHT] and plain and square
 
 
 class LinearCall:
     """One forward pass of one linear: its place in the run, and the quantization of each tensor by the recipe.
 
-    weight: parameter [out, in]. x: [tokens, in]; shape, dtype and device are read here.
+    weight: parameter [out, in]. x: [tokens, in], this rank's slice of them with `in_tokens`; shape, dtype and device
+    are read here. num_tokens: of all slices. slices: of the tensors whose slices are quantized before they are gathered
+    (`activation`, `gradient`), the ranks that hold the others.
     """
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
@@ -95,11 +135,20 @@ class LinearCall:
         self.step, self.micro_batch = context.clock.step, context.clock.micro_batch
         self.device, self.dtype = x.device, x.dtype
         self.master, self.gradient_spec = local_part(weight), gradient_spec(weight)
+        self.rounding = rounding_of(weight)
+        self.gathered = codes_of(weight)  # then the master is without values
         self.group_rows = self.master.shape[0] // context.num_groups
         demands = self.backend.demands(self.recipe)
-        self.num_tokens, self.padded_tokens = x.shape[0], demands.padded_tokens(x.shape[0])
+        self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
+        self.padded_tokens = demands.padded_tokens(self.num_tokens)
         self.padded_group_rows = demands.padded_group(self.group_rows, context.num_groups)
         self.out_offset = context.out_group_offset * self.padded_group_rows
+        self.slices: dict[str, ProcessGroup] = {}
+        for tensor, group in (("activation", context.in_tokens), ("gradient", context.out_tokens)):
+            if group is None or self._reuses(tensor) or not self.backend.joins(self.recipe):
+                continue
+            if self.num_tokens % (group.size() * demands.tokens) == 0:  # whole blocks and tiles; padding then is none
+                self.slices[tensor] = group
 
     @property
     def weight(self) -> Tensor:
@@ -113,26 +162,74 @@ class LinearCall:
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
+        x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
         keep_rows: the second is for the backward pass. x may be FP32 where the compute dtype is BF16, and counts as
         rounded then (weights).
         """
         place = columns or rows
-        group = None if place is None else self.context.amax_group(place.tensor)
+        tensor = "" if place is None else place.tensor
+        sliced = tensor in self.slices
         first = None if columns is None else self.request(columns)
         second = None if rows is None else self.request(rows)
-        return self.backend.operands(x, first, second, dtype=self.dtype, keep_rows=keep_rows, amax_group=group)
+        return self.backend.operands(
+            x,
+            first,
+            second,
+            dtype=self.dtype,
+            keep_columns=sliced,
+            keep_rows=keep_rows or sliced,
+            amax_group=self.slices.get(tensor) or self.context.amax_group(tensor),
+        )
+
+    def wgrad_activation(self, x: Tensor) -> MakeOperand:
+        """What makes x [tokens, in], padded, wgrad's operand in the backward pass."""
+        reuse = self._reuses("activation")
+        make, make_rows = self.prepare(FPROP_ACTIVATION if reuse else None, None if reuse else WGRAD_ACTIVATION, x)
+        if reuse:
+            assert make is not None
+            return lambda: self.transposed(make())
+        assert make_rows is not None
+        return make_rows
+
+    def send(self, make: MakeOperand | None, place: Place) -> MakeOperand | None:
+        """What gives the operand of all tokens.
+
+        Of a tensor in `slices`, `make` makes that of this rank's slice: it is made now, and on its way to the other
+        ranks until what is returned waits for theirs. Of other tensors nothing happens now.
+        """
+        if make is None or place.tensor not in self.slices:
+            return make
+        gather = functools.partial(start_all_gather, group=self.slices[place.tensor])
+        made: MakeOperand = self.backend.gathered(make(), gather, transposed=place.transposed)
+        return made
+
+    def gathered_unless_sliced(self, x: Tensor, tensor: str) -> Tensor:
+        """What `prepare` takes of a tensor [tokens, features] that ranks may hold in slices."""
+        return x if tensor in self.slices else self.whole(x, tensor)
+
+    def whole(self, x: Tensor, tensor: str) -> Tensor:
+        """All tokens of x (`activation`) or dy (`gradient`), of which this rank may hold a slice."""
+        group = self.context.in_tokens if tensor == "activation" else self.context.out_tokens
+        return x if group is None else start_all_gather(x, group).wait()
+
+    def _reuses(self, tensor: str) -> bool:
+        return tensor == "activation" and self.recipe[WGRAD_ACTIVATION].reuse_fprop
 
     def request(self, place: Place) -> OperandRequest:
         """What the backend is asked to make for `place`."""
         operand, rht = self.recipe[place], self.recipe.gemms[place.gemm].rht
         signs_key = self._signs_key(place.gemm) if rht else None
-        return OperandRequest(operand, rht, self.recipe.rht_signs, self.draws(place), signs_key, place)
+        group, first_token = self.slices.get(place.tensor), 0
+        if group is not None:
+            first_token = group.rank() * (self.num_tokens // group.size())
+        key = self.draws(place, first_token)
+        return OperandRequest(operand, rht, self.recipe.rht_signs, key, signs_key, place)
 
-    def draws(self, place: Place) -> RoundingKey | None:
-        """The key of an operand's draws; None where it is rounded to nearest."""
+    def draws(self, place: Place, first_token: int = 0) -> RoundingKey | None:
+        """The key of an operand's draws, of x or dy from `first_token` on; None where it is rounded to nearest."""
         if self.recipe[place].rounding != "stochastic":
             return None
-        rows = self.out_offset if place.tensor == "weight" else 0
+        rows = self.out_offset if place.tensor == "weight" else first_token
         columns = self.out_offset if place.tensor == "gradient" else self.context.in_offset
         rows, columns = (columns, rows) if place.transposed else (rows, columns)
         return self.context.key(self.step, self.micro_batch, place.name, rows, columns)
@@ -160,26 +257,47 @@ class LinearCall:
         stamp = (context.clock.weights_version, self.dtype, self.device)
         if context.weight_cache is not None and context.weight_cache[0] == stamp:
             return context.weight_cache[1:]
+        if self.gathered is not None:
+            assert isinstance(self.backend, EmulatedBackend)
+            gathered = self.backend.gathered_weight(self.gathered)
+            operands = gathered, gathered.transposed()
+            if isinstance(gathered.values, Tensor):  # codes stay where FSDP has them, and are freed there
+                context.weight_cache = (stamp, *operands)
+            return operands
         once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
         shared = once and self.backend.transposed is not None
+        if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
+            context.weight_cache = (stamp, packed, self.transposed(packed))
+            return context.weight_cache[1:]
         make_fprop, make_dgrad = self.prepare(
             FPROP_WEIGHT, None if shared else DGRAD_WEIGHT, self.pad_rows(self.master)
         )
         assert make_fprop is not None
         fprop = make_fprop()
         dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
-        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use.
-        if fprop.quantized and dgrad.quantized and self._weight_codes_last():
+        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
+        own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        own = own and context.keeps_rounded
+        if ((fprop.quantized and dgrad.quantized) or own) and self._weight_codes_last():
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
 
+    def _packed_weight(self) -> BackendOperand | None:
+        """fprop's operand as codes, where the backend keeps those; padding comes in when they are unpacked."""
+        if self.dtype != torch.bfloat16:
+            return None
+        packed: BackendOperand | None = self.backend.packed_weight(
+            self.master,
+            self.request(FPROP_WEIGHT),
+            rows=(self.group_rows, self.padded_group_rows),
+            amax_group=self.context.amax_group("weight"),
+        )
+        return packed
+
     @property
     def same_weight_codes(self) -> bool:
-        """Whether dgrad's codes are the transposed codes of fprop: square blocks, deterministic, no transform."""
-        recipe, operand = self.recipe, self.recipe[FPROP_WEIGHT]
-        plain = operand.rounding == "nearest" and not recipe.fprop.rht and not recipe.dgrad.rht
-        square = operand.block[0] == operand.block[1] or not operand.quantized
-        return operand == recipe[DGRAD_WEIGHT] and plain and square
+        """See `same_weight_codes`."""
+        return same_weight_codes(self.recipe)
 
     def _weight_codes_last(self) -> bool:
         """Whether the weight's codes are the same for every micro-batch of a step."""

@@ -32,6 +32,7 @@ from megatron_fp4.precision.backend import Backend, OperandRequest
 from megatron_fp4.precision.comparison import product_errors
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.selftest import SelfTestError
+from megatron_fp4.precision.token_messages import Gather
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.linear_call import LinearContext
@@ -151,6 +152,35 @@ class _Watcher:
             None if makers[0] is None or columns is None else functools.partial(watched, makers[0], columns),
             None if makers[1] is None or rows is None else functools.partial(watched, makers[1], rows),
         )
+
+    def gathered(self, operand: Any, gather: Gather, *, transposed: bool) -> Callable[[], Any]:
+        """The backend's; the operand of all tokens is that of the same GEMM."""
+        name = next((name for made, name in self._left_sides if made is operand), None)
+        self._left_sides = [(made, name) for made, name in self._left_sides if made is not operand]
+        wait = self.backend.gathered(operand, gather, transposed=transposed)
+
+        def joined() -> Any:
+            whole = wait()
+            if name is not None:
+                self._left_sides.append((whole, name))
+            return whole
+
+        return joined
+
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """The weight is to be seen."""
+        return False
+
+    def packed_weight(self, w: Tensor, request: OperandRequest, **settings: Any) -> Any:
+        """The backend's, compared: of BF16, like every linear's weight that is packed."""
+        made = self.backend.packed_weight(w, request, **settings)
+        if made is not None:
+            group_rows, padded = settings["rows"]
+            groups = w.to(torch.bfloat16).unflatten(0, (-1, group_rows))
+            source = torch.nn.functional.pad(groups, (0, 0, 0, padded - group_rows)).flatten(0, 1)
+            assert request.place is not None
+            self._note(request.place.name, operand_fault(made, source, request, settings["amax_group"]))
+        return made
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """The backend's product, compared; which GEMM it is, the left side knows."""

@@ -25,7 +25,7 @@ Not run: no Blackwell chip was at hand. The self-test compares codes, products a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ from megatron_fp4.precision.emulated import (
     transform_signs,
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
+from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.cuda import Fused, Side
 from megatron_fp4.quantization.elements import pack_codes, unpack_codes
 from megatron_fp4.quantization.formats import format_of
@@ -163,10 +164,11 @@ class TorchBackend:
         rows: OperandRequest | None,
         *,
         dtype: torch.dtype,
+        keep_columns: bool = False,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By the fused kernels as far as they go, by PyTorch what is left (`keep_rows` changes nothing)."""
+        """By the fused kernels as far as they go, by PyTorch what is left (`keep_*` changes nothing)."""
         if rows is None or not _exchangeable(columns, rows):
             return _makers(x, columns, rows, dtype, amax_group)
         source, _ = _makers(x, rows, None, dtype, amax_group)
@@ -174,6 +176,15 @@ class TorchBackend:
         along_columns = functools.cache(source)
         first = along_columns if columns == rows else _makers(x, columns, None, dtype, amax_group)[0]
         return first, lambda: along_columns().transposed()
+
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> None:
+        """Its operands are as small as they can be, and have their scales along one dot product."""
+
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Its operands are made of whole weights."""
+        return False
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
@@ -197,6 +208,14 @@ class TorchBackend:
             swizzle_b=swizzle,
             output_dtype=out_dtype,
         )
+
+    def joins(self, recipe: Recipe) -> bool:
+        """Only what it does not quantize."""
+        return not recipe.quantized
+
+    def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
+        """See `GemmOperand.gathered`."""
+        return operand.gathered(gather, transposed=transposed)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""

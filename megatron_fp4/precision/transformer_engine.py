@@ -37,7 +37,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -50,6 +50,7 @@ from megatron_fp4.precision.backend import MakeOperand, OperandRequest
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
+from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
@@ -233,10 +234,11 @@ class TransformerEngineBackend:
         rows: OperandRequest | None,
         *,
         dtype: torch.dtype,
+        keep_columns: bool = False,
         keep_rows: bool = False,
         amax_group: ProcessGroup | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By one quantizer if both are wanted of one kind, else each by its own (`keep_rows` changes nothing)."""
+        """By one quantizer if both are wanted of one kind, else each by its own (`keep_*` changes nothing)."""
         if columns is not None and rows is not None and columns.operand == rows.operand and columns.operand.quantized:
             made: tuple[Any, Any] = self._quantize(x.to(dtype), columns, rows, amax_group)
             return lambda: made[0], lambda: made[1]
@@ -253,6 +255,15 @@ class TransformerEngineBackend:
             None if columns is None else functools.partial(alone, columns, "columns"),
             None if rows is None else functools.partial(alone, rows, "rows"),
         )
+
+    def packed_weight(
+        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
+    ) -> None:
+        """Its operands are as small as they can be, and have their scales along one dot product."""
+
+    def packs_shards(self, request: OperandRequest) -> bool:
+        """Its operands are made of whole weights."""
+        return False
 
     def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
@@ -274,6 +285,14 @@ class TransformerEngineBackend:
             accumulate=total is not None,
         )
         return out[0]
+
+    def joins(self, recipe: Recipe) -> bool:
+        """Only what it does not quantize."""
+        return not recipe.quantized
+
+    def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
+        """See `GemmOperand.gathered`."""
+        return operand.gathered(gather, transposed=transposed)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""

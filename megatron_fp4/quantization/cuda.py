@@ -99,8 +99,9 @@ class Fused(ABC):
         return not side.hadamard and side.key is None and not side.four_over_six
 
     @abstractmethod
-    def along_columns(self) -> Tensor | Packed:
-        """The operand [n, k = m]: `code * block scale` in BF16, or codes and scales where that is not exact."""
+    def along_columns(self, *, keep: bool = False) -> Tensor | Packed:
+        """The operand [n, k = m]: `code * block scale` in BF16, or codes and scales where that is not exact. keep: as
+        small as it can be, to be sent, the parts of the rows one after the other."""
 
     @abstractmethod
     def along_rows(self, *, keep: bool = False) -> Tensor | Packed:
@@ -187,10 +188,13 @@ def kernels_unavailable(device: torch.device) -> str | None:
 # launch, which looks at every argument to choose, takes longer than the smaller ones run.
 _U8, _I16, _I32, _F32 = torch.uint8, torch.int16, torch.int32, torch.float32
 _UNSPECIALIZED: dict[str, tuple[torch.dtype | int | None, ...]] = {
-    "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6)),
+    "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6), _I32, _I32),
     "triton_fp4.quantize_columns_kernel": (None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3)),
     "triton_fp4.quantize_rows_kernel": (None, _I32, _I16, _F32, _F32, _I32, *([1] * 3)),
     "triton_fp4.unpack_kernel": (_I32, _I16, _I32, *([1] * 2)),
+    "triton_square_blocks.maxima_kernel": (None, _F32, *([1] * 7)),
+    "triton_square_blocks.quantize_kernel": (None, _F32, _F32, _U8, _U8, *([1] * 7)),
+    "triton_square_blocks.unpack_kernel": (_U8, _U8, _I32, *([1] * 2)),
 }
 
 

@@ -20,15 +20,34 @@ from megatron_fp4.quantization.hadamard import fixed_signs
 from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS
 from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
+from megatron_fp4.quantization.square_blocks_cuda import unpack_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _GOLDEN = 0x9E3779B9
+_FORMAT_OF_BLOCK = {block: name for name, block in BLOCKS.items()}
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
 _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The operand along the columns of a tensor [rows, columns] as 4-bit codes.
+
+    codes: uint8 [rows, columns / 2], the even column in the low nibble; scales: uint8 [rows, columns / block].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self) -> Tensor:
+        """BF16 [rows, k = columns]: `code * block scale`."""
+        rows, block = self.codes.shape[0], self.codes.shape[1] * 2 // self.scales.shape[1]
+        return unpack_rows(self.codes, self.scales, RowBlocks(_FORMAT_OF_BLOCK[block], rows, rows, 0, rows))
 
 
 @dataclass(frozen=True)
@@ -126,23 +145,29 @@ class FusedFP4(Fused):
         row_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device) // column_programs)
         # The operand along the rows has the tensor's columns as its rows.
         starts = (*_hash_starts(columns_key), *reversed(_hash_starts(rows_key)))
+        on_device = [None if key is None else key.device for key in (columns_key, rows_key)]
+        keys = [self._hashes if key is None else key for key in on_device]
         launch(
             "triton_fp4.measure_kernel",
             (column_programs, min(row_programs, self.size[0] // self.block)),
-            (self.x, self._amax, self._hashes, *self.size, *starts),
+            (self.x, self._amax, self._hashes, *self.size, *starts, *keys),
             {
                 "BLOCK": self.block,
                 "AMAX": self._scaled,
                 **self._transform,
                 "HASH_0": columns_key is not None,
                 "HASH_1": rows_key is not None,
+                "DEVICE_KEY_0": on_device[0] is not None,
+                "DEVICE_KEY_1": on_device[1] is not None,
                 "FP32": self._fp32,
                 "GROUPS": groups,
             },
         )
 
-    def along_columns(self) -> Tensor:
-        """BF16 values [rows, k = columns]."""
+    def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
+        """BF16 values [rows, k = columns], or with `keep` their codes."""
+        if keep:
+            return PackedRows(*self.packed_columns())
         values = torch.empty_like(self.x, dtype=torch.bfloat16)
         self._quantize_columns(values, values, values, packed=False)
         return values
@@ -240,8 +265,10 @@ _SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BL
 
 
 def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`)."""
+    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`). The kernel
+    adds a key that lies on the device."""
     if key is None:
         return 0, 0
-    starts = (key.row_offset * _GOLDEN + key.key, key.column_offset // 2 * _GOLDEN + (key.key >> 32))
+    low = 0 if key.device is not None else key.key
+    starts = (key.row_offset * _GOLDEN + low, key.column_offset // 2 * _GOLDEN + (low >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]

@@ -45,12 +45,13 @@ class BlockScaled:
 class FusedFP8(Fused):
     """Nothing is measured beforehand: each operand is made by itself, by `quantize_fp8_fused`."""
 
-    def along_columns(self) -> Tensor | BlockScaled:
-        """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales."""
+    def along_columns(self, *, keep: bool = False) -> Tensor | BlockScaled:
+        """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales; keep:
+        codes of one byte."""
         assert self.columns is not None
         power_of_two = self.columns.power_of_two_scales
         return quantize_fp8_fused(
-            self.x, self.columns.block[0], along_rows=False, power_of_two_scales=power_of_two, keep=False
+            self.x, self.columns.block[0], along_rows=False, power_of_two_scales=power_of_two, keep=keep
         )
 
     def along_rows(self, *, keep: bool = False) -> Tensor | BlockScaled:

@@ -41,9 +41,15 @@ def quantize_mxfp4(
     return encode_mxfp4(rows, block, key).packed(x.shape[:-1])
 
 
-def encode_mxfp4(rows: Tensor, block: tuple[int, int], key: RoundingKey | None) -> Encoded:
-    """The numbers of `quantize_mxfp4` for checked FP32 [rows, cols], unpacked. `key` None rounds to nearest."""
-    amax = block_amax(rows, block)
+def encode_mxfp4(
+    rows: Tensor, block: tuple[int, int], key: RoundingKey | None, *, maxima: Tensor | None = None
+) -> Encoded:
+    """The numbers of `quantize_mxfp4` for checked FP32 [rows, cols], unpacked. `key` None rounds to nearest.
+
+    maxima: FP32 [rows, cols / 32], the largest magnitude of each row's blocks, where other rows of these are elsewhere;
+    None: of `rows`.
+    """
+    amax = block_amax(rows, block) if maxima is None else maxima
     scales = to_ue8m0_up(amax / torch.full_like(amax, E2M1_MAX))
     scaled = scale_blocks(rows, ue8m0_values(scales).reciprocal()).clamp_(-E2M1_MAX, E2M1_MAX)
     if key is None:

@@ -43,8 +43,8 @@ class PackedMXFP8:
 class FusedMXFP8(Fused):
     """Nothing is measured beforehand: each operand is made by itself, by `quantize_mxfp8_fused`."""
 
-    def along_columns(self) -> Tensor | PackedMXFP8:
-        """BF16 values [n, k = m]."""
+    def along_columns(self, *, keep: bool = False) -> Tensor | PackedMXFP8:
+        """BF16 values [n, k = m] in any case."""
         assert self.columns is not None
         return quantize_mxfp8_fused(self.x, self.columns.block[0], along_rows=False, keep=False)
 

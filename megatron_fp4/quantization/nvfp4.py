@@ -70,16 +70,18 @@ def encode_nvfp4(
     *,
     amax: Tensor | None = None,
     four_over_six: bool = False,
+    maxima: Tensor | None = None,
 ) -> Encoded:
     """The numbers of `quantize_nvfp4` for checked FP32 [rows, cols], unpacked.
 
     key: of the draws, None rounds to nearest. amax: 0-dim, or [rows, 1] where rows are of several tensors (not with
-    four_over_six).
+    four_over_six). maxima: FP32 [rows, cols / 16], the largest magnitude of each row's blocks, where other rows of
+    these are elsewhere (not with four_over_six); None: of `rows`.
     """
     amax = rows.abs().amax() if amax is None else amax.to(torch.float32)
     scale_max = FOUR_OVER_SIX_SCALE_MAX if four_over_six else E4M3_MAX
     tensor_scale = encode_tensor_scale(amax, scale_max)
-    vector_amax = block_amax(rows, block)
+    vector_amax = block_amax(rows, block) if maxima is None else maxima
     uniform = None if key is None else rounding_draws(key, rows.shape[0], rows.shape[1], rows.device)
     if not four_over_six:
         sixth = tensor_scale * torch.full_like(tensor_scale, E2M1_MAX).reciprocal()

@@ -21,7 +21,7 @@ All arithmetic is modulo 2^32. PyTorch's int32 wraps in multiplication; its righ
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,11 +37,15 @@ class RoundingKey:
 
     key: 64 bits, from `rounding_key`. row_offset, column_offset: position of the local tensor's first element in the
     global tensor, for tensors that are shards.
+    device: the same 64 bits in device memory, int32 [4] on 16 bytes: low half, high half, 0, 0. Where it is given,
+    draws are made from what it holds when they are made, not from `key`: a captured CUDA graph has fixed arguments, and
+    reads a key that is written anew before each replay (precision/device_keys.py).
     """
 
     key: int
     row_offset: int = 0
     column_offset: int = 0
+    device: Tensor | None = field(default=None, compare=False)
 
 
 def rounding_key(*parts: int | str, row_offset: int = 0, column_offset: int = 0) -> RoundingKey:
@@ -57,8 +61,12 @@ def fresh_rounding_key() -> RoundingKey:
 
 def random_bits(key: RoundingKey, num_rows: int, num_columns: int, device: torch.device | str) -> Tensor:
     """32 random bits for every element of a [num_rows, num_columns] tensor, as int32."""
-    row_hash = _hash_positions(key.key & 0xFFFFFFFF, key.row_offset, num_rows, device)
-    column_hash = _hash_positions(key.key >> 32, key.column_offset, num_columns, device)
+    low: int | Tensor = key.key & 0xFFFFFFFF
+    high: int | Tensor = key.key >> 32
+    if key.device is not None:
+        low, high = key.device[:2].to(torch.int64).bitwise_and_(0xFFFFFFFF).unbind()
+    row_hash = _hash_positions(low, key.row_offset, num_rows, device)
+    column_hash = _hash_positions(high, key.column_offset, num_columns, device)
     return _mix(row_hash[:, None] ^ column_hash[None, :])
 
 
@@ -78,13 +86,13 @@ def rounding_draws(key: RoundingKey, num_rows: int, num_columns: int, device: to
             f"rounding_draws: {num_columns} columns from column {key.column_offset} on; both must be even, because two "
             "columns share one hash"
         )
-    pairs = RoundingKey(key.key, key.row_offset, key.column_offset // 2)
+    pairs = replace(key, column_offset=key.column_offset // 2)
     bits = random_bits(pairs, num_rows, num_columns // 2, device)
     halves = torch.stack((bits & 0xFFFF, (bits >> 16) & 0xFFFF), dim=-1).flatten(-2)
     return halves.bitwise_or_(1).to(torch.float32).mul_(2.0**-16)
 
 
-def _hash_positions(seed: int, offset: int, count: int, device: torch.device | str) -> Tensor:
+def _hash_positions(seed: int | Tensor, offset: int, count: int, device: torch.device | str) -> Tensor:
     position = torch.arange(offset, offset + count, dtype=torch.int64, device=device)
     return _mix(_as_int32((position * _GOLDEN + seed) & 0xFFFFFFFF))
 

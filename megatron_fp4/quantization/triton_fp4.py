@@ -90,6 +90,8 @@ def measure_kernel(
     start_column_0,
     start_row_1,
     start_column_1,
+    key_0_ptr,  # int32 [2]: what is to be added to the starts of operand 0's rows and columns
+    key_1_ptr,
     BLOCK: tl.constexpr,
     AMAX: tl.constexpr,  # whether to measure at all; MXFP4 has no tensor scale
     HADAMARD: tl.constexpr,
@@ -97,9 +99,17 @@ def measure_kernel(
     FACTOR: tl.constexpr,
     HASH_0: tl.constexpr,
     HASH_1: tl.constexpr,
+    DEVICE_KEY_0: tl.constexpr,
+    DEVICE_KEY_1: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    if DEVICE_KEY_0:
+        start_row_0 += tl.load(key_0_ptr)
+        start_column_0 += tl.load(key_0_ptr + 1)
+    if DEVICE_KEY_1:  # the operand's rows are the tensor's columns
+        start_column_1 += tl.load(key_1_ptr)
+        start_row_1 += tl.load(key_1_ptr + 1)
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)

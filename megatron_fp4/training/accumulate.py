@@ -12,8 +12,7 @@ they have before the first backward pass, and a micro-batch's mean is weighted b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -21,48 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.faults.progress import Progress
+from megatron_fp4.parallel.data_parallel import without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
+from megatron_fp4.training.micro_batch import ALONE, GlobalBatch, MicroBatch
 
-
-class MicroBatch(Protocol):
-    """What a step needs of a micro-batch. index: within the global batch, the same whichever rank computes it."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def tokens(self) -> Tensor: ...  # int64 [micro_batch_size, sequence_length]
-
-    @property
-    def targets(self) -> Tensor: ...  # int64, the same shape
-
-    @property
-    def documents(self) -> Tensor | None: ...  # int32, the same shape: numbers of documents, if they are masked
-
-    @property
-    def num_documents(self) -> int | None: ...  # of all rows together, if they are masked
-
-    @property
-    def num_targets(self) -> int | None: ...  # how many targets count, where negative ones do not; None: all do
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """What a micro-batch is a part of. num_targets: how many targets of the global batch count, int64 0-dim on the
-    device; None: all do."""
-
-    num_micro_batches: int
-    num_targets: Tensor | None = None
-
-    def weight(self, micro_batch: MicroBatch) -> Tensor:
-        """The share of the targets that count, FP64 0-dim; only where not all do. 0 if there are none at all."""
-        assert self.num_targets is not None and micro_batch.num_targets is not None
-        return micro_batch.num_targets / self.num_targets.clamp(min=1).to(torch.float64)
-
-
-ALONE = GlobalBatch(1)
-"""For a micro-batch of which only its own mean is wanted."""
+__all__ = ["ALONE", "GlobalBatch", "MicroBatch", "accumulate", "global_batch_of", "loss_of"]
 
 
 def global_batch_of(micro_batches: Sequence[MicroBatch], mesh: ParallelMesh) -> GlobalBatch:
@@ -88,6 +52,7 @@ def accumulate(
     whole: GlobalBatch | None = None,
     reshard: bool = False,
     progress: Progress | None = None,
+    graphs: MicroBatchGraphs | None = None,
 ) -> Tensor:
     """Add the gradient of `micro_batches` to `.grad`; returns their loss as FP64, 0-dim.
 
@@ -97,29 +62,54 @@ def accumulate(
     each; what is replicated over tensor-parallel ranks is the caller's (`gradients.sum_replicated_gradients`).
 
     model: as `loss_of` calls it. clock: its step is the caller's to set. reshard: also free gathered parameters between
-    micro-batches. progress: is told which micro-batch it is.
+    micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can be;
+    None: all is computed eagerly.
     """
     if whole is None:
         whole = global_batch_of(micro_batches, mesh)
+    with nullcontext(False) if graphs is None else graphs.step(micro_batches, whole, clock) as replays:
+        if not replays:
+            graphs = None
+        return _accumulate(model, micro_batches, mesh, clock, whole, reshard, progress, graphs)
+
+
+def _accumulate(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    mesh: ParallelMesh,
+    clock: RunClock,
+    whole: GlobalBatch,
+    reshard: bool,
+    progress: Progress | None,
+    graphs: MicroBatchGraphs | None,
+) -> Tensor:
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
     for position, micro_batch in enumerate(micro_batches, start=1):
         if progress is not None:
             progress.at(clock.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}")
+        is_last = position == len(micro_batches)
+        passes: AbstractContextManager[None] = nullcontext()
         if isinstance(model, FSDPModule):
-            is_last = position == len(micro_batches)
-            model.set_requires_gradient_sync(is_last or mesh.reduce_each)
-            model.set_requires_all_reduce(is_last)  # between replicas the sum over micro-batches is enough
-            model.set_is_last_backward(is_last)
-            # The optimizer updates shards, so the last backward must leave only them.
-            model.set_reshard_after_backward(is_last or reshard)
-        loss = loss_of(model, micro_batch, mesh, clock)
-        if whole.num_targets is None:
-            (loss / whole.num_micro_batches).backward()
-            loss_sum += loss.detach()
-        else:
-            weight = whole.weight(micro_batch)
-            (loss * weight.to(loss.dtype)).backward()
-            loss_sum += loss.detach() * weight
+            if position == 1 or is_last:
+                model.set_requires_gradient_sync(is_last or mesh.reduce_each)
+                model.set_requires_all_reduce(is_last)  # between replicas the sum over micro-batches is enough
+                model.set_is_last_backward(is_last)
+                # The optimizer updates shards, so the last backward must leave only them.
+                model.set_reshard_after_backward(is_last or reshard)
+            elif not reshard and not mesh.reduce_each:
+                passes = without_fsdp_hooks(model)
+        if graphs is not None and (replayed := graphs.run(micro_batch, clock)) is not None:
+            loss_sum += replayed
+            continue
+        with passes:
+            loss = loss_of(model, micro_batch, mesh, clock)
+            if whole.num_targets is None:
+                (loss / whole.num_micro_batches).backward()
+                loss_sum += loss.detach()
+            else:
+                weight = whole.weight(micro_batch)
+                (loss * weight.to(loss.dtype)).backward()
+                loss_sum += loss.detach() * weight
     return loss_sum / whole.num_micro_batches if whole.num_targets is None else loss_sum
 
 
@@ -130,6 +120,8 @@ def loss_of(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock
     models/hybrid.py has them.
     """
     clock.micro_batch = micro_batch.index
+    if clock.keys is not None:
+        clock.keys.fill(clock.seed, clock.step, clock.micro_batch)
     options: dict[str, Tensor | int | None] = {}
     if micro_batch.documents is not None:
         options["documents"] = micro_batch.documents.to(mesh.device, non_blocking=True)

@@ -25,6 +25,7 @@ from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
+from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.gradients import (
     clip_gradients,
     clip_gradients_on_device,
@@ -83,6 +84,7 @@ def train_step(
     accept: Callable[[float, float], bool] | None = None,
     progress: Progress | None = None,
     data_wait: float = 0.0,
+    graphs: MicroBatchGraphs | None = None,
 ) -> StepResult:
     """Update `model` once, with the mean gradient over the global batch (accumulate.py says what that is).
 
@@ -90,14 +92,14 @@ def train_step(
     many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
     parameters between micro-batches. requests: this rank's. accept: of finite loss and norm (`StepResult`), the same on
     all ranks, whether to update; None: always. progress: is told where in the step this rank is.
-    data_wait: seconds for which this rank waited for them.
+    data_wait: seconds for which this rank waited for them. graphs: as for `accumulate`.
     FSDP must add gradients up over ranks (`apply_data_parallel` sees to that).
     """
     parameters = optimizer_parameters(optimizer)
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
     clock.step, progress = step, progress or Progress()
-    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard, progress=progress)
+    loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard, progress=progress, graphs=graphs)
     progress.at(step + 1, "sums over all ranks")
     sum_replicated_gradients(parameters, mesh)
 

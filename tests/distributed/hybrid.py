@@ -227,7 +227,7 @@ def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator
 
 
 def operand(of: GemmOperand) -> tuple[Tensor, Tensor | None]:
-    return of.values.detach().clone(), None if of.scale is None else of.scale.clone()
+    return of.unpacked().detach().clone(), None if of.scale is None else of.scale.clone()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.demands import block_demands
 from megatron_fp4.precision.emulated import quantize_operand
+from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.formats import FORMATS
 from models.pattern import linear_shapes
 from tests.distributed.hybrid import NVFP4, RECIPES, operand, watched_gemms, whole
+from tests.quantization import kernel_layout
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -27,6 +37,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 TOKENS, IN, GROUPS, GROUP_ROWS = 128, 256, 8, 18
 GEMMS = ("fprop", "dgrad", "wgrad")
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+Message = tuple[str, int]
 
 # Eight groups of 18 rows: as the 12B's in_proj (8 groups of 2836), no multiple of 16.
 LINEARS: dict[str, Callable[[ParallelMesh], QuantizedLinear]] = {
@@ -40,25 +52,33 @@ COLUMN_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (None, 0), "
 ROW_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (1, 1), "dgrad": (None, 0), "wgrad": (None, 0)}
 
 
-def tensors(name: str) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(name: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
     """x [tokens, in], W [out, in], dy [tokens, out], with outliers on one end so that shards have unequal maxima."""
     generator = torch.Generator().manual_seed(len(name))
     out = {"grouped": GROUPS * GROUP_ROWS, "column": 128, "row": 48}[name]
-    shapes = ((TOKENS, IN), (out, IN), (TOKENS, out))
+    shapes = ((tokens, IN), (out, IN), (tokens, out))
     x, w, dy = (torch.randn(shape, generator=generator) for shape in shapes)
     return x * torch.linspace(1, 9, IN), w * torch.linspace(5, 1, out)[:, None], dy * torch.linspace(1, 4, out)
 
 
-def run(rank: int, tensor: int, precision: str, sequence: bool) -> dict[str, dict[str, Any]]:
-    """What the three GEMMs of every linear were given, and the gradients of x and W (whole)."""
+def run(rank: int, tensor: int, precision: str, sequence: bool, **settings: Any) -> dict[str, dict[str, Any]]:
     mesh = build_mesh(ParallelConfig(tensor=tensor, sequence=sequence and tensor > 1), torch.device("cpu"))
+    return calls_on(mesh, RECIPES[precision], **settings)
+
+
+def calls_on(
+    mesh: ParallelMesh, recipe: Recipe, dtype: torch.dtype = torch.float32, tokens: int = TOKENS, keeps: bool = False
+) -> dict[str, dict[str, Any]]:
+    """What the three GEMMs of every linear were given on this rank; its y, dx and dW (dW whole)."""
+    rank, tensor = mesh.tp_rank, mesh.tp_size
     found: dict[str, dict[str, Any]] = {}
     for name, make in LINEARS.items():
-        x, w, dy = tensors(name)
-        linear = make(mesh)
+        x, w, dy = tensors(name, tokens)
+        with mesh.device:
+            linear = make(mesh)
         shard_dim = 1 if name == "row" else 0
         linear.weight.data._local_tensor.copy_(w.chunk(tensor, shard_dim)[rank])
-        linear.context.name, linear.context.recipe = name, RECIPES[precision]
+        linear.context.name, linear.context.recipe, linear.context.keeps_input = name, recipe, keeps
         linear.context.clock = RunClock(seed=3, step=4, micro_batch=5)
         if name == "row":
             x = x.chunk(tensor, 1)[rank]
@@ -66,12 +86,15 @@ def run(rank: int, tensor: int, precision: str, sequence: bool) -> dict[str, dic
         else:
             x = x.chunk(tensor)[rank] if mesh.sequence_parallel else x
             dy = dy.chunk(tensor, 1)[rank]
-        x = x.contiguous().requires_grad_()
+        x, dy = (t.to(mesh.device, dtype).contiguous() for t in (x, dy))
+        x.requires_grad_()
         calls: list[Any] = []
         with watched_gemms(lambda a, b, calls=calls: calls.append((operand(a), operand(b)))):
-            linear(x).backward(dy.contiguous())
+            y = linear(x)
+            y.backward(dy)
         assert linear.weight.grad is not None
-        found[name] = {**dict(zip(GEMMS, calls, strict=True)), "dw": whole(linear.weight.grad)}
+        results = {"y": y.detach(), "dx": x.grad, "dw": whole(linear.weight.grad)}
+        found[name] = {**dict(zip(GEMMS, calls, strict=True)), **results}
     return found
 
 
@@ -95,7 +118,64 @@ def test_nor_do_those_of_mxfp8(tensor, sequence, one_in_mxfp8):
     check_codes(launch(run, tensor, tensor, "mxfp8", sequence), one_in_mxfp8)
 
 
-def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str, Any]]) -> None:
+def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:
+    """As `run`, with operands as a GPU's kernels pack them; which of them were unpacked, and what was sent."""
+    kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=kernel_layout.PackedFP4)
+    sent: list[Message] = []
+    weights_as_values = mock.patch.object(emulated, "keeps_codes", lambda _: False)
+    with cuda.on(kernels), mock.patch.dict(FORMATS, nvfp4=packed), weights_as_values, counted_messages(sent):
+        found = run(rank, tensor, "nvfp4", True, dtype=torch.bfloat16, **settings)
+    return found, kernels.launched, sent
+
+
+@contextmanager
+def counted_messages(sent: list[Message]) -> Iterator[None]:
+    """Every gather and scatter of tokens: what it was, and the bytes of the whole tensor."""
+    names = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 1}
+
+    def counted(name: str, whole: int) -> Any:
+        original = getattr(dist, name)
+
+        def collective(*tensors: Tensor, **settings: Any) -> Any:
+            sent.append((name, tensors[whole].numel() * tensors[whole].element_size()))
+            return original(*tensors, **settings)
+
+        return mock.patch.object(dist, name, collective)
+
+    with ExitStack() as stack:
+        for name, whole in names.items():
+            stack.enter_context(counted(name, whole))
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_in_bf16() -> dict[str, dict[str, Any]]:
+    return launch(functools.partial(run, dtype=torch.bfloat16), 1, 1, "nvfp4", False)[0]
+
+
+@pytest.mark.parametrize(("tensor", "keeps"), [(2, False), (2, True), (4, False)])
+def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
+    """And their bytes are a quarter of those of BF16."""
+    results = launch(functools.partial(run_packed, keeps=keeps), tensor, tensor)
+    check_codes([found for found, *_ in results], one_in_bf16, rtol=0.02)
+    unpacked, sent = results[0][1:]
+    x, dy = TOKENS * IN, TOKENS * 48
+    of_columns = [(GATHER, x // 2), (GATHER, x // 16), (GATHER, x // 2), (GATHER, x // 16), (SCATTER, 2 * x)]
+    of_row = [(SCATTER, 2 * dy), (GATHER, dy // 2), (GATHER, dy // 16), (GATHER, dy // 2), (GATHER, dy // 16)]
+    assert sent == 2 * of_columns + of_row
+    # The column-parallel linears' x, of the row-parallel one dy, and its x where that waits as codes.
+    columns, rows = (unpacked.count(f"triton_{name}") for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
+    # Of every operand a second time by the test's own look.
+    assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
+
+
+def test_slices_of_half_a_block_are_gathered_first():
+    """Of 40 tokens two ranks have 20 each: the same codes, draws included, as of one."""
+    one, *_ = launch(functools.partial(run, tokens=40), 1, 1, "nvfp4", False)
+    check_codes(launch(functools.partial(run, tokens=40), 2, 2, "nvfp4", True), one)
+
+
+def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str, Any]], rtol: float = 1e-5) -> None:
     for name in LINEARS:
         for gemm in GEMMS:
             shards = (ROW_SHARDS if name == "row" else COLUMN_SHARDS)[gemm]
@@ -107,8 +187,12 @@ def check_codes(ranks: list[dict[str, dict[str, Any]]], one: dict[str, dict[str,
                 else:
                     assert torch.equal(torch.cat([part[0] for part in parts], dim), values), (name, gemm, which)
                 assert all(part[1] is scale is None or torch.equal(part[1], scale) for part in parts), (name, which)
-        # Each element of dW is a sum over tokens that one rank computes alone.
-        torch.testing.assert_close(ranks[0][name]["dw"], one[name]["dw"], rtol=1e-5, atol=1e-4)
+        # Each element of dW is a sum over tokens that one rank computes alone; other results are sums over ranks.
+        for result, dim in (("y", 1), ("dx", 0), ("dw", 0)) if name != "row" else (("y", 0), ("dx", 1), ("dw", 0)):
+            shape, parts = one[name][result].shape, [rank[name][result] for rank in ranks]
+            actual = parts[0] if parts[0].shape == shape else torch.cat(parts, dim)
+            largest = one[name][result].abs().max().item()
+            torch.testing.assert_close(actual, one[name][result], rtol=rtol, atol=rtol * largest)
 
 
 def test_amax_per_shard_quantizes_every_shard_on_its_own(one):

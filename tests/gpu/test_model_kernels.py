@@ -26,6 +26,7 @@ from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
 from models.rope import rope_tables
 from models.scan import ScanInputs, fused_scan, plain_scan
 from models.sdpa import attend, attend_fused
+from models.tiled_attention import attend_in_tiles
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -110,7 +111,7 @@ def test_scan(length: int) -> None:
     compare(fused, plain, tensors, tolerance=2e-2)
 
 
-@pytest.mark.parametrize("function", [attend, attend_fused])
+@pytest.mark.parametrize("function", [attend, attend_fused, attend_in_tiles])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_attention(function, deterministic: bool) -> None:
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -181,7 +182,7 @@ def fused(**changes: str) -> Execution:
     execution = choose_execution(
         dataclasses.replace(TrainConfig(kernels="fused"), **changes), CONFIG, 1, "cuda", "bfloat16"
     )
-    assert execution.kernels.keys() == {"scan", "conv"} and execution.compiled
+    assert execution.kernels.keys() == {"scan", "conv", "attention"} and execution.compiled
     return execution
 
 

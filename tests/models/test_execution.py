@@ -13,6 +13,7 @@ from models.conv import fused_conv_silu
 from models.execution import PLAIN, Execution, torch_compile
 from models.execution_choice import agreed_execution, choose_execution, describe_execution
 from models.scan import fused_scan
+from models.tiled_attention import attend_in_tiles
 from tests.models.builders import small_config
 from tests.training.harness import launch
 
@@ -62,6 +63,15 @@ def test_fused_says_what_it_needs(monkeypatch, changes, words):
 
 def test_fused_needs_no_mamba_packages_for_a_transformer(monkeypatch):
     assert choose(monkeypatch, "fused", installed={"triton"}, pattern="*-") == Execution(compile=torch_compile)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "fused"])
+def test_attention_in_tiles_is_taken_where_it_can_be(monkeypatch, kernels):
+    """And is no part that `fused` insists on: cuDNN's and FlashAttention's kernels take its place."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # no GPU's memory counts
+    chosen = choose(monkeypatch, kernels, pattern="*-", head_dim=16)
+    assert chosen == Execution({"attention": attend_in_tiles}, torch_compile)
+    assert choose(monkeypatch, kernels, pattern="*-", head_dim=24) == Execution(compile=torch_compile)
 
 
 def test_the_log_says_what_runs():

@@ -4,6 +4,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import models.recompute
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
@@ -62,9 +63,10 @@ def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) ->
     model = sharded_model(recompute, recipe, mesh, clock, reshard)
     for position in range(2):
         is_last = position == 1  # as `accumulate` prepares it
-        model.set_requires_gradient_sync(is_last)
-        model.set_is_last_backward(is_last)
-        model.set_reshard_after_backward(is_last or reshard)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last or reshard)
         clock.micro_batch = index = 2 * mesh.dp_rank + position
         loss = model(*text(index))
         loss.backward()

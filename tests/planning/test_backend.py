@@ -44,8 +44,8 @@ FOUR_OVER_SIX = Operand("nvfp4", (16, 16), four_over_six=True)
 # Name -> recipe, bytes of the weight's operands, bytes of x that wait for wgrad, bytes of x as wgrad's operand.
 CASES = {
     "bf16": (recipe("bf16"), 0, 0, 0),
-    # One code of W in BF16 for both passes; of x half a byte an element and an E4M3 scale for 16.
-    "nvfp4": (recipe("nvfp4"), 2 * W, X // 2 + X // 16, 2 * X),
+    # Of W one copy for both passes and of x another: half a byte an element and an E4M3 scale for 16.
+    "nvfp4": (recipe("nvfp4"), W // 2 + W // 16, X // 2 + X // 16, 2 * X),
     "nvfp4_all_the_way": (recipe("nvfp4_all_the_way"), 4 * W, X // 2 + X // 16, 2 * X),
     # Weights by PyTorch, everything else by the kernels.
     "four_over_six": (

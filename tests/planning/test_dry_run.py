@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,32 +34,43 @@ MODEL = ModelConfig(
 LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_heads=24)
 
 
-def run(
-    world_size: int,
+def run(world_size: int, *parts: object, **settings: object) -> object:
+    """The dry run of `configured(...)`."""
+    return run_each(world_size, [configured(*parts, **settings)])[0]
+
+
+def configured(
     sequences: int = 64,
     precision: str = "nvfp4",
     model: ModelConfig = MODEL,
     overrides: tuple[str, ...] = (),
+    recompute: str = "none",
     **changes: object,
-) -> object:
-    """The dry run of `model`, in a process of its own: it needs the process group to itself."""
+) -> Config:
+    base: Config = compose_config([f"precision={precision}", *overrides], ROOT / "configs")
+    train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, sequence_length=128)
+    train = replace(train, activation_checkpointing=recompute)
+    config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
+    return replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
+
+
+def run_each(world_size: int, configs: list[Config]) -> list:
+    """Their dry runs, in a process of its own: it needs the process group to itself."""
     program = (
         "import pickle, sys\n"
-        "config, world_size = pickle.load(sys.stdin.buffer)\n"
+        "configs, world_size = pickle.load(sys.stdin.buffer)\n"
         "from assembly import sharded_model\n"
         "from megatron_fp4.planning.dry_run import dry_run\n"
         "from megatron_fp4.planning.stand_ins import planned_execution\n"
-        "execution = planned_execution(config)\n"
-        "result = dry_run(config, world_size, lambda *parts: sharded_model(config, *parts), execution)\n"
-        "sys.stdout.buffer.write(pickle.dumps(result))\n"
+        "results = [\n"
+        "    dry_run(c, world_size, lambda *parts, c=c: sharded_model(c, *parts), planned_execution(c))\n"
+        "    for c in configs\n"
+        "]\n"
+        "sys.stdout.buffer.write(pickle.dumps(results))\n"
     )
-    base: Config = compose_config([f"precision={precision}", *overrides], ROOT / "configs")
-    train = TrainConfig(global_batch_size=sequences, micro_batch_size=1, sequence_length=128)
-    config = replace(base, model=model, train=train, parallel=ParallelConfig(**changes))  # type: ignore[arg-type]
-    config = replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        input=pickle.dumps((config, world_size)), capture_output=True, cwd=ROOT, timeout=300,
+        input=pickle.dumps((configs, world_size)), capture_output=True, cwd=ROOT, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
     return pickle.loads(done.stdout)
@@ -66,6 +78,15 @@ def run(
 
 def counted(dry, operation: str, group: str) -> int:
     return sum(n for m, n in dry.messages.items() if (m.operation, m.group) == (operation, group))
+
+
+def sizes_of(dry, operation: str, group: str) -> Counter[int]:
+    """Messages of each size in bytes."""
+    sizes: Counter[int] = Counter()
+    for message, count in dry.messages.items():
+        if (message.operation, message.group) == (operation, group):
+            sizes[message.num_bytes] += count
+    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +121,19 @@ def test_shards_of_parameters_and_moments(tp2_dp4):
 def test_messages_of_a_step(tp2_dp4):
     n = tp2_dp4.micro_batches
     assert n == 16
-    # Sequence parallelism: every block gathers tokens once each way and scatters them once each way; so does the head
-    # in front of it (there it only gathers, and scatters back), and the embedding (the other way round).
-    assert counted(tp2_dp4, "all-gather", "tp") == n * (2 * 3 + 1 + 1)
+    # Sequence parallelism: every block gathers codes and their scales of four operands, x of its first projection for
+    # fprop and for wgrad, dy of its second for dgrad and for wgrad; and scatters tokens once each way. The head gathers
+    # in front of it and scatters back, the embedding the other way round.
+    assert counted(tp2_dp4, "all-gather", "tp") == n * (2 * 4 * 3 + 1 + 1)
     assert counted(tp2_dp4, "reduce-scatter", "tp") == n * (2 * 3 + 1 + 1)
-    # Tensor maxima: the input of each second projection, and the output gradient of each first, in every micro-batch;
-    # each weight once; the loss's maximum and sums; and the gradients of replicated parameters at the end.
-    assert counted(tp2_dp4, "all-reduce", "tp") == n * (3 + 3 + 2) + 6 + 1
+    # T h elements: codes of half a byte and a scale for 16, and BF16 around the blocks.
+    size = 128 * 64
+    sizes = Counter({size // 2: n * 4 * 3, size // 16: n * 4 * 3, 2 * size: n * 2})
+    assert sizes == sizes_of(tp2_dp4, "all-gather", "tp")
+    assert sizes_of(tp2_dp4, "reduce-scatter", "tp") == {2 * size: n * 8}
+    # Tensor maxima: input and output gradient of each projection, in every micro-batch; each weight once; the loss's
+    # maximum and sums; and the gradients of replicated parameters at the end.
+    assert counted(tp2_dp4, "all-reduce", "tp") == n * (6 + 6 + 2) + 6 + 1
     # Gathered once a step and reduced once a step: three blocks, A_log & co., and the rest.
     assert counted(tp2_dp4, "all-gather", "dp") == counted(tp2_dp4, "reduce-scatter", "dp") == 5
     assert counted(tp2_dp4, "all-reduce", "all ranks") == 1
@@ -174,6 +201,18 @@ def test_every_format(precision, weight_bytes, activation_bytes, plain):
     # BF16 keeps x itself, which for the second linear costs nothing: attention keeps its output in any case.
     more = activation_bytes * inputs - 2 * 128 * (256 + 256 + 512)
     assert dry.memory.activations - plain.memory.activations == pytest.approx(more, abs=20_000)
+
+
+@pytest.mark.parametrize(("name", "pattern", "tensor"), [("transformer_1_2b", "*-", 1), ("nemotron_h_12b", "M*-", 2)])
+def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16(name, pattern, tensor):
+    """Of the widths of both, on one tensor-parallel rank and on two: promises to compute inputs again, not codes."""
+    overrides = [f"model={name}", f"model.pattern={pattern}", "model.vocab_size=256", "model.nvfp4_bf16_blocks.last=0"]
+    model = compose_config([*overrides, "model.nvfp4_bf16_blocks.first=0"], ROOT / "configs").model
+    kinds = (("nvfp4", "selective"), ("bf16", "selective"), ("nvfp4", "none"))
+    configs = [configured(tensor, precision, model, (), recompute, tensor=tensor) for precision, recompute in kinds]
+    nvfp4, bf16, everything = (dry.memory.activations for dry in run_each(tensor, configs))
+    assert nvfp4 <= bf16
+    assert nvfp4 < 0.9 * everything
 
 
 def test_the_command_prints_memory_messages_and_time():

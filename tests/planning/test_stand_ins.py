@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_fp4.planning import stand_ins
 from megatron_fp4.planning.ledger import Ledger
 from models.attention import split_heads
+from models.documents import Documents
 from models.execution import Execution
 from models.norm import rms_norm
 from models.scan import ScanInputs
@@ -49,6 +50,26 @@ def test_attention(deterministic: bool) -> None:
         parts = 9 if deterministic else 1  # 16 heads of all sequences on 132 multiprocessors
         gradients = 2 * ELEMENTS + 2 * (2 * ELEMENTS * KV_HEADS // HEADS)
         assert growth(ledger, before)[1] == gradients + rows + 4 * ELEMENTS * parts + 2 * 2 * ELEMENTS
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_tiles(masked: bool) -> None:
+    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        q, k, v = (bf16(BATCH, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        documents = Documents(torch.zeros(BATCH, LENGTH, dtype=torch.int32)) if masked else None
+        before = ledger.live_bytes
+        y = stand_ins.tiled_attention(deterministic=True)(q, k, v, documents)
+        rows, bounds = 4 * BATCH * HEADS * LENGTH, 2 * 4 * BATCH * LENGTH if masked else 0
+        assert growth(ledger, before) == (2 * ELEMENTS + rows + bounds,) * 2
+        before = ledger.live_bytes
+        stand_ins.tiled_attention(deterministic=True)(q, k, v, documents)  # of another block
+        assert ledger.live_bytes == before, "where documents begin is kept once"
+        dy = torch.empty_like(y)
+        before = ledger.live_bytes
+        y.backward(dy)
+        gradients = 2 * ELEMENTS + 2 * (2 * ELEMENTS * KV_HEADS // HEADS)
+        assert growth(ledger, before)[1] == gradients + rows
+        assert q.grad is not None and k.grad is not None and k.grad.shape == k.shape
 
 
 def test_the_scan() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization.cuda import NvidiaGPU, Side
 from megatron_fp4.quantization.elements import unpack_codes
-from megatron_fp4.quantization.fp4_cuda import FusedFP4, PackedColumns
+from megatron_fp4.quantization.fp4_cuda import FusedFP4, PackedColumns, PackedRows
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
-from megatron_fp4.quantization.tensor import NVFP4Tensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
 
 
 def words(codes: Tensor, scales: Tensor) -> PackedColumns:
@@ -28,24 +29,65 @@ def words(codes: Tensor, scales: Tensor) -> PackedColumns:
 
 
 class PackedFP4(FusedFP4):
-    """`FusedFP4` of NVFP4 with its packed outputs alone, on a CPU."""
+    """`FusedFP4` of NVFP4 on a CPU."""
 
-    def __init__(self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: None = None) -> None:
-        assert amax_group is None
+    def __init__(
+        self, x: Tensor, columns: Side | None, rows: Side | None, *, amax_group: dist.ProcessGroup | None = None
+    ) -> None:
         self.x, self.columns, self.rows = x.to(torch.bfloat16), columns, rows
         self.columns_scale, self.rows_scale = (None if side is None else torch.empty(()) for side in (columns, rows))
+        along_rows = self.x.t() if rows is None else _transformed(self.x.t(), rows)
+        self.maxima = torch.stack((self.x.abs().amax(), along_rows.abs().amax())).float()
+        if amax_group is not None:
+            dist.all_reduce(self.maxima, op=dist.ReduceOp.MAX, group=amax_group)
+
+    def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
+        return PackedRows(*self.packed_columns()) if keep else self._columns().block_values().to(torch.bfloat16)
+
+    def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
+        return self.packed_rows() if keep else self._rows().block_values().to(torch.bfloat16)
 
     def packed_columns(self) -> tuple[Tensor, Tensor]:
-        assert self.columns is not None and self.makes(self.columns, "columns")
-        quantized = _quantized(self.x, self.columns)
-        self.columns_scale.copy_(quantized.decode_scale())
+        quantized = self._columns()
         return quantized.codes, quantized.scales.view(torch.uint8)
 
     def packed_rows(self) -> PackedColumns:
-        assert self.rows is not None and self.makes(self.rows, "rows")
-        quantized = _quantized(self.x.t(), self.rows)
-        self.rows_scale.copy_(quantized.decode_scale())
+        quantized = self._rows()
         return words(unpack_codes(quantized.codes).t(), quantized.scales.view(torch.uint8).t())
+
+    def _columns(self) -> NVFP4Tensor:
+        assert self.columns is not None and self.makes(self.columns, "columns")
+        quantized = _quantized(self.x, self.columns, self.maxima[0])
+        self.columns_scale.copy_(quantized.decode_scale())
+        return quantized
+
+    def _rows(self) -> NVFP4Tensor:
+        assert self.rows is not None and self.makes(self.rows, "rows")
+        quantized = _quantized(_transformed(self.x.t(), self.rows), self.rows, self.maxima[1])
+        self.rows_scale.copy_(quantized.decode_scale())
+        return quantized
+
+
+class UnpackingKernels(NvidiaGPU):
+    """A GPU that is a CPU, with the kernels that unpack NVFP4; `launched` are their names."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+
+    def available(self, device: torch.device) -> bool:
+        return True
+
+    def start(self, kernel: str, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
+        codes, scales, values, *_ = arguments
+        self.launched.append(kernel)
+        assert codes.is_contiguous() and scales.is_contiguous() and constants["BLOCK"] == 16
+        if kernel == "triton_square_blocks.unpack_kernel":
+            values.copy_(QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), (1, 16)).block_values())
+        else:
+            assert kernel == "triton_fp4.unpack_kernel"
+            along_rows = PackedColumns(codes, scales).transposed()
+            scales = along_rows[1].contiguous().view(torch.float8_e4m3fn)
+            values.copy_(QuantizedTensor(along_rows[0], scales, (1, 16)).block_values().t())
 
 
 class MXFP8Kernels(NvidiaGPU):
@@ -72,7 +114,11 @@ class MXFP8Kernels(NvidiaGPU):
         scales.copy_(expected)
 
 
-def _quantized(x: Tensor, side: Side) -> NVFP4Tensor:
-    if side.hadamard:
-        x = random_hadamard_transform(x, 16, None if side.signs == "fixed" else torch.ones(16))
-    return quantize_nvfp4(x, side.block, "stochastic" if side.key else "nearest", key=side.key)
+def _transformed(x: Tensor, side: Side) -> Tensor:
+    if not side.hadamard:
+        return x
+    return random_hadamard_transform(x, 16, None if side.signs == "fixed" else torch.ones(16))
+
+
+def _quantized(x: Tensor, side: Side, amax: Tensor) -> NVFP4Tensor:
+    return quantize_nvfp4(x, side.block, "stochastic" if side.key else "nearest", key=side.key, amax=amax)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.fp32_gradients import rounded_part
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import StepRequests, StepResult, _longest, _powers, train_step
 from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, whole
@@ -197,7 +198,7 @@ class _Fp32Wgrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: DTensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return x @ weight._local_tensor.T
+        return x @ rounded_part(weight).T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, DTensor]:

@@ -1,0 +1,392 @@
+"""FSDP gathers 4-bit codes of quantized weights instead of BF16 copies that nobody would read.
+
+A linear whose weight has one set of codes for fprop and dgrad (16x16 blocks, nearest rounding, no transform) multiplies
+by these codes and by nothing else of the weight. So each rank quantizes its shard of the FP32 master, and what is
+gathered are rows of codes and of scales (`quantization/square_blocks.py`): 0.56 bytes a parameter instead of 2. They
+are gathered once a step, at the linear's first use, and stay until the last backward pass, whatever `parallel.reshard`
+says, since they are all that is kept of the weight (`precision/packed_weight.py`). The quantizer's work, which every
+rank did for the whole weight, is shared by them.
+
+    root's forward pass, weights changed    maxima of all shards' blocks; one MAX reduction of those that ranks share
+    unit's forward pass                     codes and scales of its shards, gathered by FSDP with the unit's other
+                                            parameters, as bytes
+    GEMMs                                   unpack them
+    last backward pass                      freed; gradients as ever: FP32, whole, reduced by FSDP
+
+Codes do not depend on the mesh. FSDP cuts rows into equal chunks wherever that falls; a block that lies in several
+ranks' rows takes the largest of their maxima, and the tensor's scale that of all ranks, tensor-parallel ones included
+where the linear says so. Both go in one message a step for all linears.
+
+What a linear's weight is gathered as is decided before each forward pass of the model, equally on all ranks: as BF16
+where the recipe or backend in effect wants it (blocks in BF16, after a precision switch, other formats, Transformer
+Engine) and where somebody looks at the weight itself (a probe, a recheck). A unit of which every linear is gathered as
+codes ignores `parallel.reshard`; others obey it.
+
+How: FSDP2 asks a parameter's local shard for `fsdp_pre_all_gather` and `fsdp_post_all_gather`, and gathers what the
+first gives. Here these are attributes of the shard itself, put there and taken away, not methods of a tensor subclass:
+optimizer and checkpoints see plain FP32 tensors. The gathered parameter has the weight's shape, dtype and gradient and
+no memory: one NaN, seen at every place, so that whoever reads it by mistake notices. The codes hang on it, for the
+linear to take (`precision/linear_call.py`).
+
+The same way parameters that must never be rounded (Mamba-2's A, D and dt bias) are gathered in FP32 with their block.
+
+What it does not do: gather codes where rounding is stochastic, where W has two sets of codes or four-over-six, or where
+there is one shard (nothing is sent there; the linear quantizes what it has).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from megatron_fp4.parallel.layers import QuantizedLinear
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.packed_weight import CodesOfWeight, hang_codes
+from megatron_fp4.precision.recipe import FPROP_WEIGHT
+from megatron_fp4.quantization.elements import E4M3_MAX
+from megatron_fp4.quantization.square_blocks import RowBlocks
+from megatron_fp4.quantization.tensor import tensor_decode_scale
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+# FSDP2's own object for a parameter, which has no public name.
+FSDPParam = Any
+
+
+def gather_in_fp32(unit: FSDPModule, modules: Sequence[nn.Module]) -> None:
+    """Let `unit` gather the parameters of `modules`, which belong to it, as they are."""
+    held = {id(module) for module in modules}
+    mine = [InFP32(param) for param in fsdp_params(unit) if id(param._module_info.module) in held]
+
+    def before_forward(*_: Any) -> None:
+        # Initialization and loading may put other tensors in the place of shards; FSDP's own does so once.
+        unit._get_fsdp_state()._lazy_init()
+        for one in mine:
+            if not hasattr(one.param._sharded_local_tensor, "fsdp_pre_all_gather"):
+                _hang(one.param, one)
+
+    if mine:
+        assert isinstance(unit, nn.Module)
+        unit.register_forward_pre_hook(before_forward, prepend=True)
+
+
+@dataclass(frozen=True)
+class WholeWeight:
+    """What a linear's weight is before FSDP shards it: local shape, and where it lies (None: no DTensor)."""
+
+    linear: QuantizedLinear
+    shape: tuple[int, int]
+    spec: DTensorSpec | None
+
+    @staticmethod
+    def all_of(units: Iterable[nn.Module]) -> list[WholeWeight]:
+        """Of all quantized linears in `units`."""
+        linears = [module for unit in units for module in unit.modules() if isinstance(module, QuantizedLinear)]
+        return [WholeWeight.of(linear) for linear in linears]
+
+    @staticmethod
+    def of(linear: QuantizedLinear) -> WholeWeight:
+        """Of one."""
+        weight = linear.weight
+        rows, columns = local_part(weight).shape
+        return WholeWeight(linear, (rows, columns), weight._spec if isinstance(weight, DTensor) else None)
+
+
+def gather_codes(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    weights: Sequence[WholeWeight],
+    shards: DeviceMesh,
+    compute_dtype: torch.dtype,
+    reshard: bool,
+) -> None:
+    """Let the `units` of a sharded `model` gather codes of `weights`, where linears multiply by codes.
+
+    shards: the axis that FSDP shards over, of several ranks. reshard: what units do that gather anything else.
+    """
+    wholes = {id(whole.linear): whole for whole in weights}
+    gathering = []
+    for unit in units:
+        assert isinstance(unit, FSDPModule)
+        params = {id(param._module_info.module): param for param in fsdp_params(unit)}
+        mine = [
+            GatheredWeight(param, wholes[key], shards, compute_dtype) for key, param in params.items() if key in wholes
+        ]
+        if mine:
+            gathering.append(_Unit(unit, mine))
+    if gathering:
+        together = GatheredCodes(model, gathering, shards, reshard)
+        # In front of FSDP's own hook, which gathers.
+        model.register_forward_pre_hook(together.before_forward, prepend=True)
+
+
+def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
+    """FSDP2's own objects for the parameters of `unit`."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else list(group.fsdp_params)
+
+
+def _hang(param: FSDPParam, hooks: InFP32 | GatheredWeight) -> None:
+    """Put the hooks where FSDP looks for them, which it then does."""
+    shard = param._sharded_local_tensor
+    shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
+    shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
+    param._init_extensions()
+
+
+class InFP32:
+    """A parameter that is gathered as it is."""
+
+    def __init__(self, param: FSDPParam) -> None:
+        self.param = param
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        """The shard with FSDP's padding."""
+        return (self.param._sharded_param_data,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The parameter is the message itself."""
+        return outputs[0], ()
+
+
+class GatheredWeight:
+    """The weight of one linear, gathered as codes while `as_codes`, else as FSDP does by itself.
+
+    maxima: FP32 [blocks, in / block] of this rank's rows. amax, scale: FP32 0-dim, of NVFP4.
+    """
+
+    def __init__(self, param: FSDPParam, whole: WholeWeight, shards: DeviceMesh, compute_dtype: torch.dtype) -> None:
+        self.param, self.weight, self.context, self.dtype = param, whole, whole.linear.context, compute_dtype
+        self.num_rows, self.num_columns = whole.shape
+        self.num_shards, self.shard = shards.size(), shards.get_local_rank()
+        self.chunk = -(-self.num_rows // self.num_shards)  # FSDP2's rows of a rank, of which the last have fewer
+        self.as_codes = False
+        self.blocks = self.all_blocks = RowBlocks("nvfp4", self.num_rows, self.num_rows, 0, 0)
+        self.maxima: Tensor | None = None
+        self.amax: Tensor | None = None
+        self.scale: Tensor | None = None
+        self._gathered: nn.Parameter | None = None
+        self._aside: tuple[nn.Parameter | None, list[Tensor]] = (None, [])
+
+    @property
+    def backend(self) -> Any:
+        """The linear's; one that packs shards while `as_codes`."""
+        return self.context.backend
+
+    @property
+    def rows(self) -> Tensor:
+        """This rank's, of the FP32 master, [rows, in]."""
+        local: Tensor = self.param._sharded_local_tensor
+        return local.detach()
+
+    def part(self, shard: int) -> RowBlocks:
+        """The rows of a rank."""
+        first, end = (min(self.chunk * i, self.num_rows) for i in (shard, shard + 1))
+        return replace(self.all_blocks, first=first, end=end)
+
+    def shared_blocks(self) -> list[int]:
+        """The blocks whose rows several ranks hold, in order."""
+        cuts = range(self.chunk, self.num_rows, self.chunk)
+        block_of = self.all_blocks.block_of
+        return sorted({block_of(row) for row in cuts if block_of(row - 1) == block_of(row)})
+
+    def gather_as(self, codes: bool) -> None:
+        """From the next gathering on; the parameter is sharded now. Gradients so far come along."""
+        if codes:
+            context = self.context
+            group_rows = self.num_rows // context.num_groups
+            padded = self.backend.demands(context.recipe).padded_group(group_rows, context.num_groups)
+            form = context.recipe[FPROP_WEIGHT].format
+            if self.as_codes and form != self.all_blocks.format:
+                self.param.all_gather_outputs = []  # of other sizes
+            self.all_blocks = RowBlocks(form, group_rows, padded, 0, self.num_rows)
+            self.blocks, self.maxima = self.part(self.shard), None
+        if codes != self.as_codes:
+            # FSDP2 makes a parameter's gathered form once, and remembers the sizes of messages.
+            param, (gathered, outputs) = self.param, self._aside
+            self._aside = getattr(param, "_unsharded_param", None), param.all_gather_outputs
+            if codes and gathered is None:
+                gathered = self._placeholder()
+            if gathered is None:
+                del param._unsharded_param
+            else:
+                param._unsharded_param = gathered
+                if self._aside[0] is not None:
+                    gathered.grad, self._aside[0].grad = self._aside[0].grad, None
+            param.all_gather_outputs = outputs
+            self.as_codes = codes
+        shard = self.param._sharded_local_tensor
+        if not codes and hasattr(shard, "fsdp_pre_all_gather"):
+            del shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather
+            self.param._init_extensions()
+
+    def hang(self) -> None:
+        """See that FSDP finds the hooks: loading may have put another tensor in the shard's place."""
+        if self.as_codes and not hasattr(self.param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            _hang(self.param, self)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        """Codes and scales of this rank's rows, as many as FSDP2 wants of each rank."""
+        assert self.maxima is not None, "codes are gathered in forward passes of the whole model"
+        device, columns = self.maxima.device, self.num_columns
+        codes = torch.empty(self.chunk, columns // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(self.chunk, columns // self.blocks.block, dtype=torch.uint8, device=device)
+        self.backend.pack_rows(self.rows, self.blocks, self.maxima, self.amax, (codes, scales), dtype=self.dtype)
+        return (codes, scales), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> None:
+        """Rows of all ranks, one behind another."""
+        codes, scales = (part[: self.num_rows] for part in outputs)
+        assert self._gathered is not None and out is self._gathered
+        hang_codes(self._gathered, CodesOfWeight(codes, scales, self.all_blocks, self.scale))
+
+    def _placeholder(self) -> nn.Parameter:
+        """Shape, dtype and place of the weight, and NaN wherever one looks."""
+        nan = torch.full((), float("nan"), dtype=self.dtype, device=self.param._sharded_local_tensor.device)
+        seen: Tensor = nan.expand(self.weight.shape)
+        if (spec := self.weight.spec) is not None:
+            assert spec.tensor_meta is not None
+            spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=self.dtype))
+            seen = DTensor(seen, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+        self._gathered = nn.Parameter(seen, requires_grad=self.param.sharded_param.requires_grad)
+        return self._gathered
+
+
+@dataclass
+class _Unit:
+    module: FSDPModule
+    weights: list[GatheredWeight]
+
+
+class GatheredCodes:
+    """All weights of a model that may be gathered as codes: decides for each, and brings maxima together."""
+
+    def __init__(self, model: nn.Module, units: list[_Unit], shards: DeviceMesh, reshard: bool) -> None:
+        assert isinstance(model, FSDPModule)
+        self.model, self.units, self.shards, self.reshard = model, units, shards, reshard
+        self.weights = [weight for unit in units for weight in unit.weights]
+        self._decided: list[tuple[Any, ...]] = []
+        self._version: int | None = None
+        self._maxima = _SharedMaxima([], shards)
+
+    def before_forward(self, *_: Any) -> None:
+        """Decide, if anything changed, and measure, if the weights did. Collective then."""
+        self.model._get_fsdp_state()._lazy_init()
+        contexts = [weight.context for weight in self.weights]
+        deciding = [(context.recipe, context.backend, context.probe) for context in contexts]
+        version = contexts[0].clock.weights_version
+        changed = not _same(deciding, self._decided)
+        if changed:
+            self._decide()
+            self._decided = deciding
+        if changed or version != self._version:
+            for unit in self.units:
+                if any(weight.as_codes for weight in unit.weights):
+                    unit.module.reshard()  # nothing, unless they were gathered and not computed with
+            for weight in self.weights:
+                weight.hang()
+            self._maxima.measure()
+            self._version = version
+        if self.reshard:
+            # Codes stay until the optimizer wants shards.
+            is_last = self.model._get_fsdp_state()._state_ctx.is_last_backward
+            for unit in self.units:
+                if all(weight.as_codes for weight in unit.weights):
+                    unit.module.set_reshard_after_backward(is_last, recurse=False)
+
+    def _decide(self) -> None:
+        for unit in self.units:
+            unit.module.reshard()
+            for weight in unit.weights:
+                weight.context.weight_cache = None  # of other codes, or of the same in another form
+                weight.gather_as(weight.context.gathers_codes)
+            stay = not self.reshard or all(weight.as_codes for weight in unit.weights)
+            unit.module.set_reshard_after_forward(not stay, recurse=False)
+        self._maxima = _SharedMaxima([weight for weight in self.weights if weight.as_codes], self.shards)
+
+
+def _same(these: list[tuple[Any, ...]], those: list[tuple[Any, ...]]) -> bool:
+    """The very same objects: comparing recipes takes longer."""
+    return len(these) == len(those) and all(
+        a is b for one, other in zip(these, those, strict=True) for a, b in zip(one, other, strict=True)
+    )
+
+
+class _SharedMaxima:
+    """The largest magnitudes that ranks need of each other: of weights, and of blocks whose rows several ranks hold.
+
+    One message: the maxima of the weights, then those of shared blocks [blocks, in / block], weight after weight.
+    """
+
+    def __init__(self, weights: list[GatheredWeight], shards: DeviceMesh) -> None:
+        # Those that tensor-parallel ranks share as well come first.
+        self.weights = sorted(weights, key=lambda weight: weight.context.amax_group("weight") is None)
+        groups = [weight.context.amax_group("weight") for weight in self.weights]
+        self.group, self.num_tensor_parallel = shards.get_group(), sum(group is not None for group in groups)
+        self.tensor_parallel = groups[0] if self.num_tensor_parallel else None
+        self._message: Tensor | None = None
+        self._scales: Tensor | None = None
+        self._own: list[Tensor] = []
+        self._slots: list[Tensor] = []
+
+    def measure(self) -> None:
+        """Maxima of this rank's rows, then those of all ranks."""
+        if not self.weights:
+            return
+        for weight in self.weights:
+            weight.maxima = weight.backend.rows_maxima(weight.rows, weight.blocks, weight.maxima, dtype=weight.dtype)
+        if self._message is None:
+            self._lay_out()
+        message, count = self._message, len(self.weights)
+        assert message is not None and self._scales is not None
+        message.zero_()
+        maxima = {i: weight.maxima for i, weight in enumerate(self.weights) if weight.maxima is not None}
+        maxima = {i: of_blocks for i, of_blocks in maxima.items() if of_blocks.numel()}
+        if maxima:  # a rank may be without rows
+            largest = torch._foreach_norm([*maxima.values()], float("inf"))  # type: ignore[attr-defined]
+            torch._foreach_copy_([message[i] for i in maxima], largest)
+        if self._slots:
+            torch._foreach_copy_(self._slots, self._own)
+        # As integers NaN is the largest of all; as floats a reduction may lose it.
+        bits = message.view(torch.int32)
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
+        if self.tensor_parallel is not None:
+            dist.all_reduce(bits[: self.num_tensor_parallel], op=dist.ReduceOp.MAX, group=self.tensor_parallel)
+        if self._slots:
+            torch._foreach_copy_(self._own, self._slots)
+        self._scales.copy_(tensor_decode_scale(message[:count], E4M3_MAX))
+
+    def _lay_out(self) -> None:
+        """Where everything is in the message."""
+        shared = [weight.shared_blocks() for weight in self.weights]
+        widths = [weight.num_columns // weight.blocks.block for weight in self.weights]
+        size = len(self.weights) + sum(len(blocks) * width for blocks, width in zip(shared, widths, strict=True))
+        device = self.weights[0].rows.device
+        self._message = message = torch.zeros(size, device=device)
+        self._scales = torch.zeros(len(self.weights), device=device)
+        start = len(self.weights)
+        for i, (weight, blocks, width) in enumerate(zip(self.weights, shared, widths, strict=True)):
+            if weight.blocks.format == "nvfp4":
+                weight.amax, weight.scale = message[i], self._scales[i]
+            else:
+                weight.amax = weight.scale = None
+            first, count = weight.blocks.first_block, weight.blocks.num_blocks
+            for block in blocks:
+                if count and first <= block < first + count:
+                    assert weight.maxima is not None
+                    self._own.append(weight.maxima[block - first])
+                    self._slots.append(message[start : start + width])
+                start += width

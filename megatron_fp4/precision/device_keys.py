@@ -1,0 +1,56 @@
+"""The keys of all stochastic rounding of a micro-batch in device memory, for CUDA graphs.
+
+A key is a function of the run's seed, step, micro-batch, linear and operand (quantization/rounding.py), computed on the
+host. A captured graph would keep the numbers of the micro-batch that it was captured in. So its kernels read their keys
+from a table, one row for each operand that needs one, and before every replay the host computes all rows and sends them
+in one copy: the same keys, and so the same codes, with graphs and without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from megatron_fp4.precision.recipe import PLACES, Recipe
+from megatron_fp4.quantization.rounding import RoundingKey
+
+
+class DeviceKeys:
+    """A table of keys, int32 [operands, 4], of the operands of `recipes` (by the linear's name) on `device`.
+
+    A row is low half, high half and two zeros: 16 bytes, on which kernels may rely.
+    """
+
+    def __init__(self, recipes: Mapping[str, Recipe], device: torch.device) -> None:
+        self._rows = {name: i for i, name in enumerate(keyed_operands(recipes))}
+        self.table = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
+
+    def fill(self, seed: int, step: int, micro_batch: int) -> None:
+        """Write the keys of a micro-batch, in the order of the current stream. The numbers are those of `RunClock`."""
+        if not self._rows:
+            return
+        where = (seed, step, micro_batch)
+        digests = (hashlib.blake2b(repr((*where, *name)).encode(), digest_size=8).digest() for name in self._rows)
+        keys = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
+        on_gpu = self.table.is_cuda
+        # Pinned memory of its own each time: PyTorch does not hand it out again before the copy has read it.
+        staging = torch.zeros(self.table.shape, dtype=torch.int32, pin_memory=on_gpu)
+        staging[:, :2] = keys
+        self.table.copy_(staging, non_blocking=on_gpu)
+
+    def of(self, linear: str, operand: str, key: RoundingKey) -> RoundingKey:
+        """`key`, to be read from its row."""
+        return replace(key, device=self.table[self._rows[linear, operand]])
+
+
+def keyed_operands(recipes: Mapping[str, Recipe]) -> list[tuple[str, str]]:
+    """Names of linear and operand of everything that is drawn: stochastic rounding, fresh signs of transforms."""
+    names = []
+    for linear, recipe in recipes.items():
+        names += [(linear, place.name) for place in PLACES if recipe[place].rounding == "stochastic"]
+        if recipe.rht_signs == "fresh":
+            names += [(linear, f"{gemm}_signs") for gemm, of in recipe.gemms.items() if of.rht]
+    return names

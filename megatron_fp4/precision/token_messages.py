@@ -1,0 +1,49 @@
+"""Messages between ranks that hold slices of the tokens: started, and waited for when their result is needed.
+
+On a GPU a message that was started runs on a stream of its own beside whatever is launched after it. `Pending` holds
+what it reads and writes until then: the allocator must not give it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Gather = Callable[[Tensor], "Pending"]
+
+
+class Pending:
+    """A message under way; `wait` gives its result, once."""
+
+    def __init__(self, work: dist.Work, sent: Tensor, received: Tensor) -> None:
+        self._under_way: tuple[dist.Work, Tensor, Tensor] | None = (work, sent, received)
+
+    def wait(self) -> Tensor:
+        """What was received; on a GPU the current stream waits, not the host."""
+        assert self._under_way is not None, "a message is waited for once"
+        work, _, received = self._under_way
+        work.wait()
+        self._under_way = None
+        return received
+
+
+def start_all_gather(x: Tensor, group: ProcessGroup) -> Pending:
+    """[n, ...] of each rank -> [ranks n, ...], ranks in order; of any dtype, sent as bytes."""
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    work = dist.all_gather_into_tensor(out.view(torch.uint8), x.view(torch.uint8), group=group, async_op=True)
+    return Pending(work, x, out)
+
+
+def start_reduce_scatter(y: Tensor, group: ProcessGroup) -> Pending:
+    """[ranks n, ...] partial sums -> [n, ...] sums in y's dtype, of this rank's slice."""
+    y = y.contiguous()
+    out = y.new_empty((y.shape[0] // group.size(), *y.shape[1:]))
+    return Pending(dist.reduce_scatter_tensor(out, y, group=group, async_op=True), y, out)

@@ -1,0 +1,175 @@
+"""The kernels of 4-bit weights in square blocks, bit for bit `square_blocks.py`, which says what they make of what.
+
+    maxima     a part's rows -> the largest magnitude of each block, [blocks, columns / BLOCK]
+    quantize   a part's rows and the maxima -> codes and scales
+    unpack     codes and scales -> values in BF16, with padding between groups of rows
+
+All are bound by memory. The unit of data is a pair of neighbouring columns, a byte of codes; a program of the first two
+works on one block of rows, cut off where the part or its group of rows ends, by GROUPS blocks of columns. Rows of x may
+be FP32, and count as rounded to BF16 then. `unpack` sees codes and scales as flat: a block's columns are PAIRS bytes of
+codes and one scale, whichever row they are in.
+
+As in `triton_fp4.py`: IEEE division, no flushing of subnormals, no contraction into FMA; sums that round are written as
+the reference's.
+"""
+
+# ruff: noqa: D103 (kernels are documented by their arguments)
+# mypy: disable-error-code="assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fp4.quantization.triton_arithmetic import (
+    as_long,
+    block_scale,
+    code_value,
+    even_of,
+    grid_nearest,
+    nan_max,
+    nan_min,
+    odd_of,
+    scale_byte,
+    scale_from_byte,
+)
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_blocks"]
+)
+def maxima_kernel(
+    x_ptr,  # [rows, columns] as pairs: the part's rows
+    maxima_ptr,  # out: FP32 [blocks, columns / BLOCK]
+    num_groups,  # columns / BLOCK
+    first,  # the part's first row in the weight, and behind its last
+    end,
+    group_rows,
+    blocks_per_group,
+    first_block,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    FP32: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    PAIRS: tl.constexpr = BLOCK // 2
+    across = tl.cdiv(num_groups, GROUPS)
+    group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
+    block = tl.program_id(0) // across
+    offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    mask = (group < num_groups)[:, None]
+    begin, stop = rows_of(first_block + block, first, end, group_rows, blocks_per_group, BLOCK)
+    largest = tl.zeros([GROUPS, PAIRS], tl.float32)
+    for r in tl.static_range(BLOCK):
+        even, odd = load_pairs(x_ptr, begin + r - first, offsets, mask & (begin + r < stop), num_groups * PAIRS, FP32)
+        largest = nan_max(largest, nan_max(tl.abs(even), tl.abs(odd)))
+    tl.store(maxima_ptr + as_long(block) * num_groups + group, tl.reduce(largest, 1, nan_max), group < num_groups)
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "first", "end", "group_rows", "blocks_per_group", "first_block", "num_blocks"]
+)
+def quantize_kernel(
+    x_ptr,  # [rows, columns] as pairs: the part's rows
+    maxima_ptr,  # FP32 [blocks, columns / BLOCK]
+    amax_ptr,  # FP32 [1], of the tensor; not read for MXFP4
+    codes_ptr,  # out: uint8 [rows, columns / 2]
+    scales_ptr,  # out: uint8 [rows, columns / BLOCK]
+    num_groups,
+    first,
+    end,
+    group_rows,
+    blocks_per_group,
+    first_block,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    FP32: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    PAIRS: tl.constexpr = BLOCK // 2
+    across = tl.cdiv(num_groups, GROUPS)
+    group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
+    block = tl.program_id(0) // across
+    offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    there = group < num_groups
+    width = num_groups * PAIRS
+    begin, stop = rows_of(first_block + block, first, end, group_rows, blocks_per_group, BLOCK)
+    largest = tl.load(maxima_ptr + as_long(block) * num_groups + group, there, 0)
+    if BLOCK == 16:
+        tensor_scale = nan_min(tl.div_rn(2688.0, tl.load(amax_ptr)), 3.4028234663852886e38)
+        tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
+        scale = e4m3(nan_min(largest * (tensor_scale * 0.1666666716337204), 448.0))
+        encode = nan_min(tl.div_rn(1.0, scale * tl.div_rn(1.0, tensor_scale)), 3.4028234663852886e38)
+    else:
+        scale, encode = block_scale(largest, 1.0, 1.0, BLOCK)
+    byte = scale_byte(scale, BLOCK).to(tl.uint8)
+    encode = encode[:, None]
+    for r in tl.static_range(BLOCK):
+        row, valid = begin + r - first, begin + r < stop
+        mask = there[:, None] & valid
+        even, odd = load_pairs(x_ptr, row, offsets, mask, width, FP32)
+        codes = code_of(even, encode) | (code_of(odd, encode) << 4)
+        tl.store(codes_ptr + as_long(row) * width + offsets, codes.to(tl.uint8), mask)
+        tl.store(scales_ptr + as_long(row) * num_groups + group, byte, there & valid)
+
+
+@triton.jit(do_not_specialize=["group_pairs", "padded_pairs"])
+def unpack_kernel(
+    codes_ptr,  # uint8: a byte for a pair
+    scales_ptr,  # uint8: a byte for a block of a row
+    values_ptr,  # out: as pairs
+    group_pairs,  # of a group of rows without padding
+    padded_pairs,  # and with it
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    PAIRS: tl.constexpr = BLOCK // 2
+    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    codes_ptr += as_long(tl.program_id(1)) * group_pairs
+    scales_ptr += as_long(tl.program_id(1)) * (group_pairs // PAIRS)
+    values_ptr += as_long(tl.program_id(1)) * padded_pairs
+    byte = tl.load(codes_ptr + offsets, offsets < group_pairs, 0).to(tl.int32)
+    scale = tl.load(scales_ptr + group, group * PAIRS < group_pairs, 0).to(tl.int32)
+    scale = scale_from_byte(scale, BLOCK)[:, None]
+    even = code_value(byte) * scale
+    odd = code_value(byte >> 4) * scale
+    # Both are exact in BF16, the upper half of FP32.
+    pair = ((even.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (odd.to(tl.int32, bitcast=True) & -65536)
+    tl.store(values_ptr + offsets, pair, offsets < padded_pairs)
+
+
+@triton.jit
+def rows_of(block, first, end, group_rows, blocks_per_group, BLOCK: tl.constexpr):
+    """The rows of the part that are in a block: the first, and behind the last."""
+    start = (block // blocks_per_group) * group_rows
+    begin = start + (block % blocks_per_group) * BLOCK
+    stop = tl.minimum(tl.minimum(begin + BLOCK, start + group_rows), end)
+    return tl.maximum(begin, first), stop
+
+
+@triton.jit
+def load_pairs(x_ptr, row, offsets, mask, width, FP32: tl.constexpr):
+    """Even and odd columns of a row, FP32 numbers that BF16 holds."""
+    both = tl.load(x_ptr + as_long(row) * width + offsets, mask, 0)
+    if FP32:
+        even = both.to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
+        odd = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True).to(tl.bfloat16).to(tl.float32)
+    else:
+        even = even_of(both)
+        odd = odd_of(both)
+    return even, odd
+
+
+@triton.jit
+def e4m3(scale):
+    """Rounded to the nearest number of E4M3, up to 448: a sum with 1.5 * 2^23 spacings, as in `block_scale`."""
+    binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
+
+
+@triton.jit
+def code_of(value, encode):
+    """The E2M1 code of a number; a negative zero has no sign, and a negative number that becomes zero has one."""
+    grid = tl.minimum(grid_nearest(tl.abs(value) * encode), 6.0)
+    code = tl.where(grid < 2.0, grid * 2.0, tl.where(grid < 4.0, grid + 2.0, grid * 0.5 + 4.0)).to(tl.int32)
+    return code | tl.where(value < 0.0, 8, 0)

@@ -1,0 +1,278 @@
+"""Forward and backward of a micro-batch as CUDA graphs: captured once, replayed by a single call.
+
+A small model's GPU waits for Python: some ten thousand calls a micro-batch. A graph repeats the kernels of a
+micro-batch without them, with the same arguments, so whatever changes from one to the next lies in memory at a fixed
+address: tokens, targets and the keys of stochastic rounding (precision/device_keys.py). The kernels are the same, and
+so is every bit.
+
+Two graphs make a step: the `first` micro-batch quantizes the weights and writes gradients, a `later` one uses the
+weights' codes and adds to the gradients. The sum over ranks, norm, clipping and update stay as they are.
+
+    steps            1, 2              3                                      4, 5, ...
+    micro-batches    eagerly           the first two captured and replayed    replayed
+
+The eager ones compile, tune and allocate what a capture must not. They take their keys from device memory already, so
+that the kernels of the graphs are among those compiled. When shapes, the batch's size, recipes or the addresses of
+weights change, the graphs are dropped and all begins anew; a step whose linears are being watched runs eagerly, and
+gives the graphs' memory back for that time.
+
+Memory: what one micro-batch needs lies in a pool of its own, from capture to release. Gradients and kept weights are in
+it too and stay from step to step; a step's peak is that of an eager one. What runs eagerly in between (validation,
+update) has its memory beside the pool.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.device_keys import DeviceKeys
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.training.micro_batch import GlobalBatch, MicroBatch
+
+EAGER_STEPS = 2
+
+
+class Captured(Protocol):
+    """A computation that was captured. result: what it returned, written anew by every replay."""
+
+    result: Tensor
+
+    def replay(self) -> None:
+        """Compute it again, in the order of the current stream."""
+
+
+class GpuGraph:
+    """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing."""
+
+    def __init__(self, function: Callable[[], Tensor], pool: Any) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads (loaders that pin memory, NCCL's watchdog) may do what this one must not.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self.result = function()
+
+    def replay(self) -> None:
+        """Compute it again, in the order of the current stream."""
+        self._graph.replay()
+
+
+@dataclass(frozen=True)
+class GraphsChoice:
+    """Whether a run uses graphs, and why or why not."""
+
+    used: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.used else 'no'} ({self.reason})"
+
+
+def choose_graphs(config: Config, ranks: int, device_type: str, backend: str) -> GraphsChoice:
+    """What `train.cuda_graphs` comes to on `ranks` ranks. backend: who computes the linears.
+
+    Raises ConfigError if it is `true` where graphs cannot be.
+    """
+    wanted = config.train.cuda_graphs
+    if wanted == "false":
+        return GraphsChoice(False, "as train.cuda_graphs says")
+    refusal = graphs_refusal(config, ranks, device_type, backend)
+    if refusal is None:
+        return GraphsChoice(True, "forward and backward of a micro-batch are replayed")
+    if wanted == "true":
+        raise ConfigError(f"train.cuda_graphs=true cannot be: {refusal}; leave it at auto")
+    return GraphsChoice(False, refusal)
+
+
+def graphs_refusal(config: Config, ranks: int, device_type: str, backend: str) -> str | None:
+    """Why micro-batches of a run cannot be captured, or None if they can."""
+    if device_type != "cuda":
+        return f"the run is on {device_type}, and graphs are CUDA's"
+    if config.parallel.replicate * config.parallel.tensor != ranks or config.parallel.replicate > 1:
+        return "FSDP2 gathers parameters and adds gradients up over data-parallel ranks, which is not captured"
+    if backend != "emulated":
+        return f"linears are computed by {backend}, which nobody has captured"
+    if config.precision.compute_dtype != "bfloat16":
+        return f"precision.compute_dtype={config.precision.compute_dtype} has no kernels of its own"
+    if config.data.documents == "masked":
+        return "data.documents=masked gives every micro-batch other shapes"
+    if config.train.kernels == "torch":
+        return "train.kernels=torch asks for plain PyTorch"
+    return None
+
+
+class MicroBatchGraphs:
+    """The graphs of a model's micro-batches, for `accumulate`.
+
+    linears: the contexts of all linears of the plan by name. required: a capture that fails is an error; otherwise
+    `warn` is told, and the run goes on without graphs. capture: makes a `Captured` of a function and a pool.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ParallelMesh,
+        linears: Mapping[str, LinearContext],
+        *,
+        required: bool,
+        warn: Callable[[str], None],
+        capture: Callable[[Callable[[], Tensor], Any], Captured] = GpuGraph,
+    ) -> None:
+        self._model, self._mesh, self._linears = model, mesh, dict(linears)
+        self._required, self._warn, self._capture = required, warn, capture
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._backends = {name: context.backend for name, context in linears.items()}
+        self._failed = False
+        self._signature: Any = None
+        self._eager_steps = 0
+        self._keys = DeviceKeys({}, mesh.device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._first: Captured | None = None
+        self._later: Captured | None = None
+        self._gradients: list[Tensor | None] = []
+        self._kept: dict[str, Any] = {}
+        self._tokens = self._targets = torch.empty(0)
+        self._num_micro_batches = 0
+        self._pool: Any = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether there are graphs now."""
+        return self._first is not None
+
+    @contextmanager
+    def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, clock: RunClock) -> Iterator[bool]:
+        """A context for the micro-batches of one step; inside, whether `run` computes them."""
+        if self._failed or self._watched() or not _alike(micro_batches):
+            self.release()
+            yield False
+            return
+        signature = self._signature_of(micro_batches[0], whole)
+        if signature != self._signature:
+            self.release()
+            self._signature, self._eager_steps = signature, 0
+            recipes = {name: context.recipe for name, context in self._linears.items()}
+            self._keys = DeviceKeys(recipes, self._mesh.device)
+        graphs = self._eager_steps >= EAGER_STEPS
+        self._eager_steps += 1
+        self._num_micro_batches, self._position = whole.num_micro_batches, 0
+        clock.keys = self._keys
+        try:
+            yield graphs
+        finally:
+            clock.keys = None
+
+    def run(self, micro_batch: MicroBatch, clock: RunClock) -> Tensor | None:
+        """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, until the next call. None: it
+        could not be captured and is to be computed eagerly, as all that follow."""
+        if self._failed:
+            return None
+        first = self._position == 0
+        clock.micro_batch = micro_batch.index
+        if self._tokens.shape != micro_batch.tokens.shape:
+            shape, device = micro_batch.tokens.shape, self._mesh.device
+            self._tokens, self._targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        self._tokens.copy_(micro_batch.tokens, non_blocking=True)
+        self._targets.copy_(micro_batch.targets, non_blocking=True)
+        self._keys.fill(clock.seed, clock.step, clock.micro_batch)
+        try:
+            graph = self._graph(first)
+        except Exception as error:
+            if self._required:
+                raise
+            self._failed = True
+            self._warn(f"CUDA graphs: none, because a capture failed: {_first_line(error)}")
+            if first:
+                self._drop_gradients_and_weights()
+            return None
+        graph.replay()
+        if first:
+            self._hand_out(clock)
+        self._position += 1
+        return graph.result
+
+    def release(self) -> None:
+        """Drop the graphs and give their memory back; they are captured again when they are next to run."""
+        if self._first is None:
+            return
+        self._forget()
+        gc.collect()
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+            torch.cuda.empty_cache()
+
+    def _graph(self, first: bool) -> Captured:
+        graph = self._first if first else self._later
+        if graph is None:
+            if first:
+                self._drop_gradients_and_weights()
+                self._pool = torch.cuda.graph_pool_handle() if self._mesh.device.type == "cuda" else None
+            # A living autograd graph would tie gradients to the stream that it was made on.
+            gc.collect()
+            graph = self._capture(self._compute, self._pool)
+            if first:
+                self._first = graph
+                self._gradients = [parameter.grad for parameter in self._parameters]
+                self._kept = {name: context.weight_cache for name, context in self._linears.items()}
+            else:
+                self._later = graph
+        return graph
+
+    def _compute(self) -> Tensor:
+        loss: Tensor = self._model(self._tokens, self._targets)
+        (loss / self._num_micro_batches).backward()
+        return loss.detach()
+
+    def _drop_gradients_and_weights(self) -> None:
+        """So that they are made inside the graph, where the next replay writes them."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for context in self._linears.values():
+            context.weight_cache = None
+
+    def _hand_out(self, clock: RunClock) -> None:
+        """Gradients and kept weights are those that the first graph writes, whatever was computed eagerly since."""
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        for name, kept in self._kept.items():
+            if kept is not None:
+                (_, *what_for), *operands = kept
+                kept = ((clock.weights_version, *what_for), *operands)
+            self._linears[name].weight_cache = kept
+
+    def _watched(self) -> bool:
+        return any(
+            context.probe is not None or context.backend is not self._backends[name]
+            for name, context in self._linears.items()
+        )
+
+    def _signature_of(self, micro_batch: MicroBatch, whole: GlobalBatch) -> Any:
+        return (
+            micro_batch.tokens.shape,
+            whole.num_micro_batches,
+            [context.recipe for context in self._linears.values()],
+            [local_part(parameter).data_ptr() for parameter in self._parameters],
+        )
+
+
+def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
+    """Whether nothing but tokens and targets differs between micro-batches."""
+    shape = micro_batches[0].tokens.shape
+    return all(
+        batch.tokens.shape == shape and batch.documents is None and batch.num_targets is None for batch in micro_batches
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -1,0 +1,331 @@
+"""Causal attention in Triton: the forward pass, and a backward pass whose sums are always taken in the same order.
+
+The usual backward pass gives a program a tile of keys and lets it add its part of dq to memory, in whatever order the
+programs come by. Here a gradient has one program: one kernel makes dq of a tile of queries, another dk and dv of a tile
+of keys (of all query heads that share them). Scores are computed twice for that, 7 products where 5 would do, and
+nothing is added up in memory: two runs are equal in every bit. The arithmetic is FlashAttention-2's (arXiv:2307.08691):
+products of BF16 with FP32 sums, and the logarithm of each row's sum in place of the row.
+
+Documents lie one behind the other in a row, so a query's keys are a range, from its document's `begin` to itself, and a
+key's queries one too, from itself to its document's `end`. A tile's range comes in three parts, of which the middle one
+needs no mask, whether there are documents or not.
+
+Shapes: b batch, s sequence, h query heads, g KV heads, d head dimension. All tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from models.attention_tiles import KERNELS, Tiles
+
+
+def forward(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, begins_bs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention [b, s, h, d] in the dtype of q, and FP32 [b, h, s], the natural logarithm of every row's sum.
+
+    begins: int32 [b, s], the first token of each token's document; None: a row is one document.
+    """
+    batch, length, heads, dim = q_bshd.shape
+    y, sums = torch.empty_like(q_bshd), q_bshd.new_empty(batch, heads, length, dtype=torch.float32)
+    tiles = KERNELS[dim].forward
+    with _on(q_bshd):
+        _forward_kernel[(triton.cdiv(length, tiles.queries), batch * heads)](
+            q_bshd, k_bsgd, v_bsgd, y, sums, begins_bs, length, **_settings(q_bshd, k_bsgd, begins_bs, tiles)
+        )
+    return y, sums
+
+
+def backward(
+    dy_bshd: Tensor,
+    q_bshd: Tensor,
+    k_bsgd: Tensor,
+    v_bsgd: Tensor,
+    y_bshd: Tensor,
+    sums_bhs: Tensor,
+    begins_bs: Tensor | None = None,
+    ends_bs: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of what `forward`, or another kernel, returned as y and sums.
+
+    begins, ends: int32 [b, s], the first token of each token's document, and the one behind its last.
+    """
+    batch, length, heads, dim = q_bshd.shape
+    dq, dk, dv = torch.empty_like(q_bshd), torch.empty_like(k_bsgd), torch.empty_like(v_bsgd)
+    # What of dy does not change a row's sum of probabilities; the first kernel makes it, the second reads it.
+    delta = torch.empty_like(sums_bhs)
+    _, of_dq, of_keys = KERNELS[dim]
+    with _on(q_bshd):
+        _dq_kernel[(triton.cdiv(length, of_dq.queries), batch * heads)](
+            q_bshd, k_bsgd, v_bsgd, y_bshd, dy_bshd, sums_bhs, delta, dq, begins_bs, length,
+            **_settings(q_bshd, k_bsgd, begins_bs, of_dq),
+        )  # fmt: skip
+        _dkdv_kernel[(triton.cdiv(length, of_keys.keys), batch * k_bsgd.shape[2])](
+            q_bshd, k_bsgd, v_bsgd, dy_bshd, sums_bhs, delta, dk, dv, begins_bs, ends_bs, length,
+            **_settings(q_bshd, k_bsgd, begins_bs, of_keys),
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _settings(q_bshd: Tensor, k_bsgd: Tensor, begins_bs: Tensor | None, tiles: Tiles) -> dict[str, Any]:
+    heads, dim = q_bshd.shape[2:]
+    return {
+        "scale": dim**-0.5,
+        "HEADS": heads,
+        "GROUPS": k_bsgd.shape[2],
+        "DIM": dim,
+        "M": tiles.queries,
+        "N": tiles.keys,
+        "DOCUMENTS": begins_bs is not None,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+def _on(tensor: Tensor) -> Any:
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)  # -1: as it is, for Triton's interpreter
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _rows(start, index, length, STRIDE: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, DIM] from `start`; with MASKED, zeros for those that are not there."""
+    places = start + index.to(tl.int64)[:, None] * STRIDE + tl.arange(0, DIM)[None, :]
+    if MASKED:
+        return tl.load(places, mask=(index < length)[:, None], other=0.0)
+    return tl.load(places)
+
+
+@triton.jit
+def _seen(m, n, begin, DOCUMENTS: tl.constexpr):
+    """Whether query m sees key n; its document begins at `begin`. All three broadcast."""
+    seen = n <= m
+    if DOCUMENTS:
+        seen = seen & (n >= begin)
+    return seen
+
+
+@triton.jit
+def _ranges_of_keys(begins_ptr, first, length, M: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """For the tile of queries that begins at `first`: where its keys begin, where every query sees them all, and from
+    where on some do not again. The last are those of the tile itself."""
+    diagonal = first // N * N
+    start = 0
+    whole = 0
+    if DOCUMENTS:
+        start = tl.load(begins_ptr + first) // N * N
+        last = tl.load(begins_ptr + tl.minimum(first + M, length) - 1)
+        whole = tl.minimum(tl.cdiv(last, N) * N, diagonal)
+    return start, whole, diagonal
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, y_ptr, sums_ptr, begins_ptr, length, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    # The last queries see most keys: these tiles begin first.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    row, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
+    group = head // (HEADS // GROUPS)
+    m = first + tl.arange(0, M)
+    q_start = (row * length * HEADS + head) * DIM
+    k_start = (row * length * GROUPS + group) * DIM
+    begin = m
+    if DOCUMENTS:
+        begins_ptr += row * length
+        begin = tl.load(begins_ptr + tl.minimum(m, length - 1))
+    q = _rows(q_ptr + q_start, m, length, HEADS * DIM, DIM, True)
+    y = tl.zeros((M, DIM), tl.float32)
+    highest = tl.full((M,), -float("inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    start, whole, diagonal = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
+    k_ptr += k_start
+    v_ptr += k_start
+    if DOCUMENTS:
+        y, highest, total = _forward_tiles(
+            y, highest, total, q, k_ptr, v_ptr, m, begin, start, whole, length, scale,
+            GROUPS * DIM, DIM, N, DOCUMENTS, True,
+        )  # fmt: skip
+    y, highest, total = _forward_tiles(
+        y, highest, total, q, k_ptr, v_ptr, m, begin, whole, diagonal, length, scale,
+        GROUPS * DIM, DIM, N, DOCUMENTS, False,
+    )  # fmt: skip
+    y, highest, total = _forward_tiles(
+        y, highest, total, q, k_ptr, v_ptr, m, begin, diagonal, tl.minimum(first + M, length), length, scale,
+        GROUPS * DIM, DIM, N, DOCUMENTS, True,
+    )  # fmt: skip
+    places = y_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(places, (y / total[:, None]).to(y_ptr.dtype.element_ty), mask=(m < length)[:, None])
+    sums_ptr += (row * HEADS + head) * length
+    tl.store(sums_ptr + m, (highest + tl.log2(total)) * LN_2, mask=m < length)
+
+
+@triton.jit
+def _forward_tiles(
+    y, highest, total, q, k_ptr, v_ptr, m, begin, start, end, length, scale,
+    STRIDE: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    for first in range(start, end, N):
+        n = first + tl.arange(0, N)
+        k = _rows(k_ptr, n, length, STRIDE, DIM, MASKED)
+        scores = tl.dot(q, tl.trans(k)) * (scale * LOG2_E)
+        if MASKED:
+            scores = tl.where(_seen(m[:, None], n[None, :], begin[:, None], DOCUMENTS), scores, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        if MASKED:  # a query may have seen no key yet
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+        else:
+            base = higher
+        p = tl.exp2(scores - base[:, None])
+        shrunk = tl.exp2(highest - base)
+        total = total * shrunk + tl.sum(p, 1)
+        v = _rows(v_ptr, n, length, STRIDE, DIM, MASKED)
+        y = tl.dot(p.to(v.dtype), v, y * shrunk[:, None])
+        highest = higher
+    return y, highest, total
+
+
+@triton.jit
+def _dq_kernel(
+    q_ptr, k_ptr, v_ptr, y_ptr, dy_ptr, sums_ptr, delta_ptr, dq_ptr, begins_ptr, length, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
+    row, head = (tl.program_id(1) // HEADS).to(tl.int64), tl.program_id(1) % HEADS
+    group = head // (HEADS // GROUPS)
+    m = first + tl.arange(0, M)
+    q_start = (row * length * HEADS + head) * DIM
+    k_start = (row * length * GROUPS + group) * DIM
+    begin = m
+    if DOCUMENTS:
+        begins_ptr += row * length
+        begin = tl.load(begins_ptr + tl.minimum(m, length - 1))
+    q = _rows(q_ptr + q_start, m, length, HEADS * DIM, DIM, True)
+    dy = _rows(dy_ptr + q_start, m, length, HEADS * DIM, DIM, True)
+    y = _rows(y_ptr + q_start, m, length, HEADS * DIM, DIM, True)
+    delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
+    of_head = (row * HEADS + head) * length
+    tl.store(delta_ptr + of_head + m, delta, mask=m < length)
+    sums = tl.load(sums_ptr + of_head + m, mask=m < length, other=0.0) * LOG2_E
+    dq = tl.zeros((M, DIM), tl.float32)
+    start, whole, diagonal = _ranges_of_keys(begins_ptr, first, length, M, N, DOCUMENTS)
+    k_ptr += k_start
+    v_ptr += k_start
+    if DOCUMENTS:
+        dq = _dq_tiles(
+            dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, start, whole, length, scale,
+            GROUPS * DIM, DIM, N, DOCUMENTS, True,
+        )  # fmt: skip
+    dq = _dq_tiles(
+        dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, whole, diagonal, length, scale,
+        GROUPS * DIM, DIM, N, DOCUMENTS, False,
+    )  # fmt: skip
+    dq = _dq_tiles(
+        dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, diagonal, tl.minimum(first + M, length), length, scale,
+        GROUPS * DIM, DIM, N, DOCUMENTS, True,
+    )  # fmt: skip
+    places = dq_ptr + q_start + m.to(tl.int64)[:, None] * (HEADS * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(places, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(m < length)[:, None])
+
+
+@triton.jit
+def _dq_tiles(
+    dq, q, dy, sums, delta, k_ptr, v_ptr, m, begin, start, end, length, scale,
+    STRIDE: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    for first in range(start, end, N):
+        n = first + tl.arange(0, N)
+        k = _rows(k_ptr, n, length, STRIDE, DIM, MASKED)
+        v = _rows(v_ptr, n, length, STRIDE, DIM, MASKED)
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2_E) - sums[:, None])
+        if MASKED:
+            p = tl.where(_seen(m[:, None], n[None, :], begin[:, None], DOCUMENTS), p, 0.0)
+        dp = tl.dot(dy, tl.trans(v))
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq)
+    return dq
+
+
+@triton.jit
+def _dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dy_ptr, sums_ptr, delta_ptr, dk_ptr, dv_ptr, begins_ptr, ends_ptr, length, scale,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(N % M == 0)
+    first = tl.program_id(0) * N  # the first keys have most queries
+    row, group = (tl.program_id(1) // GROUPS).to(tl.int64), tl.program_id(1) % GROUPS
+    n = first + tl.arange(0, N)
+    k_start = (row * length * GROUPS + group) * DIM
+    k = _rows(k_ptr + k_start, n, length, GROUPS * DIM, DIM, True)
+    v = _rows(v_ptr + k_start, n, length, GROUPS * DIM, DIM, True)
+    # Behind the tile's own queries come those that see all of its keys, then those that see some.
+    behind = first + N
+    whole = length
+    end = length
+    if DOCUMENTS:
+        begins_ptr += row * length
+        whole = tl.load(ends_ptr + row * length + first)
+        end = tl.load(ends_ptr + row * length + tl.minimum(behind, length) - 1)
+    whole = tl.maximum(whole // M * M, behind)
+    dk = tl.zeros((N, DIM), tl.float32)
+    dv = tl.zeros((N, DIM), tl.float32)
+    for shared in range(HEADS // GROUPS):
+        head = group * (HEADS // GROUPS) + shared
+        q_start = (row * length * HEADS + head) * DIM
+        of_head = (row * HEADS + head) * length
+        dk, dv = _dkdv_tiles(
+            dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
+            first, tl.minimum(behind, end), length, scale, HEADS * DIM, DIM, M, DOCUMENTS, True,
+        )  # fmt: skip
+        dk, dv = _dkdv_tiles(
+            dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
+            behind, whole, length, scale, HEADS * DIM, DIM, M, DOCUMENTS, False,
+        )  # fmt: skip
+        dk, dv = _dkdv_tiles(
+            dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
+            whole, end, length, scale, HEADS * DIM, DIM, M, DOCUMENTS, True,
+        )  # fmt: skip
+    places = k_start + n.to(tl.int64)[:, None] * (GROUPS * DIM) + tl.arange(0, DIM)[None, :]
+    tl.store(dk_ptr + places, (dk * scale).to(dk_ptr.dtype.element_ty), mask=(n < length)[:, None])
+    tl.store(dv_ptr + places, dv.to(dv_ptr.dtype.element_ty), mask=(n < length)[:, None])
+
+
+@triton.jit
+def _dkdv_tiles(
+    dk, dv, k, v, q_ptr, dy_ptr, sums_ptr, delta_ptr, begins_ptr, n, start, end, length, scale,
+    STRIDE: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, DOCUMENTS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    for first in range(start, end, M):
+        m = first + tl.arange(0, M)
+        q = _rows(q_ptr, m, length, STRIDE, DIM, MASKED)
+        dy = _rows(dy_ptr, m, length, STRIDE, DIM, MASKED)
+        begin = m
+        if MASKED:
+            there = m < length
+            sums = tl.load(sums_ptr + m, mask=there, other=0.0) * LOG2_E
+            delta = tl.load(delta_ptr + m, mask=there, other=0.0)
+            if DOCUMENTS:
+                begin = tl.load(begins_ptr + m, mask=there, other=0)
+        else:
+            sums = tl.load(sums_ptr + m) * LOG2_E
+            delta = tl.load(delta_ptr + m)
+        # The transposes [keys, queries], so that nothing is turned for dk and dv.
+        p = tl.exp2(tl.dot(k, tl.trans(q)) * (scale * LOG2_E) - sums[None, :])
+        if MASKED:
+            p = tl.where(_seen(m[None, :], n[:, None], begin[None, :], DOCUMENTS) & there[None, :], p, 0.0)
+        dv = tl.dot(p.to(dy.dtype), dy, dv)
+        dp = tl.dot(v, tl.trans(dy))
+        ds = p * (dp - delta[None, :])
+        dk = tl.dot(ds.to(q.dtype), q, dk)
+    return dk, dv

@@ -1,0 +1,132 @@
+"""CUDA graphs of micro-batches: the bits of eager steps, through a switch of precision, a validation and a load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from assembly import backend_of, configure, execution_of, initialized_model
+from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.quantization.cuda import Side
+from megatron_fp4.quantization.fp4_cuda import FusedFP4
+from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
+from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.step import train_step
+from tests.training.harness import ToyBatch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+STEPS, MICRO_BATCHES = 9, 3
+SMALL = [
+    *("model.pattern=M-*-M-", "train.micro_batch_size=2", "train.sequence_length=128", "train.global_batch_size=6"),
+    *("model.nvfp4_bf16_blocks.last=1", "train.steps=9", "precision.switch.when=6"),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelMesh]:
+    store = f"file://{tmp_path_factory.mktemp('store')}/store"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield build_mesh(configure([]).parallel, torch.device("cuda", 0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        dist.destroy_process_group()
+
+
+def batches(config: Config, step: int) -> list[ToyBatch]:
+    shape = (MICRO_BATCHES, 2, config.train.micro_batch_size, config.train.sequence_length)
+    draws = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step))
+    return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
+
+
+def trained(mesh: ParallelMesh, graphs: bool, overrides: list[str]) -> tuple[list[Any], list[Tensor], list[bool]]:
+    """Losses and norms by step, the last weights, and which steps were replayed."""
+    config = configure([*SMALL, *overrides])
+    clock = RunClock(seed=1)
+    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    optimizer = build_optimizer(model, config.optimizer).optimizer
+    captured = None
+    if graphs:
+        captured = MicroBatchGraphs(model, mesh, controller.linears, required=True, warn=print)
+    found, replayed = [], []
+    for step in range(STEPS):
+        controller.before_step(step, lambda: 0.0)
+        result = train_step(
+            *(model, optimizer, batches(config, step), mesh, clock),
+            **{"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": captured},
+        )
+        replayed.append(captured is not None and captured.captured)
+        found.append((result.loss, result.grad_norm))
+        if step == 3:  # a validation, which makes codes of its own
+            with torch.no_grad():
+                (batch, *_) = batches(config, 100)
+                found.append(model(batch.tokens.cuda(), batch.targets.cuda()).item())
+        if step == 4:  # weights are loaded, into the same memory
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local_part(parameter).mul_(0.5)
+            clock.weights_version += 1
+    return found, [local_part(parameter).clone() for parameter in model.parameters()], replayed
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["precision=nvfp4"],
+        ["precision=bf16"],
+        ["precision=nvfp4", "train.activation_checkpointing=selective"],
+        ["precision=mxfp4", "parallel.reshard=true"],
+    ],
+    ids=["nvfp4", "bf16", "selective", "mxfp4, reshard"],
+)
+def test_graphs_give_the_bits_of_eager_steps(mesh: ParallelMesh, overrides: list[str]) -> None:
+    switch = ["precision.switch.when=never"] if "precision=bf16" in overrides else []
+    expected, weights, _ = trained(mesh, False, [*overrides, *switch])
+    found, same, replayed = trained(mesh, True, [*overrides, *switch])
+    assert found == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+    eager = {*range(EAGER_STEPS)} | (set() if switch else {6 + step for step in range(EAGER_STEPS)})
+    assert replayed == [step not in eager for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("hadamard", [0, 16])
+def test_kernels_read_keys_from_the_device(hadamard: int) -> None:
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    keys = [RoundingKey(0xFEDCBA9876543210, 48, 96), RoundingKey(0x0123456789ABCDEF, 16, 32)]
+    words = [[key.key & 0xFFFFFFFF, key.key >> 32, 0, 0] for key in keys]
+    table = torch.tensor(words, device="cuda").to(torch.int32)
+    other = [RoundingKey(5, key.row_offset, key.column_offset, row) for key, row in zip(keys, table, strict=True)]
+
+    def made(columns: RoundingKey, rows: RoundingKey) -> list[Tensor]:
+        sides = Side("nvfp4", (1, 16), key=columns), Side("nvfp4", (1, 16), hadamard, key=rows)
+        both = FusedFP4(x, *sides)
+        return [both.along_columns(), both.along_rows().contiguous()]
+
+    expected = made(*keys)
+    for pair in (other, [other[0], keys[1]], [keys[0], other[1]]):
+        assert all(torch.equal(a, b) for a, b in zip(expected, made(*pair), strict=True))
+    assert not torch.equal(expected[0], made(RoundingKey(5, 48, 96), keys[1])[0])
+
+
+def test_a_run_says_that_it_uses_graphs(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    root = Path(__file__).resolve().parents[2]
+    steps = ["train.steps=5", "train.cuda_graphs=true", "checkpoint.interval=0", "validation.interval=2"]
+    command = [sys.executable, "pretrain.py", *steps, "validation.num_samples=3", f"run.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "CUDA graphs" in done.stdout and "yes (" in done.stdout

@@ -1,0 +1,130 @@
+"""Attention in tiles on a GPU: against FP64, the same bits in every run, documents as if alone, and in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import tiled_attention
+from models.attention_tiles import HEAD_DIMS
+from models.documents import Documents
+from models.sdpa import attend
+from models.tiled_attention import attend_in_tiles
+from tests.gpu.test_documents import LENGTHS, ODD, numbers_of, spans
+from tests.gpu.test_model_kernels import randn, relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def heads(batch: int, length: int, dim: int, of: tuple[int, int] = (8, 2)) -> list[Tensor]:
+    return [randn(batch, length, count, dim) for count in (of[0], of[1], of[1])]
+
+
+def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
+    """With FP64, no further than BF16's rounding of scores' gradients leads; and three runs with one another."""
+    copies = [t.detach().double().requires_grad_() for t in tensors]
+    expected = attend(*copies, documents)
+    dy = torch.randn_like(tensors[0])
+    reference = torch.autograd.grad(expected, copies, dy.double())
+    runs = []
+    for _ in range(3):
+        y = attend_in_tiles(*tensors, documents)
+        runs.append((y.detach(), *torch.autograd.grad(y, tensors, dy)))
+    for index, (ours, theirs) in enumerate(zip(runs[0], (expected, *reference), strict=True)):
+        assert ours.dtype == torch.bfloat16 and relative_error(ours, theirs.detach()) < 1e-2, index
+    assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("by_cudnn", [True, False])
+@pytest.mark.parametrize("length", [384, 333, 2])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_cudnn: bool) -> None:
+    if not by_cudnn:
+        monkeypatch.setattr(tiled_attention, "_cudnn_takes", lambda *_: False)
+    compare(heads(2, length, dim))
+
+
+def test_cudnn_is_what_makes_the_forward_pass_of_long_rows() -> None:
+    assert tiled_attention._cudnn_takes(*heads(1, 256, 128))
+
+
+@pytest.mark.parametrize("of", [(4, 4), (6, 2), (5, 1)])
+def test_any_number_of_heads(of: tuple[int, int]) -> None:
+    compare(heads(2, 256, 64, of))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, ODD])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_documents(dim: int, lengths: list[list[int]]) -> None:
+    documents = Documents(numbers_of(lengths))
+    compare(heads(*documents.numbers.shape, dim), documents)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, ODD])
+def test_a_document_is_what_it_is_alone(lengths: list[list[int]]) -> None:
+    """And what stands around it changes no bit of it."""
+    documents = Documents(numbers_of(lengths))
+    tensors = heads(*documents.numbers.shape, 64)
+    dy = torch.randn_like(tensors[0])
+    y = attend_in_tiles(*tensors, documents)
+    expected = (y, *torch.autograd.grad(y, tensors, dy))
+    for row, span in spans(lengths)[::7]:
+        others = [torch.randn_like(t) * 3 for t in (*tensors, dy)]
+        for t, own in zip(others, (*tensors, dy), strict=True):
+            t[row, span] = own.detach()[row, span]
+        changed = [t.requires_grad_() for t in others[:3]]
+        y = attend_in_tiles(*changed, documents)
+        results = (y, *torch.autograd.grad(y, changed, others[3]))
+        assert all(torch.equal(a[row, span], b[row, span]) for a, b in zip(results, expected, strict=True))
+        alone = [t.detach()[row : row + 1, span].clone().requires_grad_() for t in tensors]
+        y = attend_in_tiles(*alone)
+        results = (y, *torch.autograd.grad(y, alone, dy[row : row + 1, span]))
+        assert all(relative_error(b[row, span], a[0]) < 1e-2 for a, b in zip(results, expected, strict=True))
+
+
+def test_documents_as_long_as_rows_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiled_attention, "_cudnn_takes", lambda *_: False)
+    tensors = heads(2, 384, 128)
+    dy = torch.randn_like(tensors[0])
+    whole = Documents(torch.zeros(2, 384, dtype=torch.int32, device="cuda"))
+    for documents in (None, whole):
+        y = attend_in_tiles(*tensors, documents)
+        results = (y, *torch.autograd.grad(y, tensors, dy))
+        if documents is None:
+            expected = results
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_in_a_cuda_graph(masked: bool) -> None:
+    numbers, tensors = numbers_of(LENGTHS), heads(4, 384, 64)
+    dy = torch.randn_like(tensors[0])
+
+    def step() -> tuple[Tensor, ...]:
+        y = attend_in_tiles(*tensors, Documents(numbers) if masked else None)
+        return (y.detach(), *torch.autograd.grad(y, tensors, dy))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        if masked:  # other documents, in the same memory
+            numbers.copy_(numbers.flip(0).clone())
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))

@@ -1,0 +1,144 @@
+"""A model that one data-parallel rank has alone computes what FSDP2 would make it compute, without FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_fp4.config.schema import OptimizerConfig
+from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard, without_fsdp_hooks
+from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.fp32_gradients import local_part, rounding_of
+from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.step import train_step
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from tests.models.builders import small_config
+from tests.precision.reference import NVFP4
+from tests.training.harness import ToyBatch, alone, launch, toy_mesh, whole
+
+CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64)
+
+
+@pytest.fixture
+def mesh() -> Iterator[ParallelMesh]:
+    with alone() as mesh:
+        yield mesh
+
+
+def batches(step: int) -> list[ToyBatch]:
+    draws = torch.randint(0, CONFIG.vocab_size, (3, 2, 2, 16), generator=torch.Generator().manual_seed(step))
+    return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
+
+
+def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, clock: RunClock) -> HybridModel:
+    """As a run builds it. The first block's linears are quantized, the others in BF16."""
+    with torch.device("meta"):
+        model = build_model(CONFIG, mesh, torch.bfloat16)
+    settings: dict[str, Any] = {"units": list(model.blocks), "fp32_units": model.fp32_units()}
+    apply(model, mesh, compute_dtype=torch.bfloat16, reshard=reshard, **settings)
+    model.to_empty(device="cpu")
+    initialize(model, CONFIG, seed=0)
+    for name, linear in model.linears():
+        linear.context.clock, linear.context.name = clock, name
+        linear.context.recipe = NVFP4 if name.startswith("blocks.0") else BF16
+    return model
+
+
+def trained(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tuple[list[Any], HybridModel]:
+    clock = RunClock(seed=3)
+    model = built(mesh, apply, reshard, clock)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+    settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": 1.0, "reshard": reshard}
+    results = [train_step(model, optimizer, batches(s), mesh, clock, step=s, **settings) for s in range(3)]
+    return [(result.loss, result.grad_norm) for result in results], model
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_one_rank_alone_computes_what_fsdp_computes(mesh: ParallelMesh, reshard: bool) -> None:
+    found, model = trained(mesh, apply_data_parallel, reshard)
+    expected, sharded = trained(mesh, shard, reshard)
+    assert found == expected
+    assert any(isinstance(module, FSDPModule) for module in sharded.modules())
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    assert model.state_dict().keys() == sharded.state_dict().keys()
+    for (name, mine), theirs in zip(model.named_parameters(), sharded.parameters(), strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == theirs.dtype == torch.float32
+        assert torch.equal(local_part(mine), local_part(theirs)), name
+
+
+def test_what_takes_a_parameters_place_is_rounded_too_but_the_ssms(mesh: ParallelMesh) -> None:
+    model = built(mesh, apply_data_parallel, False, RunClock(seed=0))
+    of = {name: rounding_of(parameter) for name, parameter in model.named_parameters()}
+    assert {name for name, rounding in of.items() if rounding is None} == {name for name in of if ".ssm." in name}
+    assert {rounding.dtype for rounding in of.values() if rounding is not None} == {torch.bfloat16}
+
+
+def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) -> None:
+    clock, (batch, *_) = RunClock(seed=0), batches(0)
+    for reshard in (False, True):
+        model = built(mesh, apply_data_parallel, reshard, clock)
+        contexts = {name: linear.context for name, linear in model.linears()}
+        quantized = {name for name in contexts if name.startswith("blocks.0")}
+        model(batch.tokens, batch.targets)
+        kept = {name: context.weight_cache for name, context in contexts.items() if context.weight_cache}
+        assert set(kept) == (quantized if reshard else set(contexts))
+        model(batch.tokens, batch.targets)
+        assert all(contexts[name].weight_cache is cache for name, cache in kept.items())
+        clock.weights_version += 1
+        model(batch.tokens, batch.targets)
+        assert not any(contexts[name].weight_cache is cache for name, cache in kept.items())
+
+
+def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], list[torch.Tensor], int]:
+    mesh, clock, ran = toy_mesh(), RunClock(seed=3), [0]
+    model = built(mesh, apply_data_parallel, False, clock)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+
+    def count(*_: object) -> None:
+        ran[0] += 1
+
+    model.blocks[0].register_forward_pre_hook(count)  # somebody else's
+    with mock.patch.object(FSDPHooks, "left_out", nullcontext) if hooks else nullcontext():
+        results = [
+            train_step(
+                *(model, optimizer, [*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5], mesh, clock),
+                **{"step": s, "lr": 1e-2, "clip_norm": 1.0},
+            )
+            for s in range(2)
+        ]
+    weights = [whole(parameter) for parameter in model.parameters()]
+    return [(result.loss, result.grad_norm) for result in results], weights, ran[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_five_micro_batches_need_no_hooks_in_the_middle() -> None:
+    (found, weights, ran), other = launch(trained_by_two, 2, False)
+    assert other[0] == found and ran == other[2] == 2 * 5
+    expected, with_hooks, _ = launch(trained_by_two, 2, True)[0]
+    assert found == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, with_hooks, strict=True))
+
+
+def test_hooks_are_left_out_and_come_back_in_their_order(mesh: ParallelMesh) -> None:
+    def mine(*_: object) -> None: ...
+
+    model = built(mesh, shard, False, RunClock(seed=0))
+    model.blocks[0].register_forward_pre_hook(mine)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kinds = ("_forward_pre_hooks", "_forward_hooks")
+    before = [list(getattr(module, kind).items()) for module in modules for kind in kinds]
+    assert all(before)
+    with without_fsdp_hooks(model):
+        left = [hook for module in modules for kind in kinds for hook in getattr(module, kind).values()]
+        assert left == [mine]
+    assert before == [list(getattr(module, kind).items()) for module in modules for kind in kinds]
