@@ -46,13 +46,13 @@ class RankMemory:
     """Bytes on one rank (the first, which never has less than another).
 
         parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
-        update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
-    kept from micro-batch to micro-batch, those that were gathered as codes among them; of one data-parallel rank, those
-    that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
-    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
-    micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are `gradients`).
-    workspaces: of cuBLAS, which PyTorch allocates for it.
-        peak: the most at any moment of a step, temporaries included.
+    update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
+    kept from micro-batch to micro-batch, those that were gathered as codes among them; of one data-parallel rank,
+    those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
+    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
+    one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
+    `gradients`). workspaces: of cuBLAS, which PyTorch allocates for it.
+    peak: the most at any moment of a step, temporaries included.
     """
 
     num_parameters: int

@@ -69,8 +69,8 @@ def unpack_rows(codes: Tensor, scales: Tensor, blocks: RowBlocks) -> Tensor:
 
 
 def unpack_parts(codes: Tensor, scales: Tensor) -> Tensor:
-    """BF16 `code * scale` [parts x rows, columns] of codes [parts, rows, columns / 2] and scales [parts, rows, columns /
-    block] as in `square_blocks.py`, each part in one piece; blocks may be of single rows."""
+    """BF16 `code * scale` [parts x rows, columns] of codes [parts, rows, columns / 2] and scales [parts, rows,
+    columns / block] as in `square_blocks.py`, each part in one piece; blocks may be of single rows."""
     parts, rows, width = codes.shape
     block = 2 * width // scales.shape[2]
     if cuda.gpu.available(codes.device):
