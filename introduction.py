@@ -13,17 +13,26 @@ from megatron_fp4.checkpoint.checkpointer import Resumed
 from megatron_fp4.config.schema import Config
 from megatron_fp4.report import console as show
 from megatron_fp4.report.summary import introduce
-from models.execution_choice import describe_execution
+from models.execution_choice import cost_of_determinism, describe_execution
 from models.flops import forward_flops_per_token, parameter_count
 from models.pattern import MIXERS
 
 
 def print_needs(config: Config) -> int:
     """Print what the run would need on WORLD_SIZE ranks, by a dry run; returns the exit code."""
+    from megatron_fp4.planning.step_time import PlannedPhase
     from megatron_fp4.planning.tables import print_plan  # which loads much that no run needs
 
-    num_tokens = phase_schedule(config, {}).num_samples * config.train.sequence_length
-    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), num_tokens)
+    phases = [
+        PlannedPhase(
+            span.name,
+            span.end_step - span.first_step,
+            span.batch_size,
+            span.sequence_length or config.train.sequence_length,
+        )
+        for span in phase_schedule(config, {}).spans
+    ]
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), phases)
     return 0
 
 
@@ -31,7 +40,7 @@ def introduce_run(run: Run, start: int) -> None:
     """Print what is about to run, from the `start` steps that are done."""
     config, model, switch, console = run.config, run.model, run.controller.switch, run.log.console
     counts, flops = parameter_count(config.model), forward_flops_per_token(config.model, config.train.sequence_length)
-    pattern = config.model.pattern
+    pattern, masked = config.model.pattern, config.data.documents == "masked"
     parts = [show.ModelPart("embedding", 1, counts.embedding)]
     for letter, mixer in MIXERS.items():
         if own := [block for block, of in zip(model.blocks, pattern, strict=True) if of == letter]:
@@ -47,11 +56,14 @@ def introduce_run(run: Run, start: int) -> None:
         "why this backend": run.backend.reason,
         "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
         "learning rate decays from step": run.schedule.decay_start_step + 1,
-        "kernels": describe_execution(model.execution, pattern, config.data.documents == "masked"),
+        "kernels": describe_execution(model.execution, pattern, masked),
         "activation checkpointing": model.execution.recompute,
         "CUDA graphs": run.graphs_choice,
         "optimizer": run.optimizer.name,
     }
+    slower = config.run.deterministic and run.mesh.device.type == "cuda"
+    if slower and (cost := cost_of_determinism(model.execution, pattern, masked)):
+        facts["determinism"] = cost
     introduce(
         console,
         config,

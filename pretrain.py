@@ -27,8 +27,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from assembly import (
     CONFIGS,
     Run,
@@ -62,6 +60,7 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distr
 from megatron_fp4.precision import selftest
 from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import summarize
+from megatron_fp4.training.autotuning import rehearsal
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.spikes import Spike
@@ -378,22 +377,16 @@ def resume(run: Run) -> int:
 
 
 def pin_autotuned(run: Run, start: int, record: bool = True) -> None:
-    """In a deterministic run with autotuned kernels: fix what they use, before the first of them runs.
+    """Fix what autotuned kernels use, if there are any, before the first of them runs.
 
     record: write it down in run.dir.
     """
-    train, mixers, masked = run.config.train, run.model.autotuned_mixers(), run.config.data.documents == "masked"
-    if not (run.config.run.deterministic and mixers):
+    mixers, whole = run.model.autotuned_mixers(), run.config.train.sequence_length
+    if not mixers:
         return
-    dtype, device = getattr(torch, run.config.precision.compute_dtype), run.mesh.device
-    lengths = {span.sequence_length or train.sequence_length: None for span in run.phases.spans}
-
-    def rehearse() -> None:
-        for mixer in mixers:
-            for length in lengths:
-                rows = train.micro_batch_size * train.sequence_length // length
-                mixer.rehearse(rows, length, dtype, device, masked)
-
+    rehearse = rehearsal(
+        mixers, run.config, (span.sequence_length or whole for span in run.phases.spans), run.mesh.device
+    )
     for line in run.kernels.pin(rehearse, default_cache_dir() / "autotuning", resumed=start > 0):
         run.log.console.text(line)
     if record and run.mesh.rank == 0:

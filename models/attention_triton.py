@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.tiled_attention import KERNELS, Tiles
+from models.attention_tiles import KERNELS, Tiles
 
 
 def forward(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, begins_bs: Tensor | None = None) -> tuple[Tensor, Tensor]:

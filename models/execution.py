@@ -20,6 +20,7 @@ FlashAttention's in the right column too. `models/execution_choice.py` chooses f
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -89,9 +90,22 @@ class Execution:
 
 PLAIN = Execution()
 
+COMPILERS = 8
+"""Processes of one rank that compile what torch.compile makes, at most; a model has some fifteen such kernels."""
+
 
 @functools.cache
 def torch_compile(function: Callable[P, R]) -> Callable[P, R]:
     """`function` through torch.compile; the same one every time."""
+    _share_cores()
     # Shapes are those of one micro-batch for the whole run; compiled for any shape the kernels would be slower.
     return torch.compile(function, dynamic=False)
+
+
+def _share_cores() -> None:
+    """The ranks of a machine share its cores: each would start as many compilers as there are cores, or 32."""
+    from torch._inductor import config
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        config.compile_threads = min(max(cores, 1), COMPILERS)

@@ -71,6 +71,13 @@ def describe_execution(execution: Execution, pattern: str, masked: bool = False)
     return ", ".join(parts)
 
 
+def cost_of_determinism(execution: Execution, pattern: str, masked: bool = False) -> str | None:
+    """What deterministic algorithms make slower on CUDA in the blocks of `pattern`, in words; None if nothing known."""
+    costs = [mixer.cost_of_determinism(execution, masked) for mixer in mixers_of(pattern)]
+    known = "; ".join(cost for cost in costs if cost is not None)
+    return f"{known}; run.deterministic=false is faster" if known else None
+
+
 def _refusal(mixer: type[Mixer], kernel: FusedKernel, model: ModelConfig, tensor_parallel: int) -> str | None:
     """Why a mixer's kernel cannot run, or None."""
     package = kernel.package

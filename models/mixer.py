@@ -98,6 +98,12 @@ class Mixer(nn.Module, ABC):
         """For the log: which kernel computes what. masked: whether documents are."""
         return [f"{k.title}: {k.package if k.part in execution.kernels else 'torch'}" for k in cls.fused]
 
+    @classmethod
+    def cost_of_determinism(cls, execution: Execution, masked: bool = False) -> str | None:
+        """What is slower on CUDA under deterministic algorithms, by how much and where that was measured; None if
+        nothing is known to be. masked: whether documents are."""
+        return None
+
     def fp32_units(self) -> list[nn.Module]:
         """Modules whose parameters must stay FP32 in the forward pass. FSDP2 gathers each by itself, when called."""
         return []

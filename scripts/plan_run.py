@@ -5,7 +5,8 @@
 
 Both do the same. The configuration is checked as for the run itself; then the job is built on a fake process group and
 takes two steps on fake tensors (megatron_fp4/planning/dry_run.py), with what the CUDA kernels would allocate. Data is
-not opened. Time is the model's FLOPs over `run.dry_mfu` of `run.dry_peak_tflops` per rank.
+not opened. The time of a step is the largest of what the GPU computes, what the links carry and what Python does
+(megatron_fp4/planning/step_time.py), at the rates that the keys `run.dry_*` give.
 """
 
 from __future__ import annotations

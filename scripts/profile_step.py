@@ -36,9 +36,11 @@ from assembly import (
     open_graphs,
     set_determinism,
 )
+from data.cache import default_cache_dir
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.autotuning import KernelChoices, rehearsal
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from scripts.compare_memory import random_micro_batches
@@ -150,6 +152,10 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
     model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
     graphs = open_graphs(config, mesh, model, controller, print)
+    pinned = []
+    if mixers := model.autotuned_mixers():
+        rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
+        pinned = KernelChoices().pin(rehearse, default_cache_dir() / "autotuning", resumed=False)
     batches = random_micro_batches(config, mesh, 0)
     seconds = []
     window = profile(activities=[ProfilerActivity.CUDA])
@@ -193,7 +199,7 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         by_name.setdefault(kernel.name, []).append(kernel.end - kernel.start)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     names = [f"{sum(times) / 1e6:9.1f} ms {len(times):6} x  {name[:100]}" for name, times in longest]
-    return [title, *table(kernels, seconds[-1]), *names]
+    return [*pinned, title, *table(kernels, seconds[-1]), *names]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""When a run fixes what its autotuned kernels use, and what a deterministic run asks of Inductor."""
+"""That a run fixes what its autotuned kernels use, and what a deterministic run asks of Inductor."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ def said(run: Any, start: int, saved: Any) -> list[str]:
     return list(run.log.console)
 
 
-def test_a_deterministic_run_with_autotuned_kernels(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
-    run, saved = run_of(mesh, tmp_path), {"choices": []}
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_run_with_autotuned_kernels(
+    mesh: ParallelMesh, tmp_path: Path, calls: list[Any], deterministic: bool
+) -> None:
+    run, saved = run_of(mesh, tmp_path, deterministic), {"choices": []}
     assert said(run, 4, saved) == ["first line", "second line"]
     ((_, given, folder),) = calls
     assert given is saved and folder == Path("/somewhere/megatron_fp4/autotuning")
     assert run.kernels._pinned.written == [tmp_path]
 
 
-@pytest.mark.parametrize("without", [{"deterministic": False}, {"scan": False}])
-def test_other_runs_have_nothing_of_this(
-    mesh: ParallelMesh, tmp_path: Path, calls: list[Any], without: dict[str, bool]
-) -> None:
-    run = run_of(mesh, tmp_path, **without)
+def test_other_runs_have_nothing_of_this(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
+    run = run_of(mesh, tmp_path, scan=False)
     assert said(run, 4, None) == [] and calls == [] and run.kernels.state_dict() is None
 
 

@@ -370,8 +370,10 @@ class RunConfig:
     replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit
         (measure/replay.py). replay_action: a difference ends the run (`end`) or is only told (`warn`).
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
-    dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches, and the peak in TFLOP/s
-        (the default is an H200's for dense BF16).
+    dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches while it computes, and
+        the peak in TFLOP/s (the default is an H200's for dense BF16).
+    dry_host_bandwidth, dry_network_bandwidth: GB/s that a rank sends to ranks of its host (of which there are
+        dry_ranks_per_host) and of others. dry_host_ms: of Python, for each linear of a micro-batch.
     file_mode: what files that the run creates may be, such as "0640" (the owner writes, the group reads, nobody else
         anything); folders can be entered by those who may read. null: as the umask of the shell says.
     max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
@@ -386,8 +388,12 @@ class RunConfig:
     replay_action: Literal["end", "warn"] = "end"
     max_minutes: NotNegative = 0.0
     dry: bool = False
-    dry_mfu: PositiveShare = 0.4
+    dry_mfu: PositiveShare = 0.5
     dry_peak_tflops: Positive = 989.0
+    dry_host_bandwidth: Positive = 300.0
+    dry_network_bandwidth: Positive = 40.0
+    dry_ranks_per_host: AtLeastOne = 8
+    dry_host_ms: Positive = 3.0
     file_mode: str | None = None
 
 

@@ -353,10 +353,11 @@ class _SharedMaxima:
         message, count = self._message, len(self.weights)
         assert message is not None and self._scales is not None
         message.zero_()
-        held = [(i, weight.maxima) for i, weight in enumerate(self.weights) if weight.blocks.num_blocks]
-        if held:
-            largest = torch._foreach_norm([maxima for _, maxima in held], float("inf"))  # type: ignore[attr-defined]
-            torch._foreach_copy_([message[i] for i, _ in held], largest)
+        maxima = {i: weight.maxima for i, weight in enumerate(self.weights) if weight.maxima is not None}
+        maxima = {i: of_blocks for i, of_blocks in maxima.items() if of_blocks.numel()}
+        if maxima:  # a rank may be without rows
+            largest = torch._foreach_norm([*maxima.values()], float("inf"))  # type: ignore[attr-defined]
+            torch._foreach_copy_([message[i] for i in maxima], largest)
         if self._slots:
             torch._foreach_copy_(self._slots, self._own)
         # As integers NaN is the largest of all; as floats a reduction may lose it.

@@ -9,9 +9,9 @@ before); the second is measured.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
@@ -44,11 +45,13 @@ Build = Callable[[ParallelMesh, RunClock, Execution, Backend], tuple[nn.Module, 
 class RankMemory:
     """Bytes on one rank (the first, which never has less than another).
 
-    parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
-    update). gathered: whole parameters in the compute dtype after a forward pass. quantized_weights: kept from
-    micro-batch to micro-batch. activations: what one micro-batch's forward pass leaves for its backward pass.
-    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
-    micro-batch a step, and where each is reduced at once). workspaces: of cuBLAS, which PyTorch allocates for it.
+        parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
+    update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
+    kept from micro-batch to micro-batch, those that were gathered as codes among them; of one data-parallel rank,
+    those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
+    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
+    one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
+    `gradients`). workspaces: of cuBLAS, which PyTorch allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
@@ -66,11 +69,31 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class DryRun:
-    """messages: the collectives of one step as the first rank sees them, with their number; groups go by axis name."""
+    """Of a step of the largest batch that a phase has; one of `micro_batches` micro-batches on each rank.
+
+    first, middle, last: the collectives of a step's micro-batches as the first rank sees them, with their number;
+    groups go by axis name. ends: of these, FSDP's first gathering and last reduction, beside which nothing runs.
+    """
 
     memory: RankMemory
-    messages: Mapping[Message, int]
     micro_batches: int
+    first: Mapping[Message, int]
+    middle: Mapping[Message, int]
+    last: Mapping[Message, int]
+    ends: Mapping[Message, int]
+
+    @property
+    def messages(self) -> Mapping[Message, int]:
+        """The collectives of the step, with their number."""
+        return self.messages_of(self.micro_batches)
+
+    def messages_of(self, micro_batches: int) -> Mapping[Message, int]:
+        """The collectives of a step of so many micro-batches, as some phase has."""
+        total: Counter[Message] = Counter()
+        for part, times in ((self.first, 1), (self.middle, micro_batches - 2), (self.last, 1)):
+            for message, count in part.items():
+                total[message] += times * count  # a single micro-batch is first and last, and not what is in between
+        return +total
 
 
 @contextmanager
@@ -93,9 +116,11 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
         model, controller = build(mesh, clock, execution, PlanningBackend())
-        num_micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp_size)
+        batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
+        numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
-        shown = min(num_micro_batches, 3)
+        shown = 3 if len(numbers) > 1 else min(*numbers, 3)
+        accumulates = max(numbers) > 1
         ledger = Ledger(lambda: clock.micro_batch)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
@@ -120,21 +145,35 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
             # Two micro-batches: whatever DTensor looks up once per kind of operation, it has looked up then.
             step(0, min(shown, 2))
             ledger.messages.clear()
+            ledger.order.clear()
             ledger.restart_peak()
             watch.passes.clear()
             clock.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
-            memory = watch.memory(ledger.peak_bytes, accumulates=shown > 1 and not mesh.reduce_each)
+            unreduced = accumulates and not mesh.reduce_each and mesh.dp_size > 1
+            memory = watch.memory(ledger.peak_bytes, accumulates=unreduced)
         names = _axis_names(mesh)
-        messages: Counter[Message] = Counter()
-        for index, counted in ledger.messages.items():
-            times = num_micro_batches - 2 if shown == 3 and index == 1 else 1
-            for message, count in counted.items():
-                named = Message(
-                    message.operation, names.get(message.group, "all ranks"), message.ranks, message.num_bytes
-                )
-                messages[named] += count * times
-        return DryRun(memory, messages, num_micro_batches)
+        parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
+        first, middle, last = {1: [*parts, {}, {}], 2: [parts[0], {}, parts[-1]], 3: parts}[shown]
+        return DryRun(memory, max(numbers), first, middle, last, _ends(ledger.order, names))
+
+
+def _named(messages: Mapping[Message, int], names: Mapping[str, str]) -> dict[Message, int]:
+    """With groups by the names of their axes."""
+    return {replace(m, group=names.get(m.group, "all ranks")): count for m, count in messages.items()}
+
+
+def _ends(order: Sequence[Message], names: Mapping[str, str]) -> dict[Message, int]:
+    """FSDP's first gathering and its last reduction, over shards and over replicas."""
+    found: list[Message] = []
+    for operation, axis, place in (
+        ("all-gather", "dp", 0),
+        ("reduce-scatter", "dp", -1),
+        ("all-reduce", "replicate", -1),
+    ):
+        of_kind = [m for m in order if (m.operation, names.get(m.group)) == (operation, axis)]
+        found += of_kind[place:][:1]
+    return _named(Counter(found), names)
 
 
 @dataclass(frozen=True)
@@ -211,10 +250,13 @@ class _Watch:
             if context.weight_cache is not None:
                 for operand in context.weight_cache[1:]:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
+        for parameter in self.model.parameters():
+            if (gathered := codes_of(parameter)) is not None:
+                yield from (gathered.codes, gathered.scales)
 
     def memory(self, peak: int, accumulates: bool) -> RankMemory:
-        """What was seen; the last pass is that of a run's steady state. accumulates: over several micro-batches, what is
-        not reduced yet."""
+        """What was seen; the last pass is that of a run's steady state. accumulates: unreduced gradients, over several
+        micro-batches."""
         parameters = sum(t.numel() * t.element_size() for t in self.shards)
         last = self.passes[-1]
         # Every gradient is FP32 and whole on its tensor-parallel rank until it is reduced.

@@ -31,12 +31,14 @@ _ALLOCATION_UNIT = 512
 @dataclass(frozen=True)
 class Message:
     """One kind of collective: operation, the group's name and number of ranks, and the bytes of the whole tensor (the
-    gathered one, the one before scattering, the reduced one)."""
+    gathered one, the one before scattering, the reduced one). is_async: whether its sender goes on before it is done.
+    """
 
     operation: str
     group: str
     ranks: int
     num_bytes: int
+    is_async: bool = False
 
     @property
     def sent_bytes(self) -> float:
@@ -54,13 +56,14 @@ class _Storage:
 class Ledger(TorchDispatchMode):
     """Use it as a context manager inside `FakeTensorMode`.
 
-    now: in which part of the step a message is sent, the key of `messages`.
+    now: in which part of the step a message is sent, the key of `messages`. order: all messages as they were sent.
     live_bytes, peak_bytes: of all storages seen; `restart_peak` forgets the peak so far.
     """
 
     def __init__(self, now: Callable[[], int]) -> None:
         super().__init__()
         self.messages: dict[int, Counter[Message]] = {}
+        self.order: list[Message] = []
         self.live_bytes = self.peak_bytes = 0
         self._now = now
         self._storages: dict[int, _Storage] = {}  # by address, which others take when a storage is gone
@@ -141,5 +144,7 @@ class Ledger(TorchDispatchMode):
         scripted = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(scripted)
         size = sum(t.numel() * t.element_size() for t in tensors)
-        message = Message(operation, group.group_name, group.size(), size)
+        asynchronous = next(arg for arg in args if isinstance(arg, bool))
+        message = Message(operation, group.group_name, group.size(), size, asynchronous)
+        self.order.append(message)
         self.messages.setdefault(self._now(), Counter())[message] += 1

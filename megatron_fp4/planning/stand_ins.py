@@ -18,11 +18,11 @@ from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entr
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import split_heads
+from models.attention_tiles import HEAD_DIMS
 from models.documents import Documents
 from models.execution import Execution
 from models.execution_choice import choose_execution
 from models.scan import ScanInputs
-from models.tiled_attention import HEAD_DIMS
 
 
 def planned_execution(config: Config) -> Execution:

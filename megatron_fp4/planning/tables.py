@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from megatron_fp4.config.schema import Config
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
+from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, step_time
 from megatron_fp4.report import console as show
 from megatron_fp4.report.console import RunConsole
 from models.execution_choice import describe_execution
-from models.flops import forward_flops_per_token, parameter_count
+from models.flops import parameter_count, training_flops_per_token
 
 _GIB = 2**30
 
 
-def print_plan(config: Config, world_size: int, build: Build, num_tokens: int) -> None:
-    """Print what the run of `config`, of num_tokens in all, needs on `world_size` ranks. build: see `dry_run`."""
+def print_plan(config: Config, world_size: int, build: Build, phases: Sequence[PlannedPhase]) -> None:
+    """Print what the run of `config`, which consists of `phases`, needs on `world_size` ranks. build: see `dry_run`."""
     execution = planned_execution(config)
     dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {describe_execution(execution, config.model.pattern)}")
+    num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
     console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
-    console.table(show.facts_table("Memory of a rank", memory_facts(config, dry)))
+    console.table(show.facts_table("Memory of a rank", memory_facts(config, world_size, dry)))
     console.table(messages_table(dry))
-    console.table(show.facts_table("Work and time", time_facts(config, world_size, num_tokens)))
+    times = [(phase, step_time(config, world_size, dry, phase)) for phase in phases]
+    console.table(time_table(times, config, world_size))
+    console.table(show.facts_table("Work and time", time_facts(config, world_size, times)))
 
 
-def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:
+def memory_facts(config: Config, world_size: int, dry: DryRun) -> dict[str, object]:
     """Name -> size, in GiB."""
-    memory = dry.memory
+    memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
+    if memory.unreduced_gradients and config.parallel.shards(world_size) > 1:
+        unreduced += "; none with parallel.reduce_gradients=each"
     sizes = {
         "parameters (FP32 shards)": memory.parameters,
         "optimizer state (FP32 moments)": memory.optimizer,
         "gradients (FP32 shards)": memory.gradients,
-        "gradients before their reduction (FP32)": memory.unreduced_gradients,
+        unreduced: memory.unreduced_gradients,
         f"gathered parameters ({config.precision.compute_dtype})": memory.gathered,
         "quantized weights": memory.quantized_weights,
         "activations of a micro-batch": memory.activations,
@@ -47,8 +55,9 @@ def memory_facts(config: Config, dry: DryRun) -> dict[str, object]:
 
 
 def messages_table(dry: DryRun) -> Table:
-    """The collectives of a step."""
-    table = Table(title="Collectives of a step, per rank", title_justify="left", title_style="bold")
+    """The collectives of a step of the largest batch."""
+    title = f"Collectives of a step, per rank ({dry.micro_batches} micro-batches)"
+    table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("collective", "over", "ranks"):
         table.add_column(name)
     for name in ("number", "MiB each", "GiB sent"):
@@ -67,17 +76,44 @@ def messages_table(dry: DryRun) -> Table:
     return table
 
 
-def time_facts(config: Config, world_size: int, num_tokens: int) -> dict[str, object]:
-    """FLOPs per token, and the time of a step and of the run of num_tokens at the given utilization."""
-    train, run = config.train, config.run
-    flops = 3 * forward_flops_per_token(config.model, train.sequence_length).total
-    tokens = train.global_batch_size * train.sequence_length
-    seconds = flops * tokens / (world_size * run.dry_peak_tflops * 1e12 * run.dry_mfu)
+def time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, world_size: int) -> Table:
+    """A step of each phase that differs in batch or sequences: what bounds it."""
+    table = Table(title="Time of a step, in ms", title_justify="left", title_style="bold")
+    for name in ("phase", "batch"):
+        table.add_column(name)
+    for name in ("compute", "messages: waited for", "hidden", "host", "step", "bound by", "tokens/s a rank"):
+        table.add_column(name, justify="right")
+    shown = set()
+    for phase, time in times:
+        kind = phase.batch_size, phase.sequence_length
+        if kind not in shown:
+            shown.add(kind)
+            tokens = phase.batch_size * config.train.sequence_length
+            parts = (time.compute, time.exposed, time.hidden, time.host, time.seconds)
+            rate = f"{tokens / time.seconds / world_size:,.0f}"
+            batch = f"{tokens // phase.sequence_length:,} x {phase.sequence_length:,}"
+            table.add_row(phase.name, batch, *(f"{1e3 * seconds:,.0f}" for seconds in parts), time.bound, rate)
+    return table
+
+
+def time_facts(config: Config, world_size: int, times: Sequence[tuple[PlannedPhase, StepTime]]) -> dict[str, object]:
+    """FLOPs, the time of the run, and what is assumed."""
+    run, parallel, length = config.run, config.parallel, config.train.sequence_length
+    flops = sum(
+        training_flops_per_token(config.model, phase.sequence_length) * phase.num_steps * phase.batch_size * length
+        for phase, _ in times
+    )
+    axes = {"tp": parallel.tensor, "dp": parallel.shards(world_size), "replicate": parallel.replicate}
+    bandwidths = [
+        f"{axis} {axis_bandwidth(axis, ranks, parallel, world_size, run):g} GB/s"
+        for axis, ranks in axes.items()
+        if ranks > 1
+    ]
+    per_token = training_flops_per_token(config.model, length)
     return {
-        "model FLOPs per token (forward and backward)": f"{flops:.4g}",
-        "model FLOPs of the run": f"{flops * num_tokens:.4g}",
-        "utilization assumed": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
-        "time of a step": f"{seconds:.3g} s",
-        "time of the run": f"{seconds * num_tokens / tokens / 86400:.3g} days",
-        "tokens per second and rank": f"{tokens / seconds / world_size:,.0f}",
+        "model FLOPs per token (forward and backward)": f"{per_token:.4g}",
+        "model FLOPs of the run": f"{flops:.4g}",
+        "utilization assumed, while computing": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
+        "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none needed",
+        "time of the run": f"{sum(phase.num_steps * time.seconds for phase, time in times) / 86400:.3g} days",
     }

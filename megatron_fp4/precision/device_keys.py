@@ -11,15 +11,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_fp4.precision.recipe import PLACES, Recipe
 from megatron_fp4.quantization.rounding import RoundingKey
-
-if TYPE_CHECKING:
-    from megatron_fp4.precision.clock import RunClock
 
 
 class DeviceKeys:
@@ -32,11 +28,11 @@ class DeviceKeys:
         self._rows = {name: i for i, name in enumerate(keyed_operands(recipes))}
         self.table = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
 
-    def fill(self, clock: RunClock) -> None:
-        """Write the keys of the clock's step and micro-batch, in the order of the current stream."""
+    def fill(self, seed: int, step: int, micro_batch: int) -> None:
+        """Write the keys of a micro-batch, in the order of the current stream. The numbers are those of `RunClock`."""
         if not self._rows:
             return
-        where = (clock.seed, clock.step, clock.micro_batch)
+        where = (seed, step, micro_batch)
         digests = (hashlib.blake2b(repr((*where, *name)).encode(), digest_size=8).digest() for name in self._rows)
         keys = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.int32).view(-1, 2)
         on_gpu = self.table.is_cuda

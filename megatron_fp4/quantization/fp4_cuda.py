@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 _GOLDEN = 0x9E3779B9
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
-_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
+_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _UNPACK_COLUMNS = 512, 1024, 512, 1024
+_QUANTIZE_ROWS_COLUMNS = {16: 256, 32: 128}  # by the block, of which a thread has all rows
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+_ROWS = 8  # of a tile of blocks of one row
 
 
 class _Packed:
@@ -101,11 +103,12 @@ class PackedColumns(_Packed):
         codes, scales = (part if several else part[None] for part in (self.codes, self.scales))
         rows, columns = self.shape
         block = codes.shape[2] * 4
-        groups = _QUANTIZE_ROWS_COLUMNS // block
+        groups = _UNPACK_COLUMNS // block
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=codes.device)
         grid = (-(-columns // block // groups) * (rows // block),)
         sizes = (columns // block, codes.shape[1], codes.stride(0), scales.stride(0))
-        launch("triton_fp4.unpack_kernel", grid, (codes, scales, values, *sizes), {"BLOCK": block, "GROUPS": groups})
+        constants = {"BLOCK": block, "GROUPS": groups, "OVERLAP": cuda.gpu.overlaps(values.device)}
+        launch("triton_fp4.unpack_kernel", grid, (codes, scales, values, *sizes), constants)
         return values.t()
 
 
@@ -154,7 +157,7 @@ class FusedFP4(Fused):
     def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
         stochastic = columns_key is not None or rows_key is not None
         if self._scaled:
-            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
+            self._amax = cuda.gpu.zeros(self.x.device)
         elif not stochastic:
             return
         if stochastic:
@@ -182,6 +185,7 @@ class FusedFP4(Fused):
                 "DEVICE_KEY_1": on_device[1] is not None,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -206,7 +210,9 @@ class FusedFP4(Fused):
     def _quantize_columns(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.columns is not None
         decode = self._or_x(self.columns_scale)
-        grid, tiles = self._grid(groups := _QUANTIZE_COLUMNS // self.block)
+        square = self.columns.block[0] > 1
+        groups = (_QUANTIZE_SQUARES if square else _QUANTIZE_COLUMNS) // self.block
+        grid, tiles = self._grid(groups, rows := self.block if square else _ROWS)
         launch(
             "triton_fp4.quantize_columns_kernel",
             grid,
@@ -214,10 +220,12 @@ class FusedFP4(Fused):
             {
                 "BLOCK": self.block,
                 "BLOCK_ROWS": self.columns.block[0],
+                "ROWS": rows,
                 "STOCHASTIC": self.columns.key is not None,
                 "PACKED": packed,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -242,7 +250,7 @@ class FusedFP4(Fused):
 
     def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.rows is not None
-        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS // self.block)
+        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS[self.block] // self.block, self.block)
         launch(
             "triton_fp4.quantize_rows_kernel",
             grid,
@@ -254,15 +262,16 @@ class FusedFP4(Fused):
                 **self._transform,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
     def _or_x(self, scale: Tensor | None) -> Tensor:
         return self.x if scale is None else scale
 
-    def _grid(self, groups: int) -> tuple[tuple[int], int]:
-        """The grid of a quantizing kernel, and how many tiles of rows each program does."""
-        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // self.block
+    def _grid(self, groups: int, rows: int) -> tuple[tuple[int], int]:
+        """The grid of a quantizing kernel, and how many tiles of `rows` rows each program does."""
+        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // rows
         programs = _QUANTIZE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device)
         tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // programs))
         return (column_programs * -(-row_tiles // tiles),), tiles
@@ -285,8 +294,8 @@ _SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BL
 
 
 def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`); without a key
-    that lies on the device, which the kernel adds."""
+    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`). The kernel
+    adds a key that lies on the device."""
     if key is None:
         return 0, 0
     low = 0 if key.device is not None else key.key

@@ -37,9 +37,9 @@ class RoundingKey:
 
     key: 64 bits, from `rounding_key`. row_offset, column_offset: position of the local tensor's first element in the
     global tensor, for tensors that are shards.
-    device: the same 64 bits in device memory, int32 [4] on 16 bytes: low half, high half, 0, 0. Where it is given, draws
-    are made from what it holds when they are made, not from `key`: a captured CUDA graph has fixed arguments and reads
-    a key that is written anew before each replay (precision/device_keys.py).
+    device: the same 64 bits in device memory, int32 [4] on 16 bytes: low half, high half, 0, 0. Where it is given,
+    draws are made from what it holds when they are made, not from `key`: a captured CUDA graph has fixed arguments, and
+    reads a key that is written anew before each replay (precision/device_keys.py).
     """
 
     key: int

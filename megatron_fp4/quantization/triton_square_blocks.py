@@ -23,14 +23,15 @@ import triton.language as tl
 from megatron_fp4.quantization.triton_arithmetic import (
     as_long,
     block_scale,
-    code_value,
     even_of,
     grid_nearest,
     nan_max,
     nan_min,
     odd_of,
+    pack,
     scale_byte,
     scale_from_byte,
+    values_of_byte,
 )
 
 
@@ -134,12 +135,8 @@ def unpack_kernel(
     there, stored = (group < group_blocks)[:, None], (group < padded_blocks)[:, None]
     byte = tl.load(codes_ptr + offsets, there, 0).to(tl.int32)
     scale = tl.load(scales_ptr + group, group < group_blocks, 0).to(tl.int32)
-    scale = scale_from_byte(scale, BLOCK)[:, None]
-    even = code_value(byte) * scale
-    odd = code_value(byte >> 4) * scale
-    # Both are exact in BF16, the upper half of FP32.
-    pair = ((even.to(tl.int32, bitcast=True) >> 16) & 0xFFFF) | (odd.to(tl.int32, bitcast=True) & -65536)
-    tl.store(values_ptr + offsets, pair, stored)
+    scale = scale_from_byte(scale, BLOCK)
+    tl.store(values_ptr + offsets, values_of_byte(byte, pack(scale, scale)[:, None]), stored)
 
 
 @triton.jit

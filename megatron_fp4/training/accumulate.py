@@ -12,7 +12,7 @@ they have before the first backward pass, and a micro-batch's mean is weighted b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.faults.progress import Progress
+from megatron_fp4.parallel.data_parallel import without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
@@ -57,12 +58,12 @@ def accumulate(
 
     Both are sums over this rank's micro-batches of their parts of `whole`, so that the sums over ranks are means over
     the global batch (see the top of this file); None: `global_batch_of(micro_batches, mesh)`, which all ranks then call
-    together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or after each (`mesh.reduce_each`);
-    what is replicated over tensor-parallel ranks is the caller's to add up (`gradients.sum_replicated_gradients`).
+    together. FSDP adds the gradients up over ranks, once, after the last micro-batch, or (`mesh.reduce_each`) after
+    each; what is replicated over tensor-parallel ranks is the caller's (`gradients.sum_replicated_gradients`).
 
     model: as `loss_of` calls it. clock: its step is the caller's to set. reshard: also free gathered parameters between
-    micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can be; None:
-    all is computed eagerly.
+    micro-batches. progress: is told which micro-batch it is. graphs: those of `model`, replayed where they can be;
+    None: all is computed eagerly.
     """
     if whole is None:
         whole = global_batch_of(micro_batches, mesh)
@@ -86,24 +87,29 @@ def _accumulate(
     for position, micro_batch in enumerate(micro_batches, start=1):
         if progress is not None:
             progress.at(clock.step + 1, f"forward and backward of micro-batch {position} of {len(micro_batches)}")
+        is_last = position == len(micro_batches)
+        passes: AbstractContextManager[None] = nullcontext()
         if isinstance(model, FSDPModule):
-            is_last = position == len(micro_batches)
-            model.set_requires_gradient_sync(is_last or mesh.reduce_each)
-            model.set_requires_all_reduce(is_last)  # between replicas the sum over micro-batches is enough
-            model.set_is_last_backward(is_last)
-            # The optimizer updates shards, so the last backward must leave only them.
-            model.set_reshard_after_backward(is_last or reshard)
+            if position == 1 or is_last:
+                model.set_requires_gradient_sync(is_last or mesh.reduce_each)
+                model.set_requires_all_reduce(is_last)  # between replicas the sum over micro-batches is enough
+                model.set_is_last_backward(is_last)
+                # The optimizer updates shards, so the last backward must leave only them.
+                model.set_reshard_after_backward(is_last or reshard)
+            elif not reshard and not mesh.reduce_each:
+                passes = without_fsdp_hooks(model)
         if graphs is not None and (replayed := graphs.run(micro_batch, clock)) is not None:
             loss_sum += replayed
             continue
-        loss = loss_of(model, micro_batch, mesh, clock)
-        if whole.num_targets is None:
-            (loss / whole.num_micro_batches).backward()
-            loss_sum += loss.detach()
-        else:
-            weight = whole.weight(micro_batch)
-            (loss * weight.to(loss.dtype)).backward()
-            loss_sum += loss.detach() * weight
+        with passes:
+            loss = loss_of(model, micro_batch, mesh, clock)
+            if whole.num_targets is None:
+                (loss / whole.num_micro_batches).backward()
+                loss_sum += loss.detach()
+            else:
+                weight = whole.weight(micro_batch)
+                (loss * weight.to(loss.dtype)).backward()
+                loss_sum += loss.detach() * weight
     return loss_sum / whole.num_micro_batches if whole.num_targets is None else loss_sum
 
 
@@ -115,7 +121,7 @@ def loss_of(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock
     """
     clock.micro_batch = micro_batch.index
     if clock.keys is not None:
-        clock.keys.fill(clock)
+        clock.keys.fill(clock.seed, clock.step, clock.micro_batch)
     options: dict[str, Tensor | int | None] = {}
     if micro_batch.documents is not None:
         options["documents"] = micro_batch.documents.to(mesh.device, non_blocking=True)

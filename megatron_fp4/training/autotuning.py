@@ -5,9 +5,10 @@ keeps the fastest. Block sizes decide in which order sums are taken, so what a p
 Triton can keep choices on disk (TRITON_CACHE_AUTOTUNING), but not for configurations with a `pre_hook`, which the
 kernels of the backward pass have; and Inductor gives each device its own folder for them.
 
-So in a deterministic run the first rank alone tunes, before the first step, by one forward and backward pass of the
-scan; the others take over what it chose. The keys hold sizes of the model, not of the batch: validation needs nothing
-more. Choices come, in this order, from
+So in every run the first rank alone tunes, before the first step, by one forward and backward pass of the scan; the
+others take over what it chose. (Also where no determinism is asked for: left to themselves, all ranks of all runs would
+spend their first step on it, minutes of it.) Configurations are compiled side by side and then timed one by one. The
+keys hold sizes of the model, not of the batch: validation needs nothing more. Choices come, in this order, from
 
     the checkpoint      `autotuning` in trainer.json, also written to run.dir/autotuning.json
     this machine        a file that earlier runs on such a GPU with these versions left behind: a run started twice
@@ -28,7 +29,9 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,9 +39,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fp4.config.schema import Config
+
 log = logging.getLogger(__name__)
 
 RECORD_FILE = "autotuning.json"
+_COMPILERS = 16
 _PACKAGE = "mamba_ssm"
 _KERNELS = "mamba_ssm.ops.triton.ssd_combined"  # which imports all that the scan runs
 
@@ -96,6 +102,22 @@ class KernelChoices:
                 log.warning("%s could not be written (%s)", run_dir / RECORD_FILE, error)
 
 
+def rehearsal(
+    mixers: Iterable[Any], config: Config, lengths: Iterable[int], device: torch.device
+) -> Callable[[], None]:
+    """What `pin` is to call: the autotuned kernels of `mixers`, once for each sequence length that occurs."""
+    train, dtype = config.train, getattr(torch, config.precision.compute_dtype)
+    different = tuple(dict.fromkeys(lengths))
+
+    def rehearse() -> None:
+        for mixer in mixers:
+            for length in different:
+                rows = train.micro_batch_size * train.sequence_length // length
+                mixer.rehearse(rows, length, dtype, device, config.data.documents == "masked")
+
+    return rehearse
+
+
 def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None, machine_folder: Path) -> PinnedKernels:
     """Fix the configurations of mamba-ssm's kernels on all ranks; a collective, before the first kernel runs.
 
@@ -121,7 +143,6 @@ def pin_kernels(rehearse: Callable[[], object], saved: Mapping[str, Any] | None,
     if refused:
         raise RuntimeError(f"rank {dist.get_rank()} has other kernels than the first rank: {'; '.join(refused)}")
     for name, autotuner in autotuners.items():
-        # An attribute of the object, which Triton calls when it meets a key that it has no choice for.
         autotuner.prune_configs = functools.partial(_smallest_instead, name, autotuner)
     return PinnedKernels(environment, lines)
 
@@ -145,7 +166,10 @@ def _choose(
             continue
         refused = put_back(choices_in(record), autotuners)
         lines += [f"kernels: not as in {place}: {line}" for line in refused]
-    known = choices_of(autotuners).keys()
+    known, began = choices_of(autotuners).keys(), time.perf_counter()
+    for autotuner in autotuners.values():
+        # An attribute of the object, which Triton calls when it meets a key that it has no choice for.
+        autotuner.prune_configs = functools.partial(_compiled_at_once, autotuner)
     rehearse()
     tuned = {tuning: config for tuning, config in choices_of(autotuners).items() if tuning not in known}
     if tuned:
@@ -158,7 +182,8 @@ def _choose(
             write_record(machine_file, record_of(environment, {**tuned, **kept}))
         except OSError as error:
             lines.append(f"kernels: a new run will tune again, {machine_file} cannot be written: {error}")
-    lines.append(f"kernels: {len(known)} configurations known, {len(tuned)} tuned")
+    seconds = time.perf_counter() - began
+    lines.append(f"kernels: {len(known)} configurations known, {len(tuned)} tuned, {seconds:.0f} s")
     return lines
 
 
@@ -220,6 +245,20 @@ def put_back(choices: Choices, autotuners: Mapping[str, Any]) -> list[str]:
         else:
             autotuners[name].cache[key] = config
     return refused
+
+
+def _compiled_at_once(autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:
+    """In place of `Autotuner.prune_configs`, where one tunes: the same configurations, after compiling all of them."""
+    configs: list[Any] = type(autotuner).prune_configs(autotuner, arguments)
+    mode = getattr(sys.modules.get("triton"), "AsyncCompileMode", None)
+    if mode is not None:  # else each is compiled when its turn to be timed has come
+        workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
+        # What cannot be compiled is found out once more, and told apart, where it is timed.
+        with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
+            for config in configs:
+                settings = {**arguments, **config.all_kwargs(), "warmup": True}
+                autotuner.fn.run(*autotuner.nargs.values(), **settings)
+    return configs
 
 
 def _smallest_instead(name: str, autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]:

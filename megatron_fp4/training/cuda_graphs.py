@@ -185,7 +185,7 @@ class MicroBatchGraphs:
             self._tokens, self._targets = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         self._tokens.copy_(micro_batch.tokens, non_blocking=True)
         self._targets.copy_(micro_batch.targets, non_blocking=True)
-        self._keys.fill(clock)
+        self._keys.fill(clock.seed, clock.step, clock.micro_batch)
         try:
             graph = self._graph(first)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""CUDA graphs of micro-batches: the same bits as eager steps, through a switch of precision, a validation and a load."""
+"""CUDA graphs of micro-batches: the bits of eager steps, through a switch of precision, a validation and a load."""
 
 from __future__ import annotations
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard
+from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard, without_fsdp_hooks
+from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part, rounding_of
@@ -21,7 +24,7 @@ from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
-from tests.training.harness import ToyBatch, alone
+from tests.training.harness import ToyBatch, alone, launch, toy_mesh, whole
 
 CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64)
 
@@ -94,3 +97,48 @@ def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) 
         clock.weights_version += 1
         model(batch.tokens, batch.targets)
         assert not any(contexts[name].weight_cache is cache for name, cache in kept.items())
+
+
+def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], list[torch.Tensor], int]:
+    mesh, clock, ran = toy_mesh(), RunClock(seed=3), [0]
+    model = built(mesh, apply_data_parallel, False, clock)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
+
+    def count(*_: object) -> None:
+        ran[0] += 1
+
+    model.blocks[0].register_forward_pre_hook(count)  # somebody else's
+    with mock.patch.object(FSDPHooks, "left_out", nullcontext) if hooks else nullcontext():
+        results = [
+            train_step(
+                *(model, optimizer, [*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5], mesh, clock),
+                **{"step": s, "lr": 1e-2, "clip_norm": 1.0},
+            )
+            for s in range(2)
+        ]
+    weights = [whole(parameter) for parameter in model.parameters()]
+    return [(result.loss, result.grad_norm) for result in results], weights, ran[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_of_five_micro_batches_need_no_hooks_in_the_middle() -> None:
+    (found, weights, ran), other = launch(trained_by_two, 2, False)
+    assert other[0] == found and ran == other[2] == 2 * 5
+    expected, with_hooks, _ = launch(trained_by_two, 2, True)[0]
+    assert found == expected
+    assert all(torch.equal(a, b) for a, b in zip(weights, with_hooks, strict=True))
+
+
+def test_hooks_are_left_out_and_come_back_in_their_order(mesh: ParallelMesh) -> None:
+    def mine(*_: object) -> None: ...
+
+    model = built(mesh, shard, False, RunClock(seed=0))
+    model.blocks[0].register_forward_pre_hook(mine)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kinds = ("_forward_pre_hooks", "_forward_hooks")
+    before = [list(getattr(module, kind).items()) for module in modules for kind in kinds]
+    assert all(before)
+    with without_fsdp_hooks(model):
+        left = [hook for module in modules for kind in kinds for hook in getattr(module, kind).values()]
+        assert left == [mine]
+    assert before == [list(getattr(module, kind).items()) for module in modules for kind in kinds]

@@ -26,7 +26,7 @@ class Autotuner:
         self.do_bench, self.cache = do_bench, {}
 
     def run(self, *args: Any) -> None:
-        named = dict(zip(self.arg_names, args, strict=True))
+        self.nargs = named = dict(zip(self.arg_names, args, strict=True))
         key = tuple(named[name] for name in self.keys)
         if len(self.configs) > 1 and key not in self.cache:
             times = {}
@@ -48,7 +48,8 @@ class Heuristics:
 
 
 class Kernel:
-    """What an autotuner tunes: `launches` are the block sizes that it ran with, `benchmarks` counts measurements."""
+    """What an autotuner tunes: `launches` are the block sizes that it ran with, `compiled` those that it was asked for
+    without running, `benchmarks` counts measurements."""
 
     def __init__(self, name: str, fastest: int) -> None:
         def fn(x: int, n: int) -> None: ...
@@ -57,10 +58,11 @@ class Kernel:
         self.fn, self.fastest = fn, fastest
         self.launches: list[int] = []
         self.hooked: list[int] = []
+        self.compiled: list[int] = []
         self.benchmarks = 0
 
     def run(self, *args: Any, BLOCK_SIZE_M: int, **options: int) -> None:
-        self.launches.append(BLOCK_SIZE_M)
+        (self.compiled if options.get("warmup") else self.launches).append(BLOCK_SIZE_M)
 
     def bench(self, call: Callable[[], None], quantiles: Any) -> list[float]:
         call()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,12 +96,42 @@ def test_a_second_run_in_one_process_tunes_like_the_first(real: bool, tmp_path: 
         pin_kernels(lambda: call(128), None, tmp_path / "first")
         call(256)
         second = pin_kernels(lambda: (call(256), call(512)), None, tmp_path / "second")
-    assert second.lines == ["kernels: 0 configurations known, 4 tuned"]
+    assert second.lines == ["kernels: 0 configurations known, 4 tuned, 0 s"]
     (written,) = (tmp_path / "second").iterdir()
     expected = {(name, (n,)): 128 for name in (SCAN, NORM) for n in (256, 512)}
     assert sizes(second.record()) == sizes(json.loads(written.read_text())) == expected
     call(1024)
     assert [kernel.launches[-1] for kernel in kernels.values()] == [32, 32], "late sizes are again not compared"
+
+
+@pytest.mark.parametrize("real", [pytest.param(False, id="a stand-in"), REAL])
+def test_what_is_timed_is_compiled_side_by_side_before(
+    real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's mode for that; what a run comes to later, and what is known, is not."""
+    entered: list[int] = []
+
+    class Mode:
+        def __init__(self, executor: Any, *, ignore_errors: bool) -> None:
+            assert ignore_errors, "a configuration that cannot be compiled is none that ends the run"
+
+        def __enter__(self) -> None:
+            entered.append(sum(kernel.benchmarks for kernel in kernels.values()))
+
+        def __exit__(self, *error: object) -> None: ...
+
+    kernels = install(fastest=128, real=real)
+    triton = sys.modules["triton"] if real else ModuleType("triton")
+    monkeypatch.setattr(triton, "AsyncCompileMode", Mode, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    with alone():
+        pin_kernels(lambda: call(128), None, tmp_path)
+    call(256)
+    assert entered == [0, 3] and all(kernel.compiled == [64, 32, 128] for kernel in kernels.values())
+    assert all(kernel.launches == [128, 32] for kernel in kernels.values())
+    with alone():
+        pin_kernels(lambda: call(128), None, tmp_path)
+    assert len(entered) == 2
 
 
 def test_the_machine_keeps_only_what_was_measured(tmp_path: Path) -> None:
@@ -143,9 +174,9 @@ def test_without_triton_there_is_nothing() -> None:
 
 def test_a_second_run_on_the_machine_chooses_as_the_first(tmp_path: Path) -> None:
     first = start(tmp_path, fastest=32)
-    assert first.lines == ["kernels: 0 configurations known, 2 tuned"]
+    assert first.lines == ["kernels: 0 configurations known, 2 tuned, 0 s"]
     again = start(tmp_path, fastest=128)
-    assert again.lines == ["kernels: 2 configurations known, 0 tuned"]
+    assert again.lines == ["kernels: 2 configurations known, 0 tuned, 0 s"]
     assert again.record == first.record and (first.benchmarks, again.benchmarks) == (6, 0)
     assert start(tmp_path / "another machine", fastest=128).record != first.record
 

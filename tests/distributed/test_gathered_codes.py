@@ -1,0 +1,131 @@
+"""What FSDP gathers of quantized weights: codes, once a step, with which a run is bit for bit what it is without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.config.schema import OptimizerConfig
+from megatron_fp4.measure.probe import Probe
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.gathered_codes import GatheredWeight
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.packed_weight import codes_of
+from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.training.evaluate import evaluate
+from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.step import train_step
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from tests.distributed.hybrid import MODEL, NVFP4, Layout, micro_batches, whole
+from tests.training.harness import launch
+
+pytestmark = pytest.mark.slow
+
+# Rows of out_proj: 32, of a group of in_proj: 50. On three ranks shards are smaller than a block and end within one.
+CASES = {
+    "dp3": (Layout(3, num_micro_batches=6), torch.float32),
+    "hsdp2_dp2": (Layout(4, replicate=2, reshard=True, num_micro_batches=8), torch.bfloat16),
+    "tp2_dp2": (Layout(4, tensor=2, reshard=True), torch.float32),
+}
+STEPS = 5
+BF16_STEP, PROBED_STEP, EVALUATED_STEP = 3, 1, 2
+
+
+@dataclass
+class Seen:
+    """losses, weights: of the run. gatherings: how often each step gathered codes of a weight. as_codes: how many of
+    the linears' weights were codes in each of the step's forward passes."""
+
+    losses: list[float] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    gatherings: list[int] = field(default_factory=list)
+    as_codes: list[list[int]] = field(default_factory=list)
+    num_linears: int = 0
+
+
+def run(rank: int, layout: Layout, dtype: torch.dtype) -> list[Seen]:
+    """With codes, then without."""
+    with_codes = train(layout, dtype)
+    with mock.patch.object(LinearContext, "gathers_codes", False):
+        return [with_codes, train(layout, dtype)]
+
+
+def train(layout: Layout, dtype: torch.dtype) -> Seen:
+    mesh, clock, seen = layout.mesh(), RunClock(seed=11), Seen()
+    model = model_on(mesh, dtype, layout.reshard)
+    contexts = {name: linear.context for name, linear in model.linears()}
+    seen.num_linears = len(contexts)
+    for name, context in contexts.items():
+        context.name, context.recipe, context.clock = name, NVFP4, clock
+    optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+    count = 0
+
+    def gathered(weight: GatheredWeight, mesh: Any) -> Any:
+        nonlocal count
+        count += 1
+        return pre_all_gather(weight, mesh)
+
+    pre_all_gather = GatheredWeight.fsdp_pre_all_gather
+    for _, linear in model.linears():
+        linear.register_forward_pre_hook(lambda module, _: see(module.weight, seen.as_codes[-1]))
+    with mock.patch.object(GatheredWeight, "fsdp_pre_all_gather", gathered):
+        for step in range(STEPS):
+            count = 0
+            seen.as_codes.append([])
+            for context in contexts.values():
+                context.recipe = BF16 if step == BF16_STEP else NVFP4
+            batches = micro_batches(step, mesh, layout.num_micro_batches)
+            if step == EVALUATED_STEP:
+                seen.losses.append(evaluate(model, {"held out": batches[:1]}, mesh, clock)["held out"])
+            with Probe(once=True).attached(contexts if step == PROBED_STEP else {}):
+                done = train_step(
+                    model, optimizer, batches, mesh, clock,
+                    step=step, lr=1e-3, clip_norm=1.0, reshard=layout.reshard,
+                )  # fmt: skip
+            seen.losses.append(done.loss)
+            seen.gatherings.append(count)
+    seen.weights = [whole(parameter) for parameter in model.parameters()]
+    return seen
+
+
+def see(weight: Tensor, as_codes: list[int]) -> None:
+    codes = codes_of(weight)
+    as_codes.append(int(codes is not None))
+    local = weight._local_tensor  # type: ignore[attr-defined]
+    # What is known by its codes has no values that anybody could read.
+    assert bool(local.isnan().all()) == (codes is not None)
+    assert codes is None or codes.codes.shape == (local.shape[0], local.shape[1] // 2)
+
+
+def model_on(mesh: Any, dtype: torch.dtype, reshard: bool) -> HybridModel:
+    with torch.device("meta"):
+        model = build_model(MODEL, mesh, dtype)
+    apply_data_parallel(
+        model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=dtype, reshard=reshard,
+        ends=[model.embedding, model.head],
+    )  # fmt: skip
+    model.to_empty(device=mesh.device)
+    initialize(model, MODEL, seed=7)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_is_bit_for_bit_what_it_is_without(name: str) -> None:
+    layout, dtype = CASES[name]
+    for of_rank in launch(run, layout.world, layout, dtype):
+        codes, plain = of_rank
+        assert codes.losses == plain.losses
+        assert all(torch.equal(one, other) for one, other in zip(codes.weights, plain.weights, strict=True))
+        # Once a step, however many micro-batches; and once for the evaluation. Not where the weight is wanted.
+        once = codes.num_linears
+        assert codes.gatherings == [once, 0, 2 * once, 0, once]
+        assert not any(plain.gatherings)
+        for step, as_codes in enumerate(codes.as_codes):
+            assert set(as_codes) == {0 if step in (BF16_STEP, PROBED_STEP) else 1}

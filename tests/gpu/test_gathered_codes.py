@@ -1,0 +1,184 @@
+"""Weights as 4-bit codes on GPUs: the kernels against the reference on the CPU, bit for bit, linears that keep codes,
+and, on two GPUs or more, runs that gather them against runs that do not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
+from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
+from megatron_fp4.precision.linear import quantized_linear
+from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.packed_weight import PackedWeight
+from megatron_fp4.quantization import square_blocks, square_blocks_cuda
+from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
+from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.step import train_step
+from tests.distributed.hybrid import NVFP4, micro_batches, whole
+from tests.distributed.test_gathered_codes import model_on
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+INF, NAN = float("inf"), float("nan")
+
+
+def normal(rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * columns)
+    return torch.randn(rows, columns, generator=generator)
+
+
+def spoiled(x: Tensor, *values: float) -> Tensor:
+    for i, value in enumerate(values):
+        x[3 + i, 5] = value
+    return x
+
+
+# Rows and columns, rows of a group without and with padding, the part's first row and the one behind its last.
+PLACES = {
+    "whole": (192, 1120, 192, 192, 0, 192),
+    "cut in blocks": (192, 1120, 192, 192, 41, 150),
+    "less than a block": (64, 96, 64, 64, 17, 25),
+    "groups": (200, 256, 50, 64, 0, 200),
+    "a part of groups": (200, 256, 50, 64, 67, 134),
+    "a row": (32, 32, 32, 32, 7, 8),
+    "large": (2836, 5120, 2836, 2848, 0, 2836),
+}
+SCALES = {"ordinary": 1.0, "tiny": 1e-33, "subnormal": 1e-39, "large": 1e36}
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels(form: str, place: str, dtype: torch.dtype) -> None:
+    rows, columns, group_rows, padded, first, end = PLACES[place]
+    for name, scale in SCALES.items():
+        w = normal(rows, columns) * torch.exp2(torch.arange(rows) % 13 - 6.0)[:, None] * scale
+        w[:16, :32] = 0
+        w[1, 1], w[2, 2] = -0.0, -1e-45
+        check(w.to(dtype), RowBlocks(form, group_rows, padded, first, end), f"{place}, {name}")
+
+
+@pytest.mark.parametrize("form", BLOCKS)
+@pytest.mark.parametrize("values", [(INF,), (INF, -INF), (NAN,)])
+def test_what_is_not_finite_poisons(form: str, values: tuple[float, ...]) -> None:
+    w = spoiled(normal(64, 64), *values).to(torch.bfloat16).cuda()
+    blocks = RowBlocks(form, 64, 64, 0, 64)
+    maxima = square_blocks_cuda.block_maxima(w, blocks)
+    assert not maxima[0, 0].isfinite()
+    amax = maxima.view(torch.int32).amax().view(torch.float32)
+    values_of = square_blocks_cuda.unpack_rows(*square_blocks_cuda.quantize_rows(w, blocks, maxima, amax), blocks)
+    if form == "mxfp4":
+        assert not values_of[3, :32].isfinite().any()
+        assert values_of[40:].isfinite().all()
+    else:
+        assert not amax.isfinite()  # and with it everything that the tensor scale multiplies
+
+
+def check(w: Tensor, blocks: RowBlocks, what: str) -> None:
+    """All three passes of the part's rows, with maxima of the whole."""
+    rounded = w.to(torch.bfloat16)
+    whole_blocks = RowBlocks(blocks.format, blocks.group_rows, blocks.padded_group_rows, 0, len(w))
+    of_whole = square_blocks.block_maxima(rounded, whole_blocks)
+    on_gpu = square_blocks_cuda.block_maxima(w.cuda(), whole_blocks)
+    assert torch.equal(on_gpu.cpu(), of_whole), what
+    part, first = slice(blocks.first, blocks.end), blocks.first_block
+    maxima = of_whole[first : first + blocks.num_blocks]
+    own = square_blocks_cuda.block_maxima(w[part].cuda(), blocks)
+    assert torch.equal(own.cpu(), square_blocks.block_maxima(rounded[part], blocks)), what
+    amax = rounded.abs().amax().float() if blocks.format == "nvfp4" else None
+    expected = square_blocks.quantize_rows(rounded[part], blocks, maxima, amax)
+    found = square_blocks_cuda.quantize_rows(
+        w[part].cuda(), blocks, maxima.cuda(), None if amax is None else amax.cuda()
+    )
+    for one, other, part_name in zip(found, expected, ("codes", "scales"), strict=True):
+        assert torch.equal(one.cpu(), other), (what, part_name)
+    codes, scales = square_blocks.quantize_rows(rounded, whole_blocks, of_whole, amax)
+    values = square_blocks_cuda.unpack_rows(codes.cuda(), scales.cuda(), whole_blocks)
+    assert torch.equal(values.cpu(), square_blocks.unpack_rows(codes, scales, whole_blocks)), what
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_linear_keeps_codes_and_has_the_results_of_values(groups: int) -> None:
+    """Against the same kernels' values, as it was before weights were packed: the same operands and GEMMs."""
+
+    class Values(EmulatedBackend):
+        def packed_weight(self, *args: Any, **settings: Any) -> None:
+            return None
+
+    rows = 3 * 2836 if groups == 3 else 1536
+    w, x, dy = normal(rows, 512), normal(300, 512).bfloat16(), normal(300, rows).bfloat16()
+    results = []
+    for backend in (EMULATED, Values()):
+        context = LinearContext(name="linear", recipe=NVFP4, clock=RunClock(seed=1), backend=backend, num_groups=groups)
+        weight, inputs = nn.Parameter(w.cuda()), x.cuda().requires_grad_()
+        y = quantized_linear(inputs, weight, context)
+        y.backward(dy.cuda())
+        assert context.weight_cache is not None
+        assert isinstance(context.weight_cache[1].values, PackedWeight) == (backend is EMULATED)  # type: ignore[attr-defined]
+        results.append((y, inputs.grad, weight.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_codes_take_little_memory() -> None:
+    weight = torch.randn(4096, 4096, device="cuda")
+    before = torch.cuda.memory_allocated()
+    context = LinearContext(name="linear", recipe=NVFP4, clock=RunClock(seed=1))
+    call = LinearCall(context, weight, weight.new_empty(16, 4096, dtype=torch.bfloat16))
+    call.weight_operands()
+    assert torch.cuda.memory_allocated() - before < 0.57 * weight.numel()
+
+
+def train(rank: int, world: int, layout: dict[str, int], codes: bool, folder: str) -> None:
+    """A few steps of the small model on GPU `rank`; writes losses, weights and how many gatherings of codes."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank))
+    mesh, clock = build_mesh(ParallelConfig(**layout), torch.device("cuda", rank)), RunClock(seed=11)
+    with mock.patch.object(LinearContext, "gathers_codes", False) if not codes else mock.patch.dict(os.environ):
+        model = model_on(mesh, torch.bfloat16, reshard=True)
+        for name, linear in model.linears():
+            linear.context.name, linear.context.recipe, linear.context.clock = name, NVFP4, clock
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+        losses = [
+            train_step(
+                model, optimizer, micro_batches(step, mesh, 4 * world), mesh, clock,
+                step=step, lr=1e-3, clip_norm=1.0, reshard=True,
+            ).loss
+            for step in range(3)
+        ]  # fmt: skip
+    weights = [whole(parameter).cpu() for parameter in model.parameters()]
+    Path(folder, f"rank_{rank}").write_bytes(pickle.dumps((losses, weights)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}], ids=["data parallel", "tensor parallel 2"])
+def test_runs_that_gather_codes_are_bit_for_bit_those_that_do_not(layout: dict[str, int]) -> None:
+    world = min(torch.cuda.device_count(), 4)
+    needed = 2 * layout.get("tensor", 1)
+    if world < needed:
+        pytest.skip(f"needs {needed} GPUs")
+    found = []
+    for codes in (True, False):
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(train, (world, layout, codes, folder), nprocs=world)
+            found.append([pickle.loads(Path(folder, f"rank_{rank}").read_bytes()) for rank in range(world)])
+    for (losses, weights), (other_losses, other_weights) in zip(*found, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(one, other) for one, other in zip(weights, other_weights, strict=True))

@@ -1,0 +1,66 @@
+"""Keys of stochastic rounding in device memory are those of the host, and so are the draws."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.device_keys import DeviceKeys, keyed_operands
+from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.recipe import BF16, PLACES
+from megatron_fp4.quantization.rounding import RoundingKey, random_bits, rounding_draws, rounding_key
+from tests.precision.reference import NVFP4
+
+RECIPES = {"a": NVFP4, "b": BF16, "c": replace(NVFP4, rht_signs="fresh")}
+
+
+def test_what_needs_a_key() -> None:
+    assert keyed_operands(RECIPES) == [
+        *(("a", "dgrad_gradient"), ("a", "wgrad_gradient")),
+        *(("c", "dgrad_gradient"), ("c", "wgrad_gradient"), ("c", "wgrad_signs")),
+    ]
+
+
+def test_the_table_has_the_key_of_every_operand_step_and_micro_batch() -> None:
+    clock = RunClock(seed=11)
+    keys = DeviceKeys(RECIPES, torch.device("cpu"))
+    seen = set()
+    for clock.step in (0, 1, 70_000):
+        for clock.micro_batch in (0, 3):
+            keys.fill(clock.seed, clock.step, clock.micro_batch)
+            for linear, operand in keyed_operands(RECIPES):
+                expected = rounding_key(clock.seed, clock.step, clock.micro_batch, linear, operand)
+                row = keys.of(linear, operand, RoundingKey(0)).device
+                assert row is not None and row.dtype == torch.int32 and row[2:].tolist() == [0, 0]
+                assert row.data_ptr() % 16 == keys.table.data_ptr() % 16
+                low, high = (value & 0xFFFFFFFF for value in row[:2].tolist())
+                assert low + (high << 32) == expected.key
+                seen.add(expected.key)
+    assert len(seen) == 3 * 2 * 5
+
+
+@pytest.mark.parametrize("key", [0x0123456789ABCDEF, 0xFEDCBA9876543210, 2**64 - 1, 0])
+def test_draws_come_from_the_device(key: int) -> None:
+    words = torch.tensor([key & 0xFFFFFFFF, key >> 32, 0, 0]).to(torch.int32)
+    host = RoundingKey(key, 2**31 - 3, 2**32 - 6)
+    device = replace(host, key=99, device=words)
+    assert torch.equal(random_bits(host, 5, 6, "cpu"), random_bits(device, 5, 6, "cpu"))
+    assert torch.equal(rounding_draws(host, 5, 6, "cpu"), rounding_draws(device, 5, 6, "cpu"))
+
+
+def test_a_linear_asks_the_clocks_table() -> None:
+    clock = RunClock(seed=5, step=2, micro_batch=3)
+    context = LinearContext(name="a", recipe=NVFP4, clock=clock, out_group_offset=1)
+    call = LinearCall(context, torch.zeros(32, 32), torch.zeros(16, 32, dtype=torch.bfloat16))
+    on_host = [call.draws(place) for place in PLACES]
+    clock.keys = DeviceKeys({"a": NVFP4}, torch.device("cpu"))
+    clock.keys.fill(clock.seed, clock.step, clock.micro_batch)
+    for place, expected in zip(PLACES, on_host, strict=True):
+        found = call.draws(place)
+        assert found == expected  # offsets too; what lies on the device is no part of it
+        if found is not None and expected is not None:
+            assert found.device is not None and expected.device is None
+            assert torch.equal(rounding_draws(found, 4, 8, "cpu"), rounding_draws(expected, 4, 8, "cpu"))

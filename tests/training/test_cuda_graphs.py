@@ -1,0 +1,222 @@
+"""When micro-batches are replayed, and that the bits are those of eager steps.
+
+A CPU has no graphs: what stands for them here computes again, into the same memory, what was captured. It does so with
+the clock of the capture, so that nothing that the host counts on can get into a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.recipe import BF16, Recipe
+from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs
+from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.step import train_step
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from tests.models.builders import small_config
+from tests.precision.reference import NVFP4
+from tests.training.harness import ToyBatch, alone
+
+CONFIG = small_config(mamba_state_dim=16, hidden_dim=64, ffn_dim=64, pattern="M-")
+
+
+@pytest.fixture
+def mesh() -> Iterator[ParallelMesh]:
+    with alone() as mesh:
+        yield mesh
+
+
+class Job:
+    """A model, its optimizer and its graphs, if it has any."""
+
+    def __init__(self, mesh: ParallelMesh, capture: Callable[..., Any] | None = None, required: bool = True) -> None:
+        self.mesh, self.clock = mesh, RunClock(seed=3)
+        self.model: HybridModel = build_model(CONFIG, mesh, torch.bfloat16)
+        settings: dict[str, Any] = {"units": [], "fp32_units": self.model.fp32_units(), "reshard": False}
+        apply_data_parallel(self.model, mesh, compute_dtype=torch.bfloat16, **settings)
+        initialize(self.model, CONFIG, seed=0)
+        self.linears = {name: linear.context for name, linear in self.model.linears()}
+        for name, context in self.linears.items():
+            context.name, context.clock = name, self.clock
+        self.follow(NVFP4)
+        self.optimizer = build_optimizer(self.model, OptimizerConfig(lr=1e-2)).optimizer
+        self.said: list[str] = []
+        self.graphs: MicroBatchGraphs | None = None
+        if capture is not None:
+            given: dict[str, Any] = {"required": required, "warn": self.said.append}
+            self.graphs = MicroBatchGraphs(
+                self.model, mesh, self.linears, capture=lambda *what: capture(self, *what), **given
+            )
+
+    def follow(self, recipe: Recipe) -> None:
+        """The second block stays in BF16."""
+        for name, context in self.linears.items():
+            context.recipe, context.weight_cache = BF16 if name.startswith("blocks.1") else recipe, None
+
+    def step(self, step: int, length: int = 16, count: int = 3) -> tuple[float, float, bool]:
+        """Loss, norm, and whether it was replayed."""
+        generator = torch.Generator().manual_seed(step)
+        draws = torch.randint(0, CONFIG.vocab_size, (count, 2, 2, length), generator=generator)
+        batches = [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
+        settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": self.graphs}
+        result = train_step(self.model, self.optimizer, batches, self.mesh, self.clock, **settings)
+        assert self.clock.keys is None and all(p.grad is None for p in self.model.parameters())
+        return result.loss, result.grad_norm, self.graphs is not None and self.graphs.captured
+
+    def validate(self) -> float:
+        with torch.no_grad():
+            return float(self.model(torch.ones(2, 16, dtype=torch.int64), torch.ones(2, 16, dtype=torch.int64)))
+
+    def weights(self) -> list[Tensor]:
+        return [local_part(parameter).clone() for parameter in self.model.parameters()]
+
+
+class Again:
+    """Computes what was captured again, into the same memory."""
+
+    def __init__(self, job: Job, function: Callable[[], Tensor], pool: Any) -> None:
+        self.job, self.function, clock = job, function, job.clock
+        self.parameters = list(job.model.parameters())
+        self.first = all(parameter.grad is None for parameter in self.parameters)
+        self.at = clock.step, clock.micro_batch
+        self.result = function()
+        self.gradients = [parameter.grad for parameter in self.parameters]
+        self.kept = {name: context.weight_cache for name, context in job.linears.items()}
+        self.computed = True  # which a GPU has not
+
+    def replay(self) -> None:
+        if self.computed:
+            self.computed = False
+            return
+        clock = self.job.clock
+        now, (clock.step, clock.micro_batch) = (clock.step, clock.micro_batch), self.at
+        if self.first:
+            for parameter in self.parameters:
+                parameter.grad = None
+            for context in self.job.linears.values():
+                context.weight_cache = None
+        self.result.copy_(self.function())
+        if self.first:
+            for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+                assert parameter.grad is not None and gradient is not None
+                local_part(gradient).copy_(local_part(parameter.grad))
+            for name, context in self.job.linears.items():
+                assert context.weight_cache is not None and self.kept[name] is not None
+                for new, old in zip(context.weight_cache[1:], self.kept[name][1:], strict=True):
+                    for source, target in zip(new.tensors(), old.tensors(), strict=True):
+                        if target is not None:
+                            target.copy_(source)
+        clock.step, clock.micro_batch = now
+
+
+def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh) -> None:
+    eager, replayed = Job(mesh), Job(mesh, Again)
+    was = []
+    for step in range(8):
+        if step == 5:
+            for job in (eager, replayed):
+                job.follow(BF16)
+        (loss, norm, _), (same, equal, captured) = eager.step(step), replayed.step(step)
+        assert (loss, norm) == (same, equal)
+        if step == 3:
+            assert eager.validate() == replayed.validate()
+        was.append(captured)
+    assert was == [False, False, True, True, True, False, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
+
+
+def test_other_shapes_and_batches_are_captured_anew(mesh: ParallelMesh) -> None:
+    eager, replayed = Job(mesh), Job(mesh, Again)
+    was = []
+    for step, (length, count) in enumerate([(16, 2)] * 3 + [(32, 2)] * 3 + [(32, 1)] * 3):
+        (*expected, _), (*found, captured) = eager.step(step, length, count), replayed.step(step, length, count)
+        assert found == expected
+        was.append(captured)
+    assert was == [False, False, True] * 3
+
+
+class Watching:
+    def forward(self, call: Any, x: Tensor, y: Tensor) -> None:
+        self.seen = True
+
+
+def test_a_watched_step_is_eager_and_has_the_memory(mesh: ParallelMesh) -> None:
+    eager, replayed = Job(mesh), Job(mesh, Again)
+    was = []
+    for step in range(5):
+        watcher = Watching()
+        context: LinearContext = next(iter(replayed.linears.values()))
+        context.probe = watcher if step == 3 else None
+        (*expected, _), (*found, captured) = eager.step(step), replayed.step(step)
+        assert found == expected and hasattr(watcher, "seen") == (step == 3)
+        was.append(captured)
+    assert was == [False, False, True, False, True]  # all is compiled: captured again at once
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_capture_that_fails_is_said_and_the_run_goes_on(mesh: ParallelMesh, which: int) -> None:
+    captures: list[Any] = []
+
+    def failing(job: Job, function: Callable[[], Tensor], pool: Any) -> Any:
+        captures.append(function)
+        if len(captures) == which:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        return Again(job, function, pool)
+
+    eager, replayed = Job(mesh), Job(mesh, failing, required=False)
+    for step in range(4):
+        assert replayed.step(step)[:2] == eager.step(step)[:2]
+    assert replayed.said == [
+        "CUDA graphs: none, because a capture failed: RuntimeError: operation not permitted when stream is capturing"
+    ]
+    assert len(captures) == which
+
+
+def test_a_capture_that_fails_where_graphs_are_required(mesh: ParallelMesh) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no")
+
+    job = Job(mesh, failing)
+    for step in range(EAGER_STEPS):
+        job.step(step)
+    with pytest.raises(RuntimeError, match="no"):
+        job.step(EAGER_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "device", "backend", "why"),
+    [
+        (Config(), 1, "cpu", "emulated", "the run is on cpu"),
+        (Config(), 2, "cuda", "emulated", "FSDP2"),
+        (Config(parallel=ParallelConfig(replicate=2)), 2, "cuda", "emulated", "FSDP2"),
+        (Config(), 1, "cuda", "transformer_engine", "computed by transformer_engine"),
+        (Config(data=DataConfig(documents="masked")), 1, "cuda", "emulated", "data.documents=masked"),
+        (Config(train=TrainConfig(kernels="torch")), 1, "cuda", "emulated", "train.kernels=torch"),
+    ],
+)
+def test_where_graphs_cannot_be(config: Config, ranks: int, device: str, backend: str, why: str) -> None:
+    choice = choose_graphs(config, ranks, device, backend)
+    assert not choice.used and why in choice.reason
+    object.__setattr__(config.train, "cuda_graphs", "true")
+    with pytest.raises(ConfigError, match=f"train.cuda_graphs=true cannot be: .*{why}.*; leave it at auto"):
+        choose_graphs(config, ranks, device, backend)
+    object.__setattr__(config.train, "cuda_graphs", "false")
+    assert str(choose_graphs(config, ranks, device, backend)) == "no (as train.cuda_graphs says)"
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_where_graphs_are(tensor: int) -> None:
+    config = Config(parallel=ParallelConfig(tensor=tensor))
+    assert choose_graphs(config, tensor, "cuda", "emulated").used
