@@ -84,15 +84,15 @@ def test_the_log_says_what_runs():
 def test_ranks_of_a_machine_share_its_cores_when_they_compile(monkeypatch, cores, ranks, compilers):
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "compile_threads", 32)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-    torch_compile(lambda x: x)
-    assert config.compile_threads == 32, "who says how many gets as many"
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
-    torch_compile(lambda x: x)
-    assert config.compile_threads == compilers
+    with config.patch(compile_threads=32):
+        torch_compile(lambda x: x)
+        assert config.compile_threads == 32, "who says how many gets as many"
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+        torch_compile(lambda x: x)
+        assert config.compile_threads == compilers
 
 
 def _build(rank: int, executions: list[Execution]) -> str:
