@@ -179,7 +179,8 @@ def product_errors(
 ) -> ProductErrors:
     """`rows` of the product a b^T against FP64 on the operands' own values.
 
-    left_rows: of a that these are; None: the same. cancelling: the tensors are a run's, and sums may cancel further than those of random numbers.
+    left_rows: of a that these are; None: the same. cancelling: the tensors are a run's, and sums may cancel further
+    than those of random numbers.
     """
     left, right = a.unpacked()[rows if left_rows is None else left_rows].to(torch.float64), b.unpacked()
     scale = math.prod(1.0 if made.scale is None else made.scale.to(torch.float64) for made in (a, b))
