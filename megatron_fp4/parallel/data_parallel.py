@@ -70,7 +70,8 @@ def shard(
     model._fsdp_hooks = hooks  # type: ignore[assignment]
     for module in (*units, model):
         assert isinstance(module, FSDPModule)
-        gather_in_fp32(module, fp32_units)
+        with hooks.of(module):
+            gather_in_fp32(module, fp32_units)
     shards = mesh.device_mesh["dp"]
     if shards.size() > 1:
         gather_codes(model, units, weights, shards, compute_dtype, reshard)
