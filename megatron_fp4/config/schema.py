@@ -391,7 +391,7 @@ class RunConfig:
     dry: bool = False
     dry_mfu: PositiveShare = 0.5
     dry_peak_tflops: Positive = 989.0
-    dry_host_bandwidth: Positive = 250.0
+    dry_host_bandwidth: Positive = 300.0
     dry_network_bandwidth: Positive = 40.0
     dry_ranks_per_host: AtLeastOne = 8
     dry_host_ms: Positive = 3.0

@@ -15,8 +15,8 @@ from torch import nn
 
 
 class FSDPHooks:
-    """The hooks with which FSDP2 gathers and reduces. A module does not know whose a hook is, so what is new behind each
-    `fully_shard` is written down."""
+    """The hooks with which FSDP2 gathers and reduces. A module does not know whose a hook is, so what is new behind
+    each `fully_shard` is written down."""
 
     def __init__(self) -> None:
         self._found: list[tuple[nn.Module, dict[str, list[int]]]] = []

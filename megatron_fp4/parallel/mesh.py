@@ -101,15 +101,23 @@ class ParallelMesh:
 
 
 _OPEN_FILES = 65_536
+# Up to so many ranks gloo connects each with each when a group is made; of more, two when one first sends to the other.
+_FULL_MESH_RANKS = 64
 
 
 def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
     """Join the process group that torchrun describes (NCCL on CUDA, gloo on CPU) and return the local device.
 
     Without torchrun's environment the process forms a group of its own.
+
+    On CUDA, too, objects and what checkpoints agree on go through gloo, whose groups (the ranks', the mesh's axes', the
+    checkpoints') would each connect every rank with every other: of 4,096 ranks, each would hold 9,000 connections.
+    Connected on demand, a rank has two for a ring and a logarithm's for a tree; only the first, which gathers, has all.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    # A gloo group has a connection to each rank, and there are several: 1,000 ranks need more than the usual 1,024.
+    if int(os.environ.get("WORLD_SIZE", 1)) > _FULL_MESH_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # The first rank's connections: 1,000 ranks need more than the usual 1,024.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft if soft == resource.RLIM_INFINITY else max(soft, enough), hard))

@@ -25,7 +25,7 @@ from models.pattern import linear_shapes
 _FSDP_AXES = ("dp", "replicate")
 # Of a collective of a few bytes among neighbours: those of a step at tensor parallel size 4 on NVLink. A tree's depth
 # multiplies it.
-_LATENCY = 15e-6
+_LATENCY = 10e-6
 # What tensor parallelism adds to `run.dry_host_ms`: 0.53 s a micro-batch for the 12B's 124 linears at size 4.
 _HOST_MS_OF_TENSOR_PARALLELISM = 1.3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ def times(messages: dict[Message, int], ends: dict[Message, int] | None = None, 
         model=MODEL,
         train=TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64),
         parallel=ParallelConfig(tensor=2),
-        run=RunConfig(**run),
+        run=RunConfig(dry_host_bandwidth=250.0, **run),
     )
     dry = DryRun(None, 2, messages, messages, messages, ends or {})  # type: ignore[arg-type]
     return step_time(config, 4, dry, PlannedPhase("main", 10, 8, 64))
@@ -39,7 +40,7 @@ def test_messages_within_a_host_and_between_hosts():
     assert axis_bandwidth("dp", 2, ParallelConfig(tensor=4), 8, run) == 250
     assert axis_bandwidth("dp", 512, ParallelConfig(), 512, run) == 250  # eight adapters carry more than the links
     assert axis_bandwidth("replicate", 2, ParallelConfig(replicate=2), 16, run) == 40
-    assert axis_bandwidth("tp", 8, parallel, 512, RunConfig(dry_ranks_per_host=4, dry_network_bandwidth=40)) == 160
+    assert axis_bandwidth("tp", 8, parallel, 512, replace(run, dry_ranks_per_host=4)) == 160
 
 
 def test_who_sends_a_message_says_whether_it_is_hidden():
