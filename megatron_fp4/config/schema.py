@@ -22,6 +22,7 @@ from megatron_fp4.config.strict import (
     STRICT,
     AtLeastOne,
     AtLeastZero,
+    AutoSwitch,
     Beta,
     Integer,
     NotNegative,
@@ -209,7 +210,7 @@ class TrainConfig:
     max_skipped_steps: AtLeastOne = 10
     kernels: Literal["auto", "torch", "fused"] = "auto"
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    cuda_graphs: Literal["auto", "true", "false"] = "auto"
+    cuda_graphs: AutoSwitch = "auto"
 
 
 @dataclass(frozen=True, config=STRICT)
