@@ -77,6 +77,9 @@ class UnpackingKernels(NvidiaGPU):
     def available(self, device: torch.device) -> bool:
         return True
 
+    def overlaps(self, device: torch.device) -> bool:
+        return False
+
     def start(self, kernel: str, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
         codes, scales, values, *_ = arguments
         self.launched.append(kernel)
