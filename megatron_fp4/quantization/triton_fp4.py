@@ -336,10 +336,11 @@ def unpack_kernel(
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     width = num_groups * PAIRS
     tile = tl.program_id(0) // across
+    # A tile's codes and scales are whole 16 bytes: so much can be loaded at once.
     part = as_long(tile // tiles)
     of_part = as_long(tile % tiles)
-    codes_ptr += part * codes_stride + of_part * (BLOCK // 4) * width
-    scales_ptr += part * scales_stride + of_part * width
+    codes_ptr += tl.multiple_of(part * codes_stride, 4) + of_part * (BLOCK // 4) * width
+    scales_ptr += tl.multiple_of(part * scales_stride, 8) + of_part * width
     values_ptr += as_long(tile) * BLOCK * width
     both = tl.load(scales_ptr + offsets).to(tl.int32)
     scales = pack(scale_from_byte(both & 0xFF, BLOCK), scale_from_byte((both >> 8) & 0xFF, BLOCK))
