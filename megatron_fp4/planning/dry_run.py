@@ -45,7 +45,7 @@ Build = Callable[[ParallelMesh, RunClock, Execution, Backend], tuple[nn.Module, 
 class RankMemory:
     """Bytes on one rank (the first, which never has less than another).
 
-        parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
+    parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
     update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
     kept from micro-batch to micro-batch, those that were gathered as codes among them; of one data-parallel rank,
     those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
