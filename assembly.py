@@ -316,6 +316,7 @@ def sharded_model(
         model,
         mesh,
         units=list(model.blocks),
+        ends=[model.embedding, model.head],
         fp32_units=model.fp32_units(),
         compute_dtype=compute_dtype,
         reshard=config.parallel.reshard,

@@ -195,6 +195,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
     for step, batch in enumerate(batches, start=start):
         began, done = time.perf_counter() - run.loader.data_wait, step + 1
         run.progress.at(done, "before the step")
+        if run.graphs is not None and measurements.before_step(step):
+            run.graphs.release()
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")

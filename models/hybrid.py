@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.parallel.collectives import enter_tensor_parallel
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -126,17 +125,13 @@ class HybridModel(nn.Module):
         h_td = self.final_norm(h_td)
         if targets is None:
             return self.head(h_td).unflatten(0, tokens.shape)
-        h_td = enter_tensor_parallel(h_td, self.mesh)
-        head, loss = self.head, self.execution.kernel("loss", head_cross_entropy)
-        return loss(
-            h_td,
-            head.weight,
-            targets.flatten(),
-            head.first,
-            self.mesh,
-            fused=self.execution.compiled,
-            num_targets=num_targets,
-        )
+        function, first = self.execution.kernel("loss", head_cross_entropy), self.head.first
+
+        def loss(x_td: Tensor, weight: Tensor) -> Tensor:
+            fused = self.execution.compiled
+            return function(x_td, weight, targets.flatten(), first, self.mesh, fused=fused, num_targets=num_targets)
+
+        return self.head(h_td, loss=loss)
 
     def new_memory(self, batch: int, max_length: int) -> Memory:
         """For `batch` texts of at most `max_length` tokens each, on the mesh's device."""

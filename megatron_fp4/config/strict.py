@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
 
@@ -26,6 +26,10 @@ def _path_or_paths(value: Any) -> Any:
     return value
 
 
+def _switch(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else value  # as YAML and Hydra read true and false
+
+
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 AtLeastOne = Annotated[Integer, Field(ge=1)]
@@ -35,5 +39,6 @@ NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+AutoSwitch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_switch)]
 PathOrPaths = Annotated[str | list[str], PlainValidator(_path_or_paths)]
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)

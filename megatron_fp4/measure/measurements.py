@@ -68,6 +68,10 @@ class Measurements:
         self._recheck = Recheck(config.precision.recheck_interval, controller.linears, mesh.device)
         self._replay = Replay(config.run.replay_interval, model, mesh, controller)
 
+    def before_step(self, step: int) -> bool:
+        """Whether micro-batches of `step` are computed before it, to be measured: these want memory of their own."""
+        return self._controller.switch.measures(step) or self._replay.due(step)
+
     def gradient_noise(self, step: int, micro_batches: Sequence[MicroBatch]) -> GradientNoise:
         """Measure and record the quantization noise in the gradient of `step`, which may follow. A collective."""
         reshard = self._config.parallel.reshard

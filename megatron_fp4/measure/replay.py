@@ -100,9 +100,13 @@ class Replay:
         self.interval = interval
         self._model, self._mesh, self._controller = model, mesh, controller
 
+    def due(self, step: int) -> bool:
+        """Whether `step` (from 0) is replayed."""
+        return self.interval > 0 and step % self.interval == 0
+
     def before_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> Replayed | None:
         """Compute the first of this rank's micro-batches of `step` (from 0) twice, if the step is due. Collective."""
-        if not self.interval or step % self.interval:
+        if not self.due(step):
             return None
         clock = self._controller.clock
         before = (clock.step, clock.micro_batch)

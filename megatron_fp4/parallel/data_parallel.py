@@ -14,6 +14,7 @@ batch before its backward pass, so that this pass is the same whichever rank com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -35,11 +36,13 @@ def apply_data_parallel(
     fp32_units: list[nn.Module],
     compute_dtype: torch.dtype,
     reshard: bool,
+    ends: Sequence[nn.Module] = (),
 ) -> None:
     """Shard `model` over the data-parallel axis, in place. Gradients of ranks add up.
 
-    units: modules gathered as a whole, in order of execution (the blocks). What belongs to none of them (embedding,
-    final norm, head) is gathered with the model itself.
+    units: modules gathered as a whole, in order of execution (the blocks). ends: those at the model's ends (embedding
+    and head), gathered by themselves too, so that the rest of a step hides their messages, and kept until their
+    backward pass. What belongs to none of them (the final norm) is gathered with the model itself, before all.
     fp32_units: small modules, inside units or not, whose own parameters must never be rounded.
     reshard: free the gathered parameters after the forward pass and gather them again for the backward pass. Alone:
     keep no rounded ones from micro-batch to micro-batch.
@@ -47,7 +50,7 @@ def apply_data_parallel(
     if mesh.dp_size == 1:
         alone(model, Rounding(compute_dtype, kept=not reshard), fp32_units)
     else:
-        shard(model, mesh, units=units, fp32_units=fp32_units, compute_dtype=compute_dtype, reshard=reshard)
+        shard(model, mesh, units=units, fp32_units=fp32_units, compute_dtype=compute_dtype, reshard=reshard, ends=ends)
 
 
 def shard(
@@ -58,22 +61,21 @@ def shard(
     fp32_units: list[nn.Module],
     compute_dtype: torch.dtype,
     reshard: bool,
+    ends: Sequence[nn.Module] = (),
 ) -> None:
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     weights, hooks = WholeWeight.all_of(units), FSDPHooks()
-    for module in units:
+    for module in (*units, *ends, model):
+        freed = reshard and module in units
         with hooks.of(module):
-            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard)
-    with hooks.of(model):
-        fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=freed)
+            assert isinstance(module, FSDPModule)
+            gather_in_fp32(module, fp32_units)
+            shards = mesh.device_mesh["dp"]
+            if module is model and shards.size() > 1:
+                gather_codes(model, units, weights, shards, compute_dtype, reshard)
     model._fsdp_hooks = hooks  # type: ignore[assignment]
-    for module in (*units, model):
-        assert isinstance(module, FSDPModule)
-        gather_in_fp32(module, fp32_units)
-    shards = mesh.device_mesh["dp"]
-    if shards.size() > 1:
-        gather_codes(model, units, weights, shards, compute_dtype, reshard)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -15,15 +15,15 @@ from torch import nn
 
 
 class FSDPHooks:
-    """The hooks that `fully_shard` put on modules. `Module.register_forward_hook` and its like tell nobody whose a hook
-    is, so what is new behind each `fully_shard` is written down."""
+    """The hooks with which FSDP2 gathers and reduces. A module does not know whose a hook is, so what is new behind
+    each `fully_shard` is written down."""
 
     def __init__(self) -> None:
         self._found: list[tuple[nn.Module, dict[str, list[int]]]] = []
 
     @contextmanager
     def of(self, module: nn.Module) -> Iterator[None]:
-        """A context for `fully_shard(module)`."""
+        """A context in which `fully_shard` and what goes with it put their hooks on `module`."""
         before = {name: set(getattr(module, name)) for name in _KINDS}
         yield
         new = {name: [key for key in getattr(module, name) if key not in before[name]] for name in _KINDS}
@@ -42,7 +42,7 @@ class FSDPHooks:
         try:
             yield
         finally:
-            for hooks, as_before in kept:
+            for hooks, as_before in reversed(kept):
                 hooks.clear()
                 hooks.update(as_before)
 

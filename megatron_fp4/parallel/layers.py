@@ -17,6 +17,8 @@ weight is still one quantized tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -124,7 +126,14 @@ class OutputHead(nn.Module):
         self.context = LinearContext(name="head", keeps_rounded=False)
         self.first = mesh.tp_rank * (vocab_size // mesh.tp_size)
 
-    def forward(self, x_td: Tensor, only: Tensor | None = None) -> Tensor:
-        """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp]; only: int64, of these tokens."""
+    def forward(
+        self, x_td: Tensor, only: Tensor | None = None, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """[tokens (local with sequence parallelism), dim] -> [tokens, vocab / tp]; only: int64, of these tokens.
+
+        loss: returns what it makes of all tokens [tokens, dim] and the weight instead, which FSDP has gathered in here.
+        """
         x_td = enter_tensor_parallel(x_td, self.mesh)
+        if loss is not None:
+            return loss(x_td, self.weight)
         return quantized_linear(x_td if only is None else x_td[only], self.weight, self.context)

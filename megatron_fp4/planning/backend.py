@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.backend import OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand, gemm
 from megatron_fp4.precision.packed_weight import CodesOfWeight
 from megatron_fp4.quantization import cuda
@@ -36,6 +36,14 @@ class AllocatingGPU(cuda.NvidiaGPU):
     def multiprocessors(self, device: torch.device) -> int:
         """Some kernels' grids depend on it."""
         return MULTIPROCESSORS
+
+    def overlaps(self, device: torch.device) -> bool:
+        """As an H100 or H200."""
+        return True
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """By themselves: of many made at once, the rest would outlive a fake tensor's mode."""
+        return torch.zeros(2, dtype=torch.int32, device=device)
 
     def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Nothing."""
@@ -103,17 +111,33 @@ class PlanningBackend(EmulatedBackend):
         with cuda.on(_GPU):
             return super().gathered_weight(gathered)
 
-    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    def gemm(
+        self,
+        a: GemmOperand,
+        b: GemmOperand,
+        out_dtype: torch.dtype,
+        total: Tensor | None = None,
+        rows: RowGroups | None = None,
+    ) -> Tensor:
         """Codes become values, as for cuBLAS; then the product is allocated."""
-        assert total is None, "this backend does not add to gradients"
         with cuda.on(_GPU):
-            return gemm(a, b, out_dtype, _allocated)
+            return gemm(a, b, out_dtype, total, rows, scaled_matmul=_allocated)
 
 
-def _allocated(left: Tensor, right: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _allocated(
+    left: Tensor,
+    right: Tensor,
+    alpha: Tensor | None,
+    out_dtype: torch.dtype,
+    total: Tensor | None,
+    rows: RowGroups | None,
+) -> Tensor:
     """As `gemm_cuda.scaled_matmul`: cuBLAS, which reads rows or columns that are in one piece."""
     left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
-    return left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
+    if total is not None:
+        return total
+    size = left.shape[0] if rows is None else left.shape[0] // rows.padded * rows.kept
+    return left.new_empty(size, right.shape[1], dtype=out_dtype)
 
 
 def _on_gpu(make: MakeOperand) -> MakeOperand:

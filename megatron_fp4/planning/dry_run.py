@@ -30,6 +30,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
@@ -45,10 +46,12 @@ class RankMemory:
     """Bytes on one rank (the first, which never has less than another).
 
     parameters, gradients, optimizer: the FP32 shards that live from step to step (gradients: from the reduction to the
-    update). gathered: whole parameters in the compute dtype after a forward pass. quantized_weights: kept from
-    micro-batch to micro-batch. activations: what one micro-batch's forward pass leaves for its backward pass.
-    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with one
-    micro-batch a step, and where each is reduced at once). workspaces: of cuBLAS, which PyTorch allocates for it.
+    update). gathered: whole parameters after a forward pass, in the compute dtype or as they are. quantized_weights:
+    kept from micro-batch to micro-batch, those that were gathered as codes among them; of one data-parallel rank,
+    those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
+    unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
+    one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
+    `gradients`). workspaces: of cuBLAS, which PyTorch allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
@@ -147,7 +150,8 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
             watch.passes.clear()
             clock.micro_batch = 0  # so that what ranks say before the first micro-batch is counted once
             step(1, shown)
-            memory = watch.memory(ledger.peak_bytes, accumulates=accumulates and not mesh.reduce_each)
+            unreduced = accumulates and not mesh.reduce_each and mesh.dp_size > 1
+            memory = watch.memory(ledger.peak_bytes, accumulates=unreduced)
         names = _axis_names(mesh)
         parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
         first, middle, last = {1: [*parts, {}, {}], 2: [parts[0], {}, parts[-1]], 3: parts}[shown]
@@ -246,6 +250,9 @@ class _Watch:
             if context.weight_cache is not None:
                 for operand in context.weight_cache[1:]:
                     yield from (tensor for tensor in operand.tensors() if tensor is not None)
+        for parameter in self.model.parameters():
+            if (gathered := codes_of(parameter)) is not None:
+                yield from (gathered.codes, gathered.scales)
 
     def memory(self, peak: int, accumulates: bool) -> RankMemory:
         """What was seen; the last pass is that of a run's steady state. accumulates: unreduced gradients, over several

@@ -44,6 +44,22 @@ class OperandRequest:
     place: Place | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True)
+class RowGroups:
+    """Rows that come in groups of `padded`, of which the first `kept` count."""
+
+    padded: int
+    kept: int
+
+    def of(self, product: Tensor) -> Tensor:
+        """Of [groups * padded, n] the rows that count, [groups * kept, n], contiguous."""
+        return product.unflatten(0, (-1, self.padded))[:, : self.kept].flatten(0, 1)
+
+    def padded_indices(self, rows: Tensor) -> Tensor:
+        """Where rows that count lie among all."""
+        return rows // self.kept * self.padded + rows % self.kept
+
+
 class BackendOperand(Protocol):
     """One side of a GEMM, the dot product along the last dimension; what it holds is its backend's business."""
 
@@ -137,10 +153,13 @@ class Backend(Protocol):
         """Whether FSDP may gather codes of fprop's weight, which then are dgrad's too; `EmulatedBackend` has what that
         takes: `rows_maxima`, `pack_rows`, `gathered_weight`."""
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    def gemm(
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+    ) -> Tensor:
         """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, rounded once to `out_dtype`.
 
-        total: contiguous [m, n] in `out_dtype`, to add the product to and to return.
+        total: contiguous [m, n] in `out_dtype`, to add the product to and to return. rows: those of a that count; m
+        is their number, what is returned is contiguous.
         """
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:

@@ -169,13 +169,20 @@ def product_rows(product: Tensor, count: int = _ROWS) -> Tensor:
 
 
 def product_errors(
-    product: Tensor, a: BackendOperand, b: BackendOperand, rows: Tensor, *, cancelling: bool = False
+    product: Tensor,
+    a: BackendOperand,
+    b: BackendOperand,
+    rows: Tensor,
+    *,
+    left_rows: Tensor | None = None,
+    cancelling: bool = False,
 ) -> ProductErrors:
     """`rows` of the product a b^T against FP64 on the operands' own values.
 
-    cancelling: the tensors are a run's, and sums may cancel further than those of random numbers.
+    left_rows: of a that these are; None: the same. cancelling: the tensors are a run's, and sums may cancel further
+    than those of random numbers.
     """
-    left, right = a.unpacked()[rows].to(torch.float64), b.unpacked()
+    left, right = a.unpacked()[rows if left_rows is None else left_rows].to(torch.float64), b.unpacked()
     scale = math.prod(1.0 if made.scale is None else made.scale.to(torch.float64) for made in (a, b))
     expected = _in_fp64(left, right) * scale
     if product.shape[1] != expected.shape[1]:

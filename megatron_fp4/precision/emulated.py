@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.backend import OperandRequest, RowGroups
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.packed_weight import (
     CodesOfWeight,
@@ -41,6 +41,7 @@ from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization import cuda, square_blocks, square_blocks_cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
+from megatron_fp4.quantization.fp4_cuda import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 MakeOperand = Callable[[], "GemmOperand"]
 Packing = Callable[[Tensor, Tensor], Packed]
-ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,31 +106,34 @@ class GemmOperand:
         transposed: the dot product runs over tokens.
         """
         values, scale, quantized = self.values, self.scale, self.quantized
-        parts = (values,) if isinstance(values, Tensor) else (values.codes, values.scales)
-        # Packed codes have the tokens first in any case.
-        turned = transposed and isinstance(values, Tensor | BlockScaled)
-        in_one_piece = values.is_contiguous() if isinstance(values, Tensor) else False
-        pending = [gather(part.t() if turned else part) for part in parts]
-        packing = None if isinstance(values, Tensor) else type(values)
-
-        def join() -> GemmOperand:
-            whole = [message.wait().t() if turned else message.wait() for message in pending]
-            if packing is not None:
-                return GemmOperand(packing(*whole), scale, quantized)
-            return GemmOperand(whole[0].contiguous() if in_one_piece else whole[0], scale, quantized)
-
-        return join
+        if isinstance(values, PackedRows | PackedColumns):
+            message, joined = gather(values.message()), values.joined()
+            return lambda: GemmOperand(joined(message.wait()), scale, quantized)
+        if isinstance(values, Tensor):
+            whole, in_one_piece = _gathered(values, gather, transposed), values.is_contiguous()
+            return lambda: GemmOperand(whole().contiguous() if in_one_piece else whole(), scale, quantized)
+        # Other packed codes have the tokens first in any case.
+        turned = transposed and isinstance(values, BlockScaled)
+        packing: Packing = type(values)
+        codes, scales = (_gathered(part, gather, turned) for part in (values.codes, values.scales))
+        return lambda: GemmOperand(packing(codes(), scales()), scale, quantized)
 
     def unpacked(self) -> Tensor:
         """The values as a tensor [rows, k]."""
         return self.values if isinstance(self.values, Tensor) else self.values.values()
 
 
+def _gathered(part: Tensor, gather: Gather, turned: bool) -> Callable[[], Tensor]:
+    """What waits for all ranks' `part`, one behind the other along its first dimension, or `turned` its second."""
+    message = gather(part.t() if turned else part)
+    return lambda: message.wait().t() if turned else message.wait()
+
+
 class EmulatedBackend:
     """Exact arithmetic in PyTorch, or by the fused kernels where these make the same codes."""
 
     name = "emulated"
-    accumulates = False
+    accumulates = True
 
     def demands(self, recipe: Recipe) -> Demands:
         """Whole blocks are enough."""
@@ -170,10 +174,16 @@ class EmulatedBackend:
                 makers[i] = functools.partial(plain, request, i == 1)
         return makers[0], makers[1]
 
-    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    def gemm(
+        self,
+        a: GemmOperand,
+        b: GemmOperand,
+        out_dtype: torch.dtype,
+        total: Tensor | None = None,
+        rows: RowGroups | None = None,
+    ) -> Tensor:
         """a b^T, see `gemm`."""
-        product = gemm(a, b, out_dtype)
-        return product if total is None else total.add_(product)
+        return gemm(a, b, out_dtype, total, rows)
 
     def joins(self, recipe: Recipe) -> bool:
         """All of them."""
@@ -383,25 +393,40 @@ def shared_amax(amax: Tensor, group: ProcessGroup | None) -> Tensor:
     return bits.view(torch.float32)
 
 
-def gemm(a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, scaled_matmul: ScaledMatmul | None = None) -> Tensor:
+def gemm(
+    a: GemmOperand,
+    b: GemmOperand,
+    out_dtype: torch.dtype,
+    total: Tensor | None = None,
+    rows: RowGroups | None = None,
+    *,
+    scaled_matmul: ScaledMatmul | None = None,
+) -> Tensor:
     """a b^T: [m, k] x [n, k] -> [m, n] with FP32 accumulation, the tensor scales applied in FP32 before `out_dtype`.
 
+    total, rows: as `Backend.gemm` has them; on a GPU cuBLAS adds to the one and leaves the other's padding out.
     scaled_matmul: computes `(left right) * alpha` of BF16 values; None: on a GPU cuBLAS, elsewhere FP32.
     """
     if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
-        return matmul_fp8(a.values, b.values, out_dtype)
+        return _added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
     left, right = a.unpacked(), b.unpacked().t()
-    if not a.quantized and not b.quantized and out_dtype == left.dtype:
-        return left @ right
+    plain = not a.quantized and not b.quantized
+    if plain and out_dtype == left.dtype:
+        return _added(left @ right, total, rows)
     # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
     alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
     if (left.is_cuda or scaled_matmul is not None) and left.dtype == right.dtype == torch.bfloat16:
-        if alpha is not None or (a.quantized and b.quantized):
+        if alpha is not None or (a.quantized and b.quantized) or total is not None or rows is not None:
             if scaled_matmul is None:
                 from megatron_fp4.precision import gemm_cuda
 
                 scaled_matmul = gemm_cuda.scaled_matmul
-            return scaled_matmul(left, right, alpha, out_dtype)
+            return scaled_matmul(left, right, alpha, out_dtype, total, rows)
         return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
     product = left.to(torch.float32) @ right.to(torch.float32)
-    return (product if alpha is None else product.mul_(alpha)).to(out_dtype)
+    return _added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
+
+
+def _added(product: Tensor, total: Tensor | None, rows: RowGroups | None) -> Tensor:
+    product = product if rows is None else rows.of(product)
+    return product if total is None else total.add_(product)

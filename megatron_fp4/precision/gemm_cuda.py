@@ -1,12 +1,16 @@
 """GEMMs of BF16 operands on an NVIDIA GPU with a scale that lives on the device, applied in FP32 before rounding.
 
     out = (alpha * (a b)) in BF16 or FP32,    alpha = amax_a * amax_b / (36 * 448^2) for NVFP4
+    total += alpha * (a b) in FP32,           rounded once: the weight gradient of later micro-batches
 
 alpha comes out of the quantizers as a device scalar: reading it on the host would stall the GPU at every GEMM, and
 multiplying it on afterwards costs another pass over the output in FP32. cuBLAS takes it from device memory
 (`CUBLAS_POINTER_MODE_DEVICE`), which PyTorch does not offer, so `cublasGemmEx` is called here through PyTorch's own
 handle: its stream, its workspace, its library. Partial sums are kept in FP32 (PyTorch's default allows BF16 partial
 sums in split-k kernels).
+
+Rows of `a` that are padding in equal groups are left out by a batched GEMM, one matrix a group: what comes out needs no
+copy, and is where the gradient lies.
 
 Where cuBLAS cannot be reached this way, `torch.mm` with FP32 output and one scale-and-round pass do the same
 arithmetic; a warning says so once.
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.quantization.fp4_cuda import scale_and_cast
 
 log = logging.getLogger(__name__)
@@ -35,41 +40,68 @@ _R_32F, _R_16BF = 0, 14
 _COMPUTE_32F, _GEMM_DEFAULT = 68, -1
 
 
-def scaled_matmul(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def scaled_matmul(
+    a: Tensor,
+    b: Tensor,
+    alpha: Tensor | None,
+    out_dtype: torch.dtype,
+    total: Tensor | None = None,
+    rows: RowGroups | None = None,
+) -> Tensor:
     """alpha * (a b): BF16 [m, k] x [k, n] -> [m, n] in `out_dtype` (BF16 or FP32), accumulated in FP32.
 
-    a, b: contiguous along either dimension. alpha: FP32 0-dim on the device; None is 1.
+    a, b: contiguous along either dimension. alpha: FP32 0-dim on the device; None is 1. total: contiguous [m, n] in
+    `out_dtype` to add to and to return. rows: those of a that count; m is their number.
     """
     library = _cublas()
     if library is not None and a.numel() and b.numel():
-        return _gemm_ex(library, a, b, alpha, out_dtype)
+        return _gemm_ex(library, a, b, alpha, out_dtype, total, rows)
     product = torch.mm(a, b, out_dtype=torch.float32)
-    if alpha is None:
-        return product.to(out_dtype)
-    return scale_and_cast(product, alpha, out_dtype)
+    product = product.to(out_dtype) if alpha is None else scale_and_cast(product, alpha, out_dtype)
+    product = product if rows is None else rows.of(product)
+    return product if total is None else total.add_(product)
 
 
-def _gemm_ex(library: ctypes.CDLL, a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def _gemm_ex(
+    library: ctypes.CDLL,
+    a: Tensor,
+    b: Tensor,
+    alpha: Tensor | None,
+    out_dtype: torch.dtype,
+    total: Tensor | None,
+    groups: RowGroups | None,
+) -> Tensor:
     # cuBLAS is column-major: it computes out^T = b^T a^T, and a row-major matrix is its own transpose there.
     (a, op_a, stride_a), (b, op_b, stride_b) = _layout(a), _layout(b)
     (rows, inner), columns = a.shape, b.shape[1]
+    batch = 1 if groups is None else rows // groups.padded
+    rows = rows if groups is None else groups.kept
     device = a.device
     with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-        out = torch.empty(rows, columns, dtype=out_dtype, device=device)
+        out = torch.empty(batch * rows, columns, dtype=out_dtype, device=device) if total is None else total
+        assert out.shape == (batch * rows, columns) and out.is_contiguous() and out.dtype == out_dtype
         one, zero = _constants(device)
+        kind = _R_16BF if out_dtype == torch.bfloat16 else _R_32F
+        factors = (one if alpha is None else alpha).data_ptr(), (zero if total is None else one).data_ptr()
         handle = torch.cuda.current_blas_handle()
         _check(library.cublasSetPointerMode_v2(handle, _POINTER_MODE_DEVICE), "cublasSetPointerMode")
         try:
             # PyTorch sets the math mode itself each time that it takes the handle.
             _check(library.cublasSetMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION), "cublasSetMathMode")
-            status = library.cublasGemmEx(
-                handle, op_b, op_a, columns, rows, inner,
-                (one if alpha is None else alpha).data_ptr(),
-                b.data_ptr(), _R_16BF, stride_b, a.data_ptr(), _R_16BF, stride_a,
-                zero.data_ptr(), out.data_ptr(), _R_16BF if out_dtype == torch.bfloat16 else _R_32F, columns,
-                _COMPUTE_32F, _GEMM_DEFAULT,
-            )  # fmt: skip
-            _check(status, "cublasGemmEx")
+            if groups is None:
+                status = library.cublasGemmEx(
+                    handle, op_b, op_a, columns, rows, inner, factors[0],
+                    b.data_ptr(), _R_16BF, stride_b, a.data_ptr(), _R_16BF, stride_a,
+                    factors[1], out.data_ptr(), kind, columns, _COMPUTE_32F, _GEMM_DEFAULT,
+                )  # fmt: skip
+            else:
+                of_group = groups.padded * (stride_a if op_a == _OP_N else 1)
+                status = library.cublasGemmStridedBatchedEx(
+                    handle, op_b, op_a, columns, rows, inner, factors[0],
+                    b.data_ptr(), _R_16BF, stride_b, 0, a.data_ptr(), _R_16BF, stride_a, of_group,
+                    factors[1], out.data_ptr(), kind, columns, rows * columns, batch, _COMPUTE_32F, _GEMM_DEFAULT,
+                )  # fmt: skip
+            _check(status, "cublasGemmEx" if groups is None else "cublasGemmStridedBatchedEx")
         finally:
             library.cublasSetPointerMode_v2(handle, _POINTER_MODE_HOST)
     return out
@@ -107,6 +139,10 @@ def _cublas() -> ctypes.CDLL | None:
         library.cublasSetPointerMode_v2.argtypes = library.cublasSetMathMode.argtypes = [pointer, number]
         matrix = [pointer, number, number]
         library.cublasGemmEx.argtypes = [pointer, *[number] * 5, pointer, *matrix * 2, pointer, *matrix, number, number]
+        matrices = [*matrix, ctypes.c_longlong]
+        library.cublasGemmStridedBatchedEx.argtypes = [
+            pointer, *[number] * 5, pointer, *matrices * 2, pointer, *matrices, number, number, number
+        ]  # fmt: skip
     except (OSError, AttributeError) as error:
         log.warning("%s cannot be called (%s): GEMMs scale their output in a second pass, equally", name, error)
         return None

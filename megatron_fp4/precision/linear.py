@@ -120,11 +120,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if receive_wgrad is not None and receive_x is not None:
             x_wgrad = receive_x()
             total = call.running_gradient(ctx.weight) if ctx.probed is None else None
-            if total is None:
-                dw = backend.gemm(receive_wgrad(), x_wgrad, torch.float32)
-                dw = gradient_of(call.unpad_rows(dw).contiguous(), call.gradient_spec)
-            else:
-                backend.gemm(receive_wgrad(), x_wgrad, torch.float32, total)
+            made = call.weight_gradient(receive_wgrad(), x_wgrad, total)
+            dw = gradient_of(made, call.gradient_spec) if total is None else None
         if ctx.probed is not None:
             ctx.probed.backward(call.seen(call.whole(grad_outputs[0], "gradient")), dx, dw)
         return dx if scattered is None else scattered.wait(), dw, None, None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest
+from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
@@ -310,8 +310,16 @@ class LinearCall:
         if not self.backend.accumulates or not weight.is_leaf or weight.grad is None:
             return None
         total = local_part(weight.grad)
-        plain = total.dtype == torch.float32 and total.is_contiguous()
-        return total if plain and self.padded_group_rows == self.group_rows else None
+        return total if total.dtype == torch.float32 and total.is_contiguous() else None
+
+    def weight_gradient(self, dy: BackendOperand, x: BackendOperand, total: Tensor | None) -> Tensor:
+        """dy^T x of wgrad's operands, FP32 [out, in] without padding; added to `total` where there is one."""
+        if self.padded_group_rows == self.group_rows:
+            product: Tensor = self.backend.gemm(dy, x, torch.float32, total)
+        else:
+            rows = RowGroups(self.padded_group_rows, self.group_rows)
+            product = self.backend.gemm(dy, x, torch.float32, total, rows)
+        return product
 
     # -------------------------------------------------------------------------------------------------------- padding
 
@@ -341,10 +349,6 @@ class LinearCall:
     def pad_rows(self, w: Tensor) -> Tensor:
         """[out, in] with each group of output features padded."""
         return self._pad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
-
-    def unpad_rows(self, w: Tensor) -> Tensor:
-        """The inverse of `pad_rows`."""
-        return self._unpad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
 
     def _pad_groups(self, y: Tensor) -> Tensor:
         extra = self.padded_group_rows - self.group_rows

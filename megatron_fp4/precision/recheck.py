@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import Backend, OperandRequest
+from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups
 from megatron_fp4.precision.comparison import product_errors
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.selftest import SelfTestError
@@ -182,15 +182,18 @@ class _Watcher:
             self._note(request.place.name, operand_fault(made, source, request, settings["amax_group"]))
         return made
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    def gemm(
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+    ) -> Tensor:
         """The backend's product, compared; which GEMM it is, the left side knows."""
-        product = self.backend.gemm(a, b, out_dtype, total)
+        product = self.backend.gemm(a, b, out_dtype, total, rows)
         name = next((name for made, name in self._left_sides if made is a), None)
         self._left_sides = [(made, name) for made, name in self._left_sides if made is not a]
         if total is None and name is not None and name not in self._seen and (a.quantized or b.quantized):
             size, count = product.shape[0], min(_PRODUCT_ROWS, product.shape[0])
-            rows = (torch.arange(count, device=product.device) * size // count + self.turn) % size
-            self._note(name, product_errors(product, a, b, rows, cancelling=True).fault)
+            chosen = (torch.arange(count, device=product.device) * size // count + self.turn) % size
+            of_left = chosen if rows is None else rows.padded_indices(chosen)
+            self._note(name, product_errors(product, a, b, chosen, left_rows=of_left, cancelling=True).fault)
         return product
 
     def _note(self, what: str, fault: str) -> None:

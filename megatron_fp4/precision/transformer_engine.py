@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import MakeOperand, OperandRequest
+from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
@@ -265,10 +265,14 @@ class TransformerEngineBackend:
         """Its operands are made of whole weights."""
         return False
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    def gemm(
+        self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
+    ) -> Tensor:
         """a b^T: native where both are quantized, an ordinary GEMM where none is (mixtures are refused beforehand)."""
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
-            product = gemm(a, b, out_dtype)
+            return gemm(a, b, out_dtype, total, rows)
+        if rows is not None:
+            product = rows.of(self.gemm(a, b, out_dtype))
             return product if total is None else total.add_(product)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
         # As general_gemm counts: its A is our b, T where the dot product lies along stored rows.

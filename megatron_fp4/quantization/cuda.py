@@ -117,6 +117,9 @@ class Fused(ABC):
 class NvidiaGPU:
     """What the quantizers ask of a device: whether kernels run there, how large it is, and to start them."""
 
+    def __init__(self) -> None:
+        self._zeros: dict[tuple[torch.device, int], list[Tensor]] = {}
+
     def available(self, device: torch.device) -> bool:
         """Whether the fused kernels run on `device`; of a GPU, a warning says once why they do not."""
         return device.type == "cuda" and _available(device)
@@ -128,6 +131,21 @@ class NvidiaGPU:
     def multiprocessors(self, device: torch.device) -> int:
         """How many `device` has."""
         return _multiprocessors(device)
+
+    def overlaps(self, device: torch.device) -> bool:
+        """Whether a kernel can be launched while the one before it still runs (compute capability 9.0)."""
+        return _capability(device) >= (9, 0)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """Two int32 zeros on 16 bytes that nobody else has or gets: of many made at once, for a kernel that fills
+        them takes as long as a small quantizer."""
+        if torch.cuda.is_current_stream_capturing():  # a graph has to make its zeros anew whenever it runs
+            return torch.zeros(2, dtype=torch.int32, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        left = self._zeros.setdefault((device, stream), [])
+        if not left:
+            left.extend(torch.zeros(_ZEROS, 4, dtype=torch.int32, device=device)[:, :2].unbind())
+        return left.pop()
 
     def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Start a kernel as `launch` describes it."""
@@ -191,11 +209,14 @@ _UNSPECIALIZED: dict[str, tuple[torch.dtype | int | None, ...]] = {
     "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6), _I32, _I32),
     "triton_fp4.quantize_columns_kernel": (None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3)),
     "triton_fp4.quantize_rows_kernel": (None, _I32, _I16, _F32, _F32, _I32, *([1] * 3)),
-    "triton_fp4.unpack_kernel": (_I32, _I16, _I32, *([1] * 2)),
+    "triton_fp4.unpack_kernel": (_I32, _I16, _I32, *([1] * 4)),
     "triton_square_blocks.maxima_kernel": (None, _F32, *([1] * 7)),
     "triton_square_blocks.quantize_kernel": (None, _F32, _F32, _U8, _U8, *([1] * 7)),
-    "triton_square_blocks.unpack_kernel": (_U8, _U8, _I32, *([1] * 2)),
+    "triton_square_blocks.unpack_kernel": (_U8, _U8, _I32, *([1] * 4)),
 }
+
+_WARPS = {"triton_fp4.quantize_rows_kernel": 2}  # others have 4
+_ZEROS = 512  # pairs at once
 
 
 @functools.cache
@@ -204,6 +225,11 @@ def _available(device: torch.device) -> bool:
     if reason is not None:
         log.warning("%s: quantization runs in plain PyTorch, with the same numbers but slowly: %s", device, reason)
     return reason is None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
@@ -224,7 +250,8 @@ def _compiled(
     names = list(inspect.signature(jitted.fn).parameters)[len(types) :]
     assert named.keys() == set(names), f"{kernel} has the constants {names}, not {list(named)}"
     values = tuple(named[name] for name in names)
-    return jitted.warmup(*types, *values, grid=(1,), num_warps=4, enable_fp_fusion=False), values
+    options = {"num_warps": _WARPS.get(kernel, 4), "enable_fp_fusion": False, "launch_pdl": named.get("OVERLAP", False)}
+    return jitted.warmup(*types, *values, grid=(1,), **options), values
 
 
 def _kernel(kernel: str) -> Any:

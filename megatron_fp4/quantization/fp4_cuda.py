@@ -7,38 +7,58 @@ The numbers are those of `quantize_nvfp4` and `quantize_mxfp4` on a CPU, bit for
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.code_buffers import message_of, new_pair, split_messages
 from megatron_fp4.quantization.cuda import Fused, Side, launch
 from megatron_fp4.quantization.hadamard import fixed_signs
 from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
-from megatron_fp4.quantization.square_blocks_cuda import unpack_rows
+from megatron_fp4.quantization.square_blocks_cuda import unpack_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _GOLDEN = 0x9E3779B9
-_FORMAT_OF_BLOCK = {block: name for name, block in BLOCKS.items()}
 
 # Sizes of programs, found on an H200: columns side by side, programs per multiprocessor, tiles of rows per program.
-_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_ROWS_COLUMNS = 512, 512, 256
+_MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _UNPACK_COLUMNS = 512, 1024, 512, 1024
+_QUANTIZE_ROWS_COLUMNS = {16: 256, 32: 128}  # by the block, of which a thread has all rows
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
+_ROWS = 8  # of a tile of blocks of one row
+
+
+class _Packed:
+    """What operands as 4-bit codes share: those of all tokens from the ranks' slices of them."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def message(self) -> Tensor:
+        """uint8 [1, bytes]: what other ranks need of this slice."""
+        return message_of(self.codes, self.scales)
+
+    def joined(self) -> Callable[[Tensor], Any]:
+        """What makes the ranks' messages, uint8 [ranks, bytes], the operand of all tokens."""
+        codes, scales = ((part.shape, part.dtype) for part in (self.codes, self.scales))
+        packing = type(self)
+        return lambda messages: packing(*split_messages(messages, codes, scales))  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedRows(_Packed):
     """The operand along the columns of a tensor [rows, columns] as 4-bit codes.
 
-    codes: uint8 [rows, columns / 2], the even column in the low nibble; scales: uint8 [rows, columns / block].
+    codes: uint8 [rows, columns / 2], the even column in the low nibble; scales: uint8 [rows, columns / block]. Or of
+    several ranks, [ranks, rows / ranks, ...], each rank's in one piece.
     """
 
     codes: Tensor
@@ -46,15 +66,16 @@ class PackedRows:
 
     def values(self) -> Tensor:
         """BF16 [rows, k = columns]: `code * block scale`."""
-        rows, block = self.codes.shape[0], self.codes.shape[1] * 2 // self.scales.shape[1]
-        return unpack_rows(self.codes, self.scales, RowBlocks(_FORMAT_OF_BLOCK[block], rows, rows, 0, rows))
+        several = self.codes.dim() == 3
+        return unpack_parts(*(part if several else part[None] for part in (self.codes, self.scales)))
 
 
 @dataclass(frozen=True)
-class PackedColumns:
+class PackedColumns(_Packed):
     """The operand along the rows of a tensor [rows, columns] as 4-bit codes, in the kernels' order (`triton_fp4.py`).
 
-    codes: int32 [rows / block, block / 4, columns / 2]; scales: int16 [rows / block, columns / 2].
+    codes: int32 [rows / block, block / 4, columns / 2]; scales: int16 [rows / block, columns / 2]. Or of several ranks
+    [ranks, rows / ranks / block, ...], each rank's in one piece.
     """
 
     codes: Tensor
@@ -67,24 +88,27 @@ class PackedColumns:
         A half of a word is four rows' codes of one column, and the even column is the low half: as int16 in memory,
         [rows / 4, columns] to be transposed.
         """
-        codes = self.codes.view(torch.int16).flatten(0, 1).t().contiguous().view(torch.uint8)
-        return codes, self.scales.view(torch.uint8).t()
+        codes = self.codes.view(torch.int16).flatten(0, -2).t().contiguous().view(torch.uint8)
+        return codes, self.scales.view(torch.uint8).flatten(0, -2).t()
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, columns) of the tensor that the codes stand for."""
-        tiles, quarters, width = self.codes.shape
-        return tiles * quarters * 4, width * 2
+        *tiles, quarters, width = self.codes.shape
+        return math.prod(tiles) * quarters * 4, width * 2
 
     def values(self) -> Tensor:
         """BF16 [columns, k = rows]: `code * block scale`."""
+        several = self.codes.dim() == 4
+        codes, scales = (part if several else part[None] for part in (self.codes, self.scales))
         rows, columns = self.shape
-        block = self.codes.shape[1] * 4
-        groups = _QUANTIZE_ROWS_COLUMNS // block
-        values = torch.empty(rows, columns, dtype=torch.bfloat16, device=self.codes.device)
+        block = codes.shape[2] * 4
+        groups = _UNPACK_COLUMNS // block
+        values = torch.empty(rows, columns, dtype=torch.bfloat16, device=codes.device)
         grid = (-(-columns // block // groups) * (rows // block),)
-        arguments = (self.codes, self.scales, values, rows, columns // block)
-        launch("triton_fp4.unpack_kernel", grid, arguments, {"BLOCK": block, "GROUPS": groups})
+        sizes = (columns // block, codes.shape[1], codes.stride(0), scales.stride(0))
+        constants = {"BLOCK": block, "GROUPS": groups, "OVERLAP": cuda.gpu.overlaps(values.device)}
+        launch("triton_fp4.unpack_kernel", grid, (codes, scales, values, *sizes), constants)
         return values.t()
 
 
@@ -133,7 +157,7 @@ class FusedFP4(Fused):
     def _measure(self, columns_key: RoundingKey | None, rows_key: RoundingKey | None) -> None:
         stochastic = columns_key is not None or rows_key is not None
         if self._scaled:
-            self._amax = torch.zeros(2, dtype=torch.int32, device=self.x.device)
+            self._amax = cuda.gpu.zeros(self.x.device)
         elif not stochastic:
             return
         if stochastic:
@@ -161,6 +185,7 @@ class FusedFP4(Fused):
                 "DEVICE_KEY_1": on_device[1] is not None,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -177,15 +202,17 @@ class FusedFP4(Fused):
         [rows, columns / block], both uint8.
         """
         rows, columns = self.x.shape
-        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=self.x.device)
-        scales = torch.empty(rows, columns // self.block, dtype=torch.uint8, device=self.x.device)
+        sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // self.block), torch.uint8)
+        codes, scales = new_pair(*sizes, self.x.device)
         self._quantize_columns(self.x, codes, scales, packed=True)
         return codes, scales
 
     def _quantize_columns(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.columns is not None
         decode = self._or_x(self.columns_scale)
-        grid, tiles = self._grid(groups := _QUANTIZE_COLUMNS // self.block)
+        square = self.columns.block[0] > 1
+        groups = (_QUANTIZE_SQUARES if square else _QUANTIZE_COLUMNS) // self.block
+        grid, tiles = self._grid(groups, rows := self.block if square else _ROWS)
         launch(
             "triton_fp4.quantize_columns_kernel",
             grid,
@@ -193,10 +220,12 @@ class FusedFP4(Fused):
             {
                 "BLOCK": self.block,
                 "BLOCK_ROWS": self.columns.block[0],
+                "ROWS": rows,
                 "STOCHASTIC": self.columns.key is not None,
                 "PACKED": packed,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -211,8 +240,7 @@ class FusedFP4(Fused):
     def packed_rows(self) -> PackedColumns:
         """The operand along the rows as 4-bit codes."""
         tiles, width, device = self.x.shape[0] // self.block, self.x.shape[1] // 2, self.x.device
-        codes = torch.empty(tiles, self.block // 4, width, dtype=torch.int32, device=device)
-        scales = torch.empty(tiles, width, dtype=torch.int16, device=device)
+        codes, scales = new_pair(((tiles, self.block // 4, width), torch.int32), ((tiles, width), torch.int16), device)
         self._quantize_rows(codes, scales, packed=True)
         return PackedColumns(codes, scales)
 
@@ -222,7 +250,7 @@ class FusedFP4(Fused):
 
     def _quantize_rows(self, out: Tensor, scales: Tensor, packed: bool) -> None:
         assert self.rows is not None
-        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS // self.block)
+        grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS[self.block] // self.block, self.block)
         launch(
             "triton_fp4.quantize_rows_kernel",
             grid,
@@ -234,15 +262,16 @@ class FusedFP4(Fused):
                 **self._transform,
                 "FP32": self._fp32,
                 "GROUPS": groups,
+                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
     def _or_x(self, scale: Tensor | None) -> Tensor:
         return self.x if scale is None else scale
 
-    def _grid(self, groups: int) -> tuple[tuple[int], int]:
-        """The grid of a quantizing kernel, and how many tiles of rows each program does."""
-        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // self.block
+    def _grid(self, groups: int, rows: int) -> tuple[tuple[int], int]:
+        """The grid of a quantizing kernel, and how many tiles of `rows` rows each program does."""
+        column_programs, row_tiles = -(-self.size[1] // groups), self.size[0] // rows
         programs = _QUANTIZE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device)
         tiles = max(1, min(_MAX_TILES, row_tiles * column_programs // programs))
         return (column_programs * -(-row_tiles // tiles),), tiles

@@ -64,13 +64,31 @@ def unpack_rows(codes: Tensor, scales: Tensor, blocks: RowBlocks) -> Tensor:
     """`square_blocks.unpack_rows` of contiguous codes and scales."""
     if not cuda.gpu.available(codes.device):
         return square_blocks.unpack_rows(codes, scales, blocks)
-    (rows, width), groups = codes.shape, _UNPACK_COLUMNS // blocks.block
-    num_groups, pairs = rows // blocks.group_rows, blocks.padded_group_rows * width
-    padded = num_groups * blocks.padded_group_rows
-    values = torch.empty(padded, 2 * width, dtype=torch.bfloat16, device=codes.device)
+    groups = (codes.shape[0] // blocks.group_rows, blocks.group_rows, -1)
+    return _unpacked(codes.view(groups), scales.view(groups), blocks.padded_group_rows, blocks.block)
+
+
+def unpack_parts(codes: Tensor, scales: Tensor) -> Tensor:
+    """BF16 `code * scale` [parts x rows, columns] of codes [parts, rows, columns / 2] and scales [parts, rows,
+    columns / block] as in `square_blocks.py`, each part in one piece; blocks may be of single rows."""
+    parts, rows, width = codes.shape
+    block = 2 * width // scales.shape[2]
+    if cuda.gpu.available(codes.device):
+        return _unpacked(codes, scales, rows, block)
+    form = next(name for name, size in square_blocks.BLOCKS.items() if size == block)
+    whole = RowBlocks(form, parts * rows, parts * rows, 0, parts * rows)
+    return square_blocks.unpack_rows(codes.flatten(0, 1), scales.flatten(0, 1), whole)
+
+
+def _unpacked(codes: Tensor, scales: Tensor, padded_rows: int, block: int) -> Tensor:
+    """codes, scales: [groups, rows, ...], a group in one piece; padded_rows: of a group in what is returned."""
+    (num_groups, rows, width), per_program = codes.shape, _UNPACK_COLUMNS // block
+    pairs = padded_rows * width
+    values = torch.empty(num_groups * padded_rows, 2 * width, dtype=torch.bfloat16, device=codes.device)
     grid = (-(-pairs // (_UNPACK_COLUMNS // 2)), num_groups)
-    arguments = (codes, scales, values, blocks.group_rows * width, pairs)
-    launch("triton_square_blocks.unpack_kernel", grid, arguments, {"BLOCK": blocks.block, "GROUPS": groups})
+    sizes = (rows * 2 * width // block, 2 * pairs // block, codes.stride(0) * 2 // block, scales.stride(0))
+    arguments = (codes, scales, values, *sizes)
+    launch("triton_square_blocks.unpack_kernel", grid, arguments, {"BLOCK": block, "GROUPS": per_program})
     return values
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 GOLDEN = tl.constexpr(0x9E3779B9)
 MIX_A = tl.constexpr(0x7FEB352D)
 MIX_B = tl.constexpr(0x846CA68B)
-# Pairs of BF16: twice 6, 1 and 2^-126.
+# Pairs of BF16: twice 6, 1, 2^-126 and 2^126.
 SIXES = tl.constexpr(0x40C040C0)
 ONES = tl.constexpr(0x3F803F80)
 SMALLEST_PAIR = tl.constexpr(0x00800080)
+LARGEST_POWERS = tl.constexpr(0x7E807E80)
 
 
 # Tiles and pairs.
@@ -28,12 +30,30 @@ def as_long(tile):
 
 
 @triton.jit
-def load_tile(x_ptr, tile, offsets, mask, width, BLOCK: tl.constexpr, FP32: tl.constexpr):
-    """A tuple of BLOCK rows of pairs; FP32 input (loaded as 64-bit pairs) is rounded to BF16 first."""
-    x_ptr += as_long(tile) * BLOCK * width
+def start_in_order(OVERLAP: tl.constexpr):
+    """Wait for the kernels before this one to end, and let the next one be launched while this one ends.
+
+    OVERLAP: launched by CUDA's programmatic dependent launch, before the kernel before it ended.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def tiles_of_program(all_tiles, tiles, program):
+    """The first tile of a program and how many it has, `tiles` at most, programs counted from the end."""
+    last = all_tiles - program * tiles
+    count = tl.minimum(tiles, last)
+    return last - count, count
+
+
+@triton.jit
+def load_tile(x_ptr, offsets, width, ROWS: tl.constexpr, FP32: tl.constexpr):
+    """A tuple of ROWS rows of pairs; FP32 input (loaded as 64-bit pairs) is rounded to BF16 first."""
     rows = ()
-    for r in tl.static_range(BLOCK):
-        both = tl.load(x_ptr + r * as_long(width) + offsets, mask, 0)
+    for r in tl.static_range(ROWS):
+        both = tl.load(x_ptr + (r * width + offsets))
         if FP32:
             low = both.to(tl.int32).to(tl.float32, bitcast=True)
             high = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -109,9 +129,16 @@ def odd_of(pair):
 
 
 @triton.jit
-def signed_values(even, odd, limit, sign_pair):
-    """Magnitudes that are exact in BF16, up to `limit`, under the signs of another pair."""
-    return (min_pair(pack(even, odd), limit) & 0x7FFF7FFF) | (sign_pair & -2147450880)
+def signed_values(grid_even, grid_odd, scales, sign_pair):
+    """Two magnitudes on the grid (6 at most counts) times a pair of scales, under the signs of another pair."""
+    # Neither magnitudes nor the NaN that FP32 arithmetic makes have a sign.
+    return times_pair(min_pair(pack(grid_even, grid_odd), SIXES) | (sign_pair & -2147450880), scales)
+
+
+@triton.jit
+def largest_of(pair):
+    """The larger magnitude of a pair of magnitudes, in FP32."""
+    return nan_max(even_of(pair), odd_of(pair))
 
 
 # Scales and grids.
@@ -173,11 +200,15 @@ def grid_nearest(magnitude):
 
 @triton.jit
 def grid_stochastic(magnitude, draw):
-    """`round_e2m1_stochastic` of magnitudes; draw: u * 2^-125, from `draws`."""
-    binade = binade_of(magnitude)
-    # The spacing is half a binade: times u, it is the draw times 2^124 binades.
-    raised = tl.fma(draw, binade * 2.1267647932558654e37, magnitude)
-    return tl.fma(binade, -4194304.0, fma_down(binade, 4194304.0, raised))
+    """`round_e2m1_stochastic` of magnitudes; draw: u * 2^-125, from `draws`.
+
+    The spacing is half a binade: times u, it is the draw times 2^124 binades. Of 16 and more (only under a scale of
+    zero: a block's largest is 12 at most) that is negative as an integer: they are rounded as if they were below 2.
+    """
+    bits = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000) + 0x3E000000
+    binade = tl.maximum(bits, 0x7D800000).to(tl.float32, bitcast=True)
+    raised = tl.fma(draw, binade, magnitude)
+    return tl.fma(binade, -1.9721522630525295e-31, fma_down(binade, 1.9721522630525295e-31, raised))
 
 
 @triton.jit
@@ -210,31 +241,52 @@ def position_hash(start, position):
 
 
 @triton.jit
-def pair_of_codes(grid_even, grid_odd, sign_pair):
-    """E2M1 codes of two magnitudes on the grid (6 at most counts) with the signs of a pair: bits 6-9 and 22-25."""
+def pair_of_codes(grid_even, grid_odd):
+    """E2M1 codes of two magnitudes on the grid (6 at most counts): bits 6-8 and 22-24."""
     # Times 2^-126, exponents and subnormals of BF16 are those of E2M1.
-    codes = fma_pair(min_pair(pack(grid_even, grid_odd), SIXES), SMALLEST_PAIR, 0)
-    # A zero that comes in as -0 has no sign: -0 + 0 is +0.
-    return codes | ((fma_pair(sign_pair, ONES, 0) >> 6) & 0x02000200)
+    return times_pair(min_pair(pack(grid_even, grid_odd), SIXES), SMALLEST_PAIR)
 
 
 @triton.jit
-def code_value(code):
-    """FP32 value of the E2M1 code in the lowest four bits."""
-    magnitude = ((code & 7) << 22).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    return (magnitude.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+def signs_of_codes(pair):
+    """A pair whose signs are those of the codes of `pair`: a zero that comes in as -0 has none, for -0 + 0 is +0."""
+    return fma_pair(pair, ONES, 0)
 
 
 @triton.jit
-def word_of_codes(first, second, third, fourth):
-    """The codes of four rows, from `pair_of_codes`, in one word: nibbles of a half are rows, halves the columns."""
-    return (first >> 6) | (second >> 2) | (third << 2) | (fourth << 6)
+def byte_of_codes(codes, signs):
+    """The two codes of one row in one byte: the even column in the low nibble."""
+    magnitudes = ((codes >> 6) & 0x7) | ((codes >> 18) & 0x70)
+    return magnitudes | ((signs >> 12) & 0x8) | ((signs >> 24) & 0x80)
 
 
 @triton.jit
-def byte_of_codes(codes):
-    """The two codes of one row, from `pair_of_codes`, in one byte: the even column in the low nibble."""
-    return ((codes >> 6) & 0xF) | ((codes >> 18) & 0xF0)
+def word_of_codes(codes_0, codes_1, codes_2, codes_3, signs_0, signs_1, signs_2, signs_3):
+    """The codes of four rows in one word: nibbles of a half are rows, halves the columns."""
+    low = add_shifted(codes_0, codes_1)
+    high = add_shifted(codes_2, codes_3)
+    # A byte of ones or zeros for every sign: rows 0 and 2, and 1 and 3, whose nibbles lie above.
+    signs = (sign_bytes(signs_0, signs_2) & 0x0F0F0F0F) | (sign_bytes(signs_1, signs_3) & -252645136)
+    return ((low >> 6) + high * 4) | (signs & -2004318072)
+
+
+@triton.jit
+def values_of_byte(byte, scales):
+    """A pair of values: the codes of `byte_of_codes`, times a pair of scales."""
+    magnitudes = times_pair(((byte & 0x7) << 6) | ((byte & 0x70) << 18), LARGEST_POWERS)
+    return times_pair(magnitudes | ((byte & 0x8) << 12) | ((byte & 0x80) << 24), scales)
+
+
+@triton.jit
+def values_of_codes(word, row: tl.constexpr, scales):
+    """A pair of values: the codes of row 0 to 3 of a word, times a pair of scales."""
+    if row < 2:
+        magnitudes = word << (6 - 4 * row)
+    else:
+        magnitudes = word >> (4 * row - 6)
+    # Exponents and subnormals of E2M1 are those of BF16, times 2^-126.
+    magnitudes = times_pair(magnitudes & 0x01C001C0, LARGEST_POWERS)
+    return times_pair(magnitudes | ((word << (12 - 4 * row)) & -2147450880), scales)
 
 
 @triton.jit
@@ -326,6 +378,36 @@ def low_half(x):
 def high_half(x):
     """Bits 16-31 as bits 8-23."""
     return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x4324;", "=f,r", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def times_pair(a, b):
+    """a * b of each of two BF16, with subnormals."""
+    return fma_pair(a, b, -2147450880)  # plus -0
+
+
+@triton.jit
+def add_shifted(a, b):
+    """a + 16 * b, not by the unit that shifts, which has most to do here."""
+    return tl.inline_asm_elementwise("mad.lo.s32 $0, $1, 16, $2;", "=r,r,r", [b, a], tl.int32, True, 1)
+
+
+@triton.jit
+def sign_bytes(a, b):
+    """Of two pairs, a byte of ones where there is a sign, else of zeros: a's even, b's even, a's odd, b's odd."""
+    return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0xFBD9;", "=r,r,r", [a, b], tl.int32, True, 1)
+
+
+@triton.jit
+def abs_pair(a):
+    """|a| of each of two BF16."""
+    return tl.inline_asm_elementwise("abs.bf16x2 $0, $1;", "=r,r", [a], tl.int32, True, 1)
+
+
+@triton.jit
+def max_pair(a, b):
+    """The larger of each of two BF16; NaN if either is."""
+    return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit

@@ -51,18 +51,20 @@ import triton
 import triton.language as tl
 
 from megatron_fp4.quantization.triton_arithmetic import (
+    abs_pair,
     as_long,
     block_scale,
     butterflies,
     byte_of_codes,
-    code_value,
     draws,
     even_of,
     grid_nearest,
     grid_stochastic,
     hadamard_tile,
+    largest_of,
     load_tile,
     magnitude,
+    max_pair,
     nan_max,
     odd_of,
     pack,
@@ -72,7 +74,11 @@ from megatron_fp4.quantization.triton_arithmetic import (
     scale_byte,
     scale_from_byte,
     signed_values,
+    signs_of_codes,
+    start_in_order,
     tensor_scale,
+    tiles_of_program,
+    values_of_codes,
     word_of_codes,
 )
 
@@ -103,7 +109,9 @@ def measure_kernel(
     DEVICE_KEY_1: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_in_order(OVERLAP)
     if DEVICE_KEY_0:
         start_row_0 += tl.load(key_0_ptr)
         start_column_0 += tl.load(key_0_ptr + 1)
@@ -112,22 +120,22 @@ def measure_kernel(
         start_row_1 += tl.load(key_1_ptr + 1)
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
-    group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.minimum(tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
-    plain = tl.zeros([GROUPS, PAIRS], tl.float32)
+    plain = tl.zeros([GROUPS, PAIRS], tl.int32)
     transformed = tl.zeros([GROUPS, PAIRS], tl.float32)
     for tile in range(tl.program_id(1), num_rows // BLOCK, tl.num_programs(1)):
         if AMAX:
-            pairs = load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
-            even = ()
-            odd = ()
+            pairs = load_tile(x_ptr + as_long(tile) * BLOCK * width, offsets, width, BLOCK, FP32)
             for r in tl.static_range(BLOCK):
-                even += (even_of(pairs[r]),)
-                odd += (odd_of(pairs[r]),)
-                plain = nan_max(plain, nan_max(tl.abs(even[r]), tl.abs(odd[r])))
+                plain = max_pair(plain, abs_pair(pairs[r]))
             if HADAMARD:
+                even = ()
+                odd = ()
+                for r in tl.static_range(BLOCK):
+                    even += (even_of(pairs[r]),)
+                    odd += (odd_of(pairs[r]),)
                 even = butterflies(even, BLOCK, SIGNS, FACTOR)
                 odd = butterflies(odd, BLOCK, SIGNS, FACTOR)
                 for r in tl.static_range(BLOCK):
@@ -142,15 +150,15 @@ def measure_kernel(
                 tl.store(hash_ptr + num_rows + width + pairs_of_rows, position_hash(start_row_1, pairs_of_rows))
     if HASH_0:
         if tl.program_id(1) == 0:
-            tl.store(hash_ptr + num_rows + offsets, position_hash(start_column_0, offsets), mask)
+            tl.store(hash_ptr + num_rows + offsets, position_hash(start_column_0, offsets))
     if HASH_1:
         if tl.program_id(1) == 0:
             columns_ptr = hash_ptr + num_rows + width + num_rows // 2 + offsets
-            tl.store(columns_ptr, position_hash(start_column_1, 2 * offsets), mask)
-            tl.store(columns_ptr + width, position_hash(start_column_1, 2 * offsets + 1), mask)
+            tl.store(columns_ptr, position_hash(start_column_1, 2 * offsets))
+            tl.store(columns_ptr + width, position_hash(start_column_1, 2 * offsets + 1))
     if AMAX:
         # Bits of non-negative floats compare as integers do, and NaN above infinity.
-        tl.atomic_max(amax_ptr, tl.max(tl.max(plain.to(tl.int32, bitcast=True), 1), 0))
+        tl.atomic_max(amax_ptr, tl.max(tl.max(largest_of(plain).to(tl.int32, bitcast=True), 1), 0))
         if HADAMARD:
             # Rounding is monotone: the largest rounded magnitude is the rounded largest magnitude.
             transformed = even_of(round_pair(transformed, transformed))
@@ -168,63 +176,60 @@ def quantize_columns_kernel(
     hash_ptr,  # from measure_kernel
     num_rows,
     num_groups,
-    tiles,  # of BLOCK rows that one program does
+    tiles,  # of ROWS rows that one program does
     BLOCK: tl.constexpr,  # 16: NVFP4, 32: MXFP4
     BLOCK_ROWS: tl.constexpr,  # 1 or BLOCK
+    ROWS: tl.constexpr,  # of a tile; BLOCK where a block has as many
     STOCHASTIC: tl.constexpr,
     PACKED: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_in_order(OVERLAP)
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     # From the end backwards: the last rows that measure_kernel read are still in the cache.
     across = tl.cdiv(num_groups, GROUPS)
-    group = (across - 1 - tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
-    last = num_rows // BLOCK - (tl.program_id(0) // across) * tiles
+    group = tl.minimum((across - 1 - tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)
+    first, count = tiles_of_program(num_rows // ROWS, tiles, tl.program_id(0) // across)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
     sixth, inverse = tensor_scale(amax_ptr, decode_ptr, BLOCK)
     if STOCHASTIC:
-        hash_columns = tl.load(hash_ptr + num_rows + offsets, mask, 0)
-    for step in range(0, tl.minimum(tiles, last)):
-        tile = last - 1 - step
-        pairs = load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
-        if PACKED:
-            out_ptr = codes_ptr + as_long(tile) * BLOCK * width
-            out_scales_ptr = scales_ptr + as_long(tile) * BLOCK * num_groups
-        else:
-            out_ptr = values_ptr + as_long(tile) * BLOCK * width
-        largest = tl.zeros([GROUPS], tl.float32)
+        hash_columns = tl.load(hash_ptr + num_rows + offsets)
+    x_ptr += as_long(first) * ROWS * width
+    out_ptr = (codes_ptr if PACKED else values_ptr) + as_long(first) * ROWS * width
+    scales_ptr += as_long(first) * ROWS * num_groups
+    for step in range(0, count):
+        tile = count - 1 - step
+        here = tile * ROWS * width + offsets
+        pairs = load_tile(x_ptr, here, width, ROWS, FP32)
         if BLOCK_ROWS > 1:
-            for r in tl.static_range(BLOCK):
-                of_row = nan_max(magnitude(even_of(pairs[r])), tl.abs(odd_of(pairs[r])))
-                largest = nan_max(largest, tl.reduce(of_row, 1, nan_max))
-        for r in tl.static_range(BLOCK):
-            even = magnitude(even_of(pairs[r]))
-            odd = tl.abs(odd_of(pairs[r]))
+            largest = abs_pair(pairs[0])
+            for r in tl.static_range(1, ROWS):
+                largest = max_pair(largest, abs_pair(pairs[r]))
+            largest = tl.reduce(largest, 1, max_pair)
+            scale, encode = block_scale(largest_of(largest), sixth, inverse, BLOCK)
+        for r in tl.static_range(ROWS):
             if BLOCK_ROWS == 1:
-                largest = tl.reduce(nan_max(even, odd), 1, nan_max)
-            scale, encode = block_scale(largest, sixth, inverse, BLOCK)
-            if PACKED:
-                byte = scale_byte(scale, BLOCK).to(tl.uint8)
-                tl.store(out_scales_ptr + r * as_long(num_groups) + group, byte, group < num_groups)
-            limit = pack(6.0 * scale, 6.0 * scale)[:, None]
-            scale = scale[:, None]
-            encode = encode[:, None]
+                largest = tl.reduce(abs_pair(pairs[r]), 1, max_pair)
+                scale, encode = block_scale(largest_of(largest), sixth, inverse, BLOCK)
+            even = magnitude(even_of(pairs[r])) * encode[:, None]
+            odd = tl.abs(odd_of(pairs[r])) * encode[:, None]
             if STOCHASTIC:
-                draw_even, draw_odd = draws(tl.load(hash_ptr + tile * BLOCK + r) ^ hash_columns)
-                even = grid_stochastic(even * encode, draw_even)
-                odd = grid_stochastic(odd * encode, draw_odd)
+                draw_even, draw_odd = draws(tl.load(hash_ptr + (first + tile) * ROWS + r) ^ hash_columns)
+                even = grid_stochastic(even, draw_even)
+                odd = grid_stochastic(odd, draw_odd)
             else:
-                even = grid_nearest(even * encode)
-                odd = grid_nearest(odd * encode)
+                even = grid_nearest(even)
+                odd = grid_nearest(odd)
             if PACKED:
-                out = byte_of_codes(pair_of_codes(even, odd, pairs[r])).to(tl.uint8)
+                tl.store(scales_ptr + ((tile * ROWS + r) * num_groups + group), scale_byte(scale, BLOCK).to(tl.uint8))
+                out = byte_of_codes(pair_of_codes(even, odd), signs_of_codes(pairs[r])).to(tl.uint8)
             else:
-                out = signed_values(even * scale, odd * scale, limit, pairs[r])
-            tl.store(out_ptr + r * as_long(width) + offsets, out, mask)
+                out = signed_values(even, odd, pack(scale, scale)[:, None], pairs[r])
+            tl.store(out_ptr + (r * width + here), out)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "tiles"])
@@ -246,47 +251,48 @@ def quantize_rows_kernel(
     FACTOR: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_in_order(OVERLAP)
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
-    group = (across - 1 - tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
-    last = num_rows // BLOCK - (tl.program_id(0) // across) * tiles
+    group = tl.minimum((across - 1 - tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)
+    first, count = tiles_of_program(num_rows // BLOCK, tiles, tl.program_id(0) // across)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
     sixth, inverse = tensor_scale(amax_ptr + (1 if HADAMARD else 0), decode_ptr, BLOCK)
     if STOCHASTIC:
         hash_ptr += num_rows + width
-        hash_even = tl.load(hash_ptr + num_rows // 2 + offsets, mask, 0)
-        hash_odd = tl.load(hash_ptr + num_rows // 2 + width + offsets, mask, 0)
-    for step in range(0, tl.minimum(tiles, last)):
-        tile = last - 1 - step
-        pairs = load_tile(x_ptr, tile, offsets, mask, width, BLOCK, FP32)
+        hash_even = tl.load(hash_ptr + num_rows // 2 + offsets)
+        hash_odd = tl.load(hash_ptr + num_rows // 2 + width + offsets)
+    x_ptr += as_long(first) * BLOCK * width
+    values_ptr += as_long(first) * (BLOCK // 4 if PACKED else BLOCK) * width
+    scales_ptr += as_long(first) * width
+    for step in range(0, count):
+        tile = count - 1 - step
+        pairs = load_tile(x_ptr, tile * BLOCK * width + offsets, width, BLOCK, FP32)
         if HADAMARD:
             pairs = hadamard_tile(pairs, BLOCK, SIGNS, FACTOR)
-        largest_even = tl.zeros([GROUPS, PAIRS], tl.float32)
-        largest_odd = tl.zeros([GROUPS, PAIRS], tl.float32)
-        for r in tl.static_range(BLOCK):
-            largest_even = nan_max(largest_even, magnitude(even_of(pairs[r])))
-            largest_odd = nan_max(largest_odd, tl.abs(odd_of(pairs[r])))
-        scale_even, encode_even = block_scale(largest_even, sixth, inverse, BLOCK)
-        scale_odd, encode_odd = block_scale(largest_odd, sixth, inverse, BLOCK)
+        largest = abs_pair(pairs[0])
+        for r in tl.static_range(1, BLOCK):
+            largest = max_pair(largest, abs_pair(pairs[r]))
+        scale_even, encode_even = block_scale(even_of(largest), sixth, inverse, BLOCK)
+        scale_odd, encode_odd = block_scale(odd_of(largest), sixth, inverse, BLOCK)
         if PACKED:
             both = scale_byte(scale_even, BLOCK) | (scale_byte(scale_odd, BLOCK) << 8)
-            tl.store(scales_ptr + as_long(tile) * width + offsets, both.to(tl.int16), mask)
-            out_ptr = values_ptr + as_long(tile) * (BLOCK // 4) * width
-        else:
-            out_ptr = values_ptr + as_long(tile) * BLOCK * width
-        limit = pack(6.0 * scale_even, 6.0 * scale_odd)
+            tl.store(scales_ptr + (tile * width + offsets), both.to(tl.int16))
+        out = tile * (BLOCK // 4 if PACKED else BLOCK) * width + offsets
+        scales = pack(scale_even, scale_odd)
         drawn = ()
         if STOCHASTIC:
             for r in tl.static_range(0, BLOCK, 2):
-                row_hash = tl.load(hash_ptr + tile * PAIRS + r // 2)
+                row_hash = tl.load(hash_ptr + (first + tile) * PAIRS + r // 2)
                 drawn_even = draws(row_hash ^ hash_even)
                 drawn_odd = draws(row_hash ^ hash_odd)
                 drawn += ((drawn_even[0], drawn_odd[0]), (drawn_even[1], drawn_odd[1]))
         codes = ()
+        signs = ()
         for r in tl.static_range(BLOCK):
             even = magnitude(even_of(pairs[r])) * encode_even
             odd = tl.abs(odd_of(pairs[r])) * encode_odd
@@ -297,46 +303,50 @@ def quantize_rows_kernel(
                 even = grid_nearest(even)
                 odd = grid_nearest(odd)
             if PACKED:
-                codes += (pair_of_codes(even, odd, pairs[r]),)
+                codes += (pair_of_codes(even, odd),)
+                signs += (signs_of_codes(pairs[r]),)
             else:
-                values = signed_values(even * scale_even, odd * scale_odd, limit, pairs[r])
-                tl.store(out_ptr + r * as_long(width) + offsets, values, mask)
+                tl.store(values_ptr + (r * width + out), signed_values(even, odd, scales, pairs[r]))
         if PACKED:
             for quarter in tl.static_range(BLOCK // 4):
                 word = word_of_codes(
-                    codes[4 * quarter], codes[4 * quarter + 1], codes[4 * quarter + 2], codes[4 * quarter + 3]
-                )
-                tl.store(out_ptr + quarter * as_long(width) + offsets, word, mask)
+                    codes[4 * quarter], codes[4 * quarter + 1], codes[4 * quarter + 2], codes[4 * quarter + 3],
+                    signs[4 * quarter], signs[4 * quarter + 1], signs[4 * quarter + 2], signs[4 * quarter + 3],
+                )  # fmt: skip
+                tl.store(values_ptr + (quarter * width + out), word)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups"])
+@triton.jit(do_not_specialize=["num_groups", "tiles", "codes_stride", "scales_stride"])
 def unpack_kernel(
-    codes_ptr,  # int32 [rows / BLOCK, BLOCK / 4, columns / 2]
-    scales_ptr,  # int16 [rows / BLOCK, columns / 2]
+    codes_ptr,  # int32 [parts, tiles, BLOCK / 4, columns / 2], a part in one piece
+    scales_ptr,  # int16 [parts, tiles, columns / 2], likewise
     values_ptr,  # out: [rows, columns] as pairs
-    num_rows,
     num_groups,
+    tiles,  # of a part
+    codes_stride,  # from part to part, in words
+    scales_stride,  # in pairs of scales
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    start_in_order(OVERLAP)
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
-    group = (tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.minimum((tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    mask = (group < num_groups)[:, None]
     width = num_groups * PAIRS
     tile = tl.program_id(0) // across
-    codes_ptr += as_long(tile) * (BLOCK // 4) * width
+    part = as_long(tile // tiles)
+    of_part = as_long(tile % tiles)
+    codes_ptr += part * codes_stride + of_part * (BLOCK // 4) * width
+    scales_ptr += part * scales_stride + of_part * width
     values_ptr += as_long(tile) * BLOCK * width
-    both = tl.load(scales_ptr + as_long(tile) * width + offsets, mask, 0).to(tl.int32)
-    scale_even = scale_from_byte(both & 0xFF, BLOCK)
-    scale_odd = scale_from_byte((both >> 8) & 0xFF, BLOCK)
+    both = tl.load(scales_ptr + offsets).to(tl.int32)
+    scales = pack(scale_from_byte(both & 0xFF, BLOCK), scale_from_byte((both >> 8) & 0xFF, BLOCK))
     for quarter in tl.static_range(BLOCK // 4):
-        word = tl.load(codes_ptr + quarter * as_long(width) + offsets, mask, 0)
+        word = tl.load(codes_ptr + (quarter * width + offsets))
         for r in tl.static_range(4):
-            even = code_value(word >> (4 * r)) * scale_even
-            odd = code_value(word >> (4 * r + 16)) * scale_odd
-            tl.store(values_ptr + (quarter * 4 + r) * as_long(width) + offsets, pack(even, odd), mask)
+            tl.store(values_ptr + ((quarter * 4 + r) * width + offsets), values_of_codes(word, r, scales))
 
 
 @triton.jit

@@ -53,6 +53,7 @@ CHOICES = [
     ("run.device=tpu", "auto, cuda, cpu"),
     ("schedule.decay=step", "linear, cosine, 1-sqrt, exponential"),
     ("train.kernels=fast", "auto, torch, fused"),
+    ("train.cuda_graphs=yes_please", "auto, true, false"),
     ("train.activation_checkpointing=all", "none, block, selective"),
     ("precision.backend=te", "auto, emulated, transformer_engine, torch"),
     ("precision.amax=local", "global, shard"),
@@ -132,3 +133,12 @@ def test_defaults_are_valid() -> None:
         node = nodes.pop()
         assert again(node) == node
         nodes += [child for child in vars(node).values() if is_dataclass(child)]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("auto", "auto"), ("true", "true"), ("false", "false"), ("'true'", "true"), ("False", "false")],
+)
+def test_a_switch_that_may_be_auto(given: str, expected: str) -> None:
+    """Hydra makes booleans of true and false."""
+    assert compose_config([f"train.cuda_graphs={given}"], CONFIGS).train.cuda_graphs == expected

@@ -131,7 +131,7 @@ def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: Run
     shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
     apply_data_parallel(
         model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=torch.float32,
-        reshard=layout.reshard,
+        reshard=layout.reshard, ends=[model.embedding, model.head],
     )  # fmt: skip
     model.to_empty(device="cpu")
     initialize(model, MODEL, seed=7)

@@ -107,8 +107,10 @@ def see(weight: Tensor, as_codes: list[int]) -> None:
 def model_on(mesh: Any, dtype: torch.dtype, reshard: bool) -> HybridModel:
     with torch.device("meta"):
         model = build_model(MODEL, mesh, dtype)
-    units = list(model.blocks)
-    apply_data_parallel(model, mesh, units=units, fp32_units=model.fp32_units(), compute_dtype=dtype, reshard=reshard)
+    apply_data_parallel(
+        model, mesh, units=list(model.blocks), fp32_units=model.fp32_units(), compute_dtype=dtype, reshard=reshard,
+        ends=[model.embedding, model.head],
+    )  # fmt: skip
     model.to_empty(device=mesh.device)
     initialize(model, MODEL, seed=7)
     return model

@@ -160,8 +160,8 @@ def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
     check_codes([found for found, *_ in results], one_in_bf16, rtol=0.02)
     unpacked, sent = results[0][1:]
     x, dy = TOKENS * IN, TOKENS * 48
-    of_columns = [(GATHER, x // 2), (GATHER, x // 16), (GATHER, x // 2), (GATHER, x // 16), (SCATTER, 2 * x)]
-    of_row = [(SCATTER, 2 * dy), (GATHER, dy // 2), (GATHER, dy // 16), (GATHER, dy // 2), (GATHER, dy // 16)]
+    of_columns = [(GATHER, x * 9 // 16), (GATHER, x * 9 // 16), (SCATTER, 2 * x)]
+    of_row = [(SCATTER, 2 * dy), (GATHER, dy * 9 // 16), (GATHER, dy * 9 // 16)]
     assert sent == 2 * of_columns + of_row
     # The column-parallel linears' x, of the row-parallel one dy, and its x where that waits as codes.
     columns, rows = (unpacked.count(f"triton_{name}") for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))

@@ -169,6 +169,7 @@ def model_of(execution: Execution, mesh: ParallelMesh, *, reshard: bool = False)
         model,
         mesh,
         units=list(model.blocks),
+        ends=[model.embedding, model.head],
         fp32_units=model.fp32_units(),
         compute_dtype=torch.bfloat16,
         reshard=reshard,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_fp4.planning.backend import AllocatingGPU
 from megatron_fp4.precision import gemm_cuda
+from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.quantization import cuda
 
 
@@ -26,7 +27,17 @@ def without_launches() -> Iterator[None]:
         yield
 
 
-def _scaled_matmul(a: Tensor, b: Tensor, alpha: Tensor | None, out_dtype: torch.dtype) -> Any:
+def _scaled_matmul(
+    a: Tensor,
+    b: Tensor,
+    alpha: Tensor | None,
+    out_dtype: torch.dtype,
+    total: Tensor | None = None,
+    rows: RowGroups | None = None,
+) -> Any:
     """As `gemm_cuda.scaled_matmul` by cuBLAS."""
     (a, *_), (b, *_) = gemm_cuda._layout(a), gemm_cuda._layout(b)
-    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+    if total is not None:
+        return total
+    kept = a.shape[0] if rows is None else a.shape[0] // rows.padded * rows.kept
+    return a.new_empty(kept, b.shape[1], dtype=out_dtype)

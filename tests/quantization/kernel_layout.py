@@ -80,8 +80,9 @@ class UnpackingKernels(NvidiaGPU):
     def start(self, kernel: str, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
         codes, scales, values, *_ = arguments
         self.launched.append(kernel)
-        assert codes.is_contiguous() and scales.is_contiguous() and constants["BLOCK"] == 16
+        assert codes[0].is_contiguous() and scales[0].is_contiguous() and constants["BLOCK"] == 16
         if kernel == "triton_square_blocks.unpack_kernel":
+            codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)
             values.copy_(QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), (1, 16)).block_values())
         else:
             assert kernel == "triton_fp4.unpack_kernel"
