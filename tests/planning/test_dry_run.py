@@ -230,7 +230,7 @@ def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16(name, patt
     kinds = (("nvfp4", "selective"), ("bf16", "selective"), ("nvfp4", "none"))
     configs = [configured(tensor, precision, model, (), recompute, tensor=tensor) for precision, recompute in kinds]
     nvfp4, bf16, everything = (dry.memory.activations for dry in run_each(tensor, configs))
-    assert nvfp4 <= bf16
+    assert nvfp4 <= bf16 + 64 * 1024  # zeros in stock for maxima, tensor scales: nothing that grows with the tokens
     assert nvfp4 < 0.9 * everything
 
 
