@@ -37,10 +37,6 @@ class AllocatingGPU(cuda.NvidiaGPU):
         """Some kernels' grids depend on it."""
         return MULTIPROCESSORS
 
-    def overlaps(self, device: torch.device) -> bool:
-        """As an H100 or H200."""
-        return True
-
     def zeros(self, device: torch.device) -> Tensor:
         """By themselves: of many made at once, the rest would outlive a fake tensor's mode."""
         return torch.zeros(2, dtype=torch.int32, device=device)

@@ -132,10 +132,6 @@ class NvidiaGPU:
         """How many `device` has."""
         return _multiprocessors(device)
 
-    def overlaps(self, device: torch.device) -> bool:
-        """Whether a kernel can be launched while the one before it still runs (compute capability 9.0)."""
-        return _capability(device) >= (9, 0)
-
     def zeros(self, device: torch.device) -> Tensor:
         """Two int32 zeros on 16 bytes that nobody else has or gets: of many made at once, for a kernel that fills
         them takes as long as a small quantizer."""
@@ -228,11 +224,6 @@ def _available(device: torch.device) -> bool:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -250,7 +241,7 @@ def _compiled(
     names = list(inspect.signature(jitted.fn).parameters)[len(types) :]
     assert named.keys() == set(names), f"{kernel} has the constants {names}, not {list(named)}"
     values = tuple(named[name] for name in names)
-    options = {"num_warps": _WARPS.get(kernel, 4), "enable_fp_fusion": False, "launch_pdl": named.get("OVERLAP", False)}
+    options = {"num_warps": _WARPS.get(kernel, 4), "enable_fp_fusion": False}
     return jitted.warmup(*types, *values, grid=(1,), **options), values
 
 

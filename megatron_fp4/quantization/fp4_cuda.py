@@ -107,7 +107,7 @@ class PackedColumns(_Packed):
         values = torch.empty(rows, columns, dtype=torch.bfloat16, device=codes.device)
         grid = (-(-columns // block // groups) * (rows // block),)
         sizes = (columns // block, codes.shape[1], codes.stride(0), scales.stride(0))
-        constants = {"BLOCK": block, "GROUPS": groups, "OVERLAP": cuda.gpu.overlaps(values.device)}
+        constants = {"BLOCK": block, "GROUPS": groups}
         launch("triton_fp4.unpack_kernel", grid, (codes, scales, values, *sizes), constants)
         return values.t()
 
@@ -185,7 +185,6 @@ class FusedFP4(Fused):
                 "DEVICE_KEY_1": on_device[1] is not None,
                 "FP32": self._fp32,
                 "GROUPS": groups,
-                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -225,7 +224,6 @@ class FusedFP4(Fused):
                 "PACKED": packed,
                 "FP32": self._fp32,
                 "GROUPS": groups,
-                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 
@@ -262,7 +260,6 @@ class FusedFP4(Fused):
                 **self._transform,
                 "FP32": self._fp32,
                 "GROUPS": groups,
-                "OVERLAP": cuda.gpu.overlaps(self.x.device),
             },
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 GOLDEN = tl.constexpr(0x9E3779B9)
 MIX_A = tl.constexpr(0x7FEB352D)
@@ -27,17 +26,6 @@ LARGEST_POWERS = tl.constexpr(0x7E807E80)
 def as_long(tile):
     """A tile's number as int64: offsets into large tensors exceed 32 bits."""
     return tl.full((), 1, tl.int64) * tile
-
-
-@triton.jit
-def start_in_order(OVERLAP: tl.constexpr):
-    """Wait for the kernels before this one to end, and let the next one be launched while this one ends.
-
-    OVERLAP: launched by CUDA's programmatic dependent launch, before the kernel before it ended.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit

@@ -82,7 +82,6 @@ from megatron_fp4.quantization.triton_arithmetic import (
     scale_from_byte,
     signed_values,
     signs_of_codes,
-    start_in_order,
     tensor_scale,
     tiles_of_program,
     values_of_codes,
@@ -116,9 +115,7 @@ def measure_kernel(
     DEVICE_KEY_1: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    start_in_order(OVERLAP)
     if DEVICE_KEY_0:
         start_row_0 += tl.load(key_0_ptr)
         start_column_0 += tl.load(key_0_ptr + 1)
@@ -191,9 +188,7 @@ def quantize_columns_kernel(
     PACKED: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    start_in_order(OVERLAP)
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     # From the end backwards: the last rows that measure_kernel read are still in the cache.
@@ -258,9 +253,7 @@ def quantize_rows_kernel(
     FACTOR: tl.constexpr,
     FP32: tl.constexpr,
     GROUPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    start_in_order(OVERLAP)
     num_rows = tl.multiple_of(num_rows, BLOCK)
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
@@ -334,9 +327,7 @@ def unpack_kernel(
     scales_stride,  # in pairs of scales
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    start_in_order(OVERLAP)
     PAIRS: tl.constexpr = BLOCK // 2
     across = tl.cdiv(num_groups, GROUPS)
     group = tl.minimum((tl.program_id(0) % across) * GROUPS + tl.arange(0, GROUPS), num_groups - 1)
