@@ -119,7 +119,7 @@ def graphs_refusal(config: Config, ranks: int, device_type: str, backend: str) -
 
 
 def made_by_pytorch(recipe: Recipe) -> str | None:
-    """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which a capture refuses; or None."""
+    """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which no capture takes; or None."""
     draws = RoundingKey(0)
     for place, operand in recipe.operands.items():
         if not operand.quantized or operand.reuse_fprop:
