@@ -130,11 +130,12 @@ class Attention(Mixer):
         """That of another backward pass than cuDNN's. Within documents it is the same in any case."""
         if masked or not execution.compiled:
             return None
-        tiled = "attention" in execution.kernels
-        took = "8.7 ms by Triton's backward pass" if tiled else "17.0 ms by FlashAttention's"
+        kernel, speeds = "FlashAttention's", "48.9k instead of 65.4k"
+        if "attention" in execution.kernels:
+            kernel, speeds = "Triton's", "60.3k instead of 63.4k"
         return (
-            f"attention takes {took} where cuDNN takes {'7.2' if tiled else '6.9'} (forward and backward, 4 x 8192 "
-            "tokens, 16 heads of 128, on an H200)"
+            f"{kernel} backward pass of attention in place of cuDNN's; model=transformer_1_2b made {speeds} tokens/s "
+            "with it (one H200, micro-batches of 4 x 8192 tokens, NVFP4)"
         )
 
 

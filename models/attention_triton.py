@@ -34,7 +34,7 @@ def forward(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, begins_bs: Tensor | 
     y, sums = torch.empty_like(q_bshd), q_bshd.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = KERNELS[dim].forward
     with _on(q_bshd):
-        _forward_kernel[(triton.cdiv(length, tiles.queries), batch * heads)](
+        _attention_forward_kernel[(triton.cdiv(length, tiles.queries), batch * heads)](
             q_bshd, k_bsgd, v_bsgd, y, sums, begins_bs, length, **_settings(q_bshd, k_bsgd, begins_bs, tiles)
         )
     return y, sums
@@ -60,11 +60,11 @@ def backward(
     delta = torch.empty_like(sums_bhs)
     _, of_dq, of_keys = KERNELS[dim]
     with _on(q_bshd):
-        _dq_kernel[(triton.cdiv(length, of_dq.queries), batch * heads)](
+        _attention_dq_kernel[(triton.cdiv(length, of_dq.queries), batch * heads)](
             q_bshd, k_bsgd, v_bsgd, y_bshd, dy_bshd, sums_bhs, delta, dq, begins_bs, length,
             **_settings(q_bshd, k_bsgd, begins_bs, of_dq),
         )  # fmt: skip
-        _dkdv_kernel[(triton.cdiv(length, of_keys.keys), batch * k_bsgd.shape[2])](
+        _attention_dkdv_kernel[(triton.cdiv(length, of_keys.keys), batch * k_bsgd.shape[2])](
             q_bshd, k_bsgd, v_bsgd, dy_bshd, sums_bhs, delta, dk, dv, begins_bs, ends_bs, length,
             **_settings(q_bshd, k_bsgd, begins_bs, of_keys),
         )  # fmt: skip
@@ -127,7 +127,7 @@ def _ranges_of_keys(begins_ptr, first, length, M: tl.constexpr, N: tl.constexpr,
 
 
 @triton.jit
-def _forward_kernel(
+def _attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr, sums_ptr, begins_ptr, length, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -195,7 +195,7 @@ def _forward_tiles(
 
 
 @triton.jit
-def _dq_kernel(
+def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, y_ptr, dy_ptr, sums_ptr, delta_ptr, dq_ptr, begins_ptr, length, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,
@@ -257,7 +257,7 @@ def _dq_tiles(
 
 
 @triton.jit
-def _dkdv_kernel(
+def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dy_ptr, sums_ptr, delta_ptr, dk_ptr, dv_ptr, begins_ptr, ends_ptr, length, scale,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOCUMENTS: tl.constexpr,

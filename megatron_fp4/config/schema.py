@@ -334,7 +334,8 @@ class ParallelConfig:
 
     tensor: tensor-parallel size. sequence: sequence parallelism between the layers (null: on when tensor > 1).
     replicate: number of FSDP replicas (hybrid sharding). reshard: free gathered parameters after every use
-    (`true`, less memory) or keep them for the whole step (`false`, less communication).
+    (`true`, less memory) or keep them for the whole step (`false`, less communication); 4-bit codes, as which weights
+    are gathered that nobody needs otherwise, are kept in any case.
     reduce_gradients: over the shards, `once` a step (less communication; until then each rank holds the FP32 gradients
     of its whole tensor-parallel slice) or after `each` micro-batch (only of its shard).
     timeout_seconds: after which a hanging collective aborts the run; at half of it the run says which rank holds it up.

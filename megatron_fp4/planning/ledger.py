@@ -144,7 +144,7 @@ class Ledger(TorchDispatchMode):
         scripted = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(scripted)
         size = sum(t.numel() * t.element_size() for t in tensors)
-        asynchronous = next(arg for arg in args if isinstance(arg, bool))
+        asynchronous = next((arg for arg in args if isinstance(arg, bool)), True)  # the operations' own default
         message = Message(operation, group.group_name, group.size(), size, asynchronous)
         self.order.append(message)
         self.messages.setdefault(self._now(), Counter())[message] += 1

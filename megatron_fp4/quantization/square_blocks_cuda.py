@@ -86,7 +86,8 @@ def _unpacked(codes: Tensor, scales: Tensor, padded_rows: int, block: int) -> Te
     pairs = padded_rows * width
     values = torch.empty(num_groups * padded_rows, 2 * width, dtype=torch.bfloat16, device=codes.device)
     grid = (-(-pairs // (_UNPACK_COLUMNS // 2)), num_groups)
-    arguments = (codes, scales, values, rows * width, pairs, codes.stride(0), scales.stride(0))
+    sizes = (rows * 2 * width // block, 2 * pairs // block, codes.stride(0) * 2 // block, scales.stride(0))
+    arguments = (codes, scales, values, *sizes)
     launch("triton_square_blocks.unpack_kernel", grid, arguments, {"BLOCK": block, "GROUPS": per_program})
     return values
 

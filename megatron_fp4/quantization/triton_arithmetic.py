@@ -383,9 +383,7 @@ def high_half(x):
 @triton.jit
 def times_pair(a, b):
     """a * b of each of two BF16, with subnormals."""
-    return tl.inline_asm_elementwise(
-        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, -2147450880], tl.int32, True, 1
-    )
+    return fma_pair(a, b, -2147450880)  # plus -0
 
 
 @triton.jit

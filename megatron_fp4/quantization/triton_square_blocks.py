@@ -113,31 +113,30 @@ def quantize_kernel(
         tl.store(scales_ptr + as_long(row) * num_groups + group, byte, there & valid)
 
 
-@triton.jit(do_not_specialize=["group_pairs", "padded_pairs", "codes_stride", "scales_stride"])
+@triton.jit(do_not_specialize=["group_blocks", "padded_blocks", "codes_stride", "scales_stride"])
 def unpack_kernel(
     codes_ptr,  # uint8: a byte for a pair
     scales_ptr,  # uint8: a byte for a block of a row
     values_ptr,  # out: as pairs
-    group_pairs,  # of a group of rows without padding
-    padded_pairs,  # and with it
-    codes_stride,  # from group to group, in bytes
-    scales_stride,
+    group_blocks,  # blocks of all rows of a group without padding
+    padded_blocks,  # and with it
+    codes_stride,  # from group to group, in bytes / PAIRS
+    scales_stride,  # in bytes
     BLOCK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
+    # Sizes in whole blocks: loads and stores are as wide as they can be.
     PAIRS: tl.constexpr = BLOCK // 2
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
-    # Whole blocks: loads and stores are as wide as they can be.
-    group_pairs, padded_pairs = tl.multiple_of(group_pairs, PAIRS), tl.multiple_of(padded_pairs, PAIRS)
-    codes_ptr += as_long(tl.program_id(1)) * tl.multiple_of(codes_stride, PAIRS)
+    codes_ptr += as_long(tl.program_id(1)) * codes_stride * PAIRS
     scales_ptr += as_long(tl.program_id(1)) * scales_stride
-    values_ptr += as_long(tl.program_id(1)) * padded_pairs
-    byte = tl.load(codes_ptr + offsets, offsets < group_pairs, 0).to(tl.int32)
-    scale = tl.load(scales_ptr + group, group * PAIRS < group_pairs, 0).to(tl.int32)
+    values_ptr += as_long(tl.program_id(1)) * padded_blocks * PAIRS
+    there, stored = (group < group_blocks)[:, None], (group < padded_blocks)[:, None]
+    byte = tl.load(codes_ptr + offsets, there, 0).to(tl.int32)
+    scale = tl.load(scales_ptr + group, group < group_blocks, 0).to(tl.int32)
     scale = scale_from_byte(scale, BLOCK)
-    pair = values_of_byte(byte, pack(scale, scale)[:, None])
-    tl.store(values_ptr + offsets, pair, offsets < padded_pairs)
+    tl.store(values_ptr + offsets, values_of_byte(byte, pack(scale, scale)[:, None]), stored)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.fp32_gradients import local_part
 from tests.training.harness import alone, launch, toy, toy_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
@@ -48,7 +49,7 @@ class Job:
         )
         if resumed is None:
             return None
-        weights = {parameter.to_local().unique().item() for parameter in self.model.parameters()}
+        weights = {local_part(parameter).unique().item() for parameter in self.model.parameters()}
         assert weights == {resumed.step} and self.clock.weights_version == 1
         return resumed.step
 

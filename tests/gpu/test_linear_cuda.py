@@ -10,6 +10,7 @@ from torch import Tensor
 
 import megatron_fp4.precision.emulated as emulated
 import megatron_fp4.precision.gemm_cuda as gemm_cuda
+from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearContext
@@ -80,9 +81,9 @@ def recorded(gemms: list):
     """Keep the operands of every GEMM inside."""
     original = emulated.gemm
 
-    def recording(a, b, dtype):
+    def recording(a, b, *others):
         gemms.append([(of.unpacked().cpu(), None if of.scale is None else of.scale.cpu()) for of in (a, b)])
-        return original(a, b, dtype)
+        return original(a, b, *others)
 
     with mock.patch.object(emulated, "gemm", recording):
         yield
@@ -191,6 +192,46 @@ def test_scaled_matmul(left, right, dtype):
         assert torch.equal(gemm_cuda.scaled_matmul(a, b, alpha, dtype), expected)
     assert torch.equal(gemm_cuda.scaled_matmul(a, b, None, dtype), torch.mm(a, b, out_dtype=torch.float32).to(dtype))
     assert torch.equal(torch.mm(a, b), (a.float() @ b.float()).bfloat16())  # the handle is left as PyTorch had it
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("rows", [None, RowGroups(48, 36), RowGroups(160, 160)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scaled_matmul_adds_and_leaves_padding_out(dtype, rows, left):
+    a = torch.randint(-8, 9, (480, 336), device="cuda").bfloat16()
+    b = torch.randint(-8, 9, (336, 208), device="cuda").bfloat16()
+    a = a.t().contiguous().t() if left else a
+    alpha = torch.tensor(0.25, device="cuda")
+    product = torch.mm(a, b, out_dtype=torch.float32) * alpha
+    product = product if rows is None else rows.of(product)
+    before = torch.randint(-8, 9, product.shape, device="cuda").to(dtype)
+    for library in (gemm_cuda._cublas, lambda: None):
+        with mock.patch.object(gemm_cuda, "_cublas", library):
+            assert torch.equal(gemm_cuda.scaled_matmul(a, b, alpha, dtype, rows=rows), product.to(dtype))
+            total = before.clone()
+            added = gemm_cuda.scaled_matmul(a, b, alpha, dtype, total, rows)
+            assert added.data_ptr() == total.data_ptr()
+            if dtype == torch.float32:
+                assert torch.equal(total, product + before)
+            else:
+                assert relative(total, product.cpu() + before.cpu()) < 4e-3
+
+
+@pytest.mark.parametrize("recipe", [BF16, NVFP4, RECIPES["fp8"]], ids=["bf16", "nvfp4", "fp8"])
+@pytest.mark.parametrize("num_groups, features", [(1, 128), (3, 40)])
+def test_later_micro_batches_add_to_the_gradient(recipe, num_groups, features):
+    x, w, dy = (tensor.cuda() for tensor in tensors(128, 128, num_groups * features))
+    context = context_of(recipe, num_groups=num_groups)
+    weight = w.clone().requires_grad_()
+    for _ in range(2):
+        quantized_linear(x, weight, context).backward(dy)
+        context.clock.micro_batch += 1
+    alone = []
+    for micro_batch in range(2):
+        context.clock.micro_batch = micro_batch
+        alone.append(run(x, w, dy, context)[2].cpu().double())
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    assert relative(weight.grad, alone[0] + alone[1]) < 1e-6
 
 
 def test_cublas_is_reached():

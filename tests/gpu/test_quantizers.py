@@ -156,6 +156,24 @@ def test_a_transposed_or_sliced_input_is_read_as_it_is():
         assert torch.equal(FusedFP4(view, Side("nvfp4", (1, 16)), None).along_columns(), expected.along_columns())
 
 
+def test_a_captured_quantizer_measures_anew():
+    x = normal(64, 160).bfloat16().cuda()
+    columns, rows = sides("nvfp4")[0]
+    FusedFP4(x, columns, rows).along_columns()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [FusedFP4(x, columns, rows) for _ in range(2)]
+        values = [made.along_columns() for made in captured]
+    for factor in (1.0, 0.125):  # the second maximum is smaller than the first
+        x.mul_(factor)
+        graph.replay()
+        eager = FusedFP4(x, columns, rows)
+        expected = eager.along_columns()
+        for made, found in zip(captured, values, strict=True):
+            assert torch.equal(found, expected)
+            assert torch.equal(made.columns_scale, eager.columns_scale)
+
+
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="multiple of 16"):
         FusedFP4(torch.zeros(16, 24, device="cuda", dtype=torch.bfloat16), Side("nvfp4", (1, 16)), None)

@@ -97,8 +97,8 @@ class Flipping(EmulatedBackend):
     def __init__(self, call: int) -> None:
         self.left = call
 
-    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Any = None) -> Tensor:
-        product = super().gemm(a, b, out_dtype, total)
+    def gemm(self, a: Any, b: Any, out_dtype: torch.dtype, total: Any = None, rows: Any = None) -> Tensor:
+        product = super().gemm(a, b, out_dtype, total, rows)
         self.left -= 1
         return flipped(product) if self.left == 0 else product
 

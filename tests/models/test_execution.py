@@ -1,4 +1,5 @@
 import dataclasses
+import os
 from typing import Any
 
 import pytest
@@ -77,6 +78,21 @@ def test_attention_in_tiles_is_taken_where_it_can_be(monkeypatch, kernels):
 def test_the_log_says_what_runs():
     assert "scan: mamba-ssm, convolution: torch" in describe_execution(Execution(SCAN, torch_compile), "M-")
     assert describe_execution(dataclasses.replace(PLAIN), "*-").startswith("attention: SDPA, its own choice")
+
+
+@pytest.mark.parametrize(("cores", "ranks", "compilers"), [(64, 4, 8), (16, 4, 4), (2, 4, 1), (96, 1, 8)])
+def test_ranks_of_a_machine_share_its_cores_when_they_compile(monkeypatch, cores, ranks, compilers):
+    from torch._inductor import config
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+    with config.patch(compile_threads=32):
+        torch_compile(lambda x: x)
+        assert config.compile_threads == 32, "who says how many gets as many"
+        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+        torch_compile(lambda x: x)
+        assert config.compile_threads == compilers
 
 
 def _build(rank: int, executions: list[Execution]) -> str:

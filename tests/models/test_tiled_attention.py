@@ -168,10 +168,11 @@ def test_recomputation_changes_no_bit_and_runs_it_again_only_in_whole_blocks(mes
 def test_the_log_says_what_determinism_costs() -> None:
     tiled = Execution({"attention": attend_in_tiles}, compile=lambda f: f)
     said = cost_of_determinism(tiled, "M-*-")
-    assert said is not None and "by Triton's backward pass where cuDNN takes" in said and "on an H200" in said
+    assert said is not None and said.startswith("Triton's backward pass of attention in place of cuDNN's")
+    assert "60.3k instead of 63.4k tokens/s with it (one H200" in said
     assert said.endswith("; run.deterministic=false is faster")
     others = cost_of_determinism(Execution(compile=lambda f: f), "*-")
-    assert others is not None and "17.0 ms by FlashAttention's" in others
+    assert others is not None and others.startswith("FlashAttention's") and "48.9k instead of 65.4k" in others
     # The same kernels with and without: nothing to be had by an override.
     assert cost_of_determinism(tiled, "*-", masked=True) is None
     assert cost_of_determinism(tiled, "M-") is None and cost_of_determinism(Execution(), "*-") is None

@@ -116,7 +116,11 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
                         except Exception as error:
                             raise AssertionError(f"{recipe_name}: {tokens} tokens, {inputs} -> {outputs}") from error
                         padding = y.shape[1] - outputs
-                        assert y.shape[0] == tokens and padding >= 0 and (context.keep_padding or padding == 0)
+                        gathered, scattered = (
+                            1 if ranks is None else ranks.size() for ranks in (context.in_tokens, context.out_tokens)
+                        )
+                        assert y.shape[0] * scattered == tokens * gathered
+                        assert padding >= 0 and (context.keep_padding or padding == 0)
                         assert x.grad is not None and x.grad.shape == x.shape
                         assert weight.grad is not None and weight.grad.shape == weight.shape
                         computed += 1

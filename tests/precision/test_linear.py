@@ -239,6 +239,29 @@ def test_stochastic_weights_are_drawn_for_every_micro_batch():
         assert not torch.equal(quantized_linear(x, w, context), first)
 
 
+@pytest.mark.parametrize("recipe", [BF16, ref.NVFP4], ids=["bf16", "nvfp4"])
+@pytest.mark.parametrize("num_groups, group_rows", [(1, 32), (3, 20)])
+def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, group_rows):
+    x, w, dy = ref.tensors(32, 48, num_groups * group_rows)
+    context = ref.context_of(recipe, num_groups=num_groups)
+
+    def gradient(micro_batch: int, weight: torch.Tensor) -> torch.Tensor:
+        context.clock.micro_batch = micro_batch
+        quantized_linear(x, weight, context).backward(dy)
+        assert weight.grad is not None
+        return weight.grad
+
+    alone = [gradient(micro_batch, w.clone().requires_grad_()) for micro_batch in range(3)]
+    weight = w.clone().requires_grad_()
+    first = gradient(0, weight)
+    place = first.data_ptr()
+    assert torch.equal(first, alone[0])
+    for micro_batch in (1, 2):
+        assert gradient(micro_batch, weight).data_ptr() == place
+    assert torch.equal(gradient(0, w.clone().requires_grad_()), alone[0])
+    assert weight.grad is not None and torch.equal(weight.grad, alone[0] + alone[1] + alone[2])
+
+
 @pytest.mark.parametrize("num_groups, group_rows", [(2, 20), (4, 8), (1, 50), (3, 16)])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4_2d", "all_the_way"])
 def test_groups_of_output_features_are_padded_to_whole_blocks(name, num_groups, group_rows):

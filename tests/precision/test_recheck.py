@@ -94,8 +94,8 @@ class Spoiled(EmulatedBackend):
         pairs = zip(made, (columns, rows), strict=True)
         return tuple(maker and spoiled(maker, request) for maker, request in pairs)
 
-    def gemm(self, a, b, out_dtype, total=None):
-        product = super().gemm(a, b, out_dtype, total)
+    def gemm(self, a, b, out_dtype, total=None, rows=None):
+        product = super().gemm(a, b, out_dtype, total, rows)
         self.calls += 1
         return self.spoil(product) if self.calls - 1 == self.number else product
 

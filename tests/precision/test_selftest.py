@@ -49,9 +49,9 @@ class Spoiled(EmulatedBackend):
         pairs = zip(made, (columns, rows), strict=True)
         return tuple(maker and (lambda maker=maker, request=request: spoil(maker, request)) for maker, request in pairs)
 
-    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype) -> Tensor:
+    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total=None, rows=None) -> Tensor:
         self.called.append("gemm")
-        return self.product(super().gemm(a, b, out_dtype))
+        return self.product(super().gemm(a, b, out_dtype, total, rows))
 
 
 def faults(backend, case: Case = CASE) -> list[str]:

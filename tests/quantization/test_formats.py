@@ -113,6 +113,10 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
                 if operand.format in OF_SCALED_MM:
                     for maker in TorchBackend().operands(x, *sides, dtype=x.dtype):
                         maker() if maker is not None else None
+        for name in ("nvfp4", "mxfp4"):
+            request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
+            packed = EMULATED.packed_weight(x, request, rows=(128, 128))
+            assert packed is not None and packed.unpacked().shape == (128, 128)
         scale_and_cast(x.float(), torch.empty(()), x.dtype)
         for kernel, arguments, constants in started:
             names, wanted = known[kernel]
@@ -129,7 +133,7 @@ def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
 
     class Jitted:
         @staticmethod
-        def fn(codes_ptr, scales_ptr, values_ptr, num_rows, num_groups, BLOCK, GROUPS):
+        def fn(codes_ptr, scales_ptr, values_ptr, num_groups, tiles, codes_stride, scales_stride, BLOCK, GROUPS):
             raise AssertionError("compiled, not called")
 
         warmup = mock.Mock(return_value=compiled)
@@ -141,12 +145,12 @@ def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
         mock.patch.object(torch.cuda, "current_device", lambda: None),
     ):
         for constants in ({"BLOCK": 16, "GROUPS": 32}, {"GROUPS": 32, "BLOCK": 16}):
-            cuda.launch(kernel, (3,), (x, x, x, 16, 1), constants)
+            cuda.launch(kernel, (3,), (x, x, x, 16, 1, 2, 3), constants)
             compiled.__getitem__.assert_called_with((3, 1, 1))
-            compiled.__getitem__().assert_called_with(x, x, x, 16, 1, 16, 32)
-        assert Jitted.warmup.call_args.args == (torch.int32, torch.int16, torch.int32, 1, 1, 16, 32)
+            compiled.__getitem__().assert_called_with(x, x, x, 16, 1, 2, 3, 16, 32)
+        assert Jitted.warmup.call_args.args == (torch.int32, torch.int16, torch.int32, 1, 1, 1, 1, 16, 32)
         with pytest.raises(AssertionError, match="has the constants"):
-            cuda.launch(kernel, (3,), (x, x, x, 16, 1), {"BLOCK": 16})
+            cuda.launch(kernel, (3,), (x, x, x, 16, 1, 2, 3), {"BLOCK": 16})
     cuda._compiled.cache_clear()
 
 
