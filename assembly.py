@@ -133,7 +133,8 @@ def backend_of(config: Config) -> BackendChoice:
 
 def graphs_of(config: Config, backend: BackendChoice) -> GraphsChoice:
     """Whether micro-batches are replayed. Raises ConfigError."""
-    return choose_graphs(config, world_size(), device_type_of(config), backend.name)
+    recipes = [row.recipe for plan in plans_of(config) if plan is not None for row in plan.rows]
+    return choose_graphs(config, world_size(), device_type_of(config), backend.name, dict.fromkeys(recipes))
 
 
 def world_size() -> int:

@@ -24,7 +24,7 @@ validation) cannot have the pool's memory: where there is not as much beside it,
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,10 +34,15 @@ from torch import Tensor, nn
 
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.device_keys import DeviceKeys
+from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.training.micro_batch import GlobalBatch, MicroBatch
 
 EAGER_STEPS = 2
@@ -77,8 +82,10 @@ class GraphsChoice:
         return f"{'yes' if self.used else 'no'} ({self.reason})"
 
 
-def choose_graphs(config: Config, ranks: int, device_type: str, backend: str) -> GraphsChoice:
-    """What `train.cuda_graphs` comes to on `ranks` ranks. backend: who computes the linears.
+def choose_graphs(
+    config: Config, ranks: int, device_type: str, backend: str, recipes: Iterable[Recipe] = ()
+) -> GraphsChoice:
+    """What `train.cuda_graphs` comes to on `ranks` ranks. backend: who computes the linears. recipes: theirs.
 
     Raises ConfigError if it is `true` where graphs cannot be.
     """
@@ -86,6 +93,7 @@ def choose_graphs(config: Config, ranks: int, device_type: str, backend: str) ->
     if wanted == "false":
         return GraphsChoice(False, "as train.cuda_graphs says")
     refusal = graphs_refusal(config, ranks, device_type, backend)
+    refusal = refusal or next(filter(None, map(made_by_pytorch, recipes)), None)
     if refusal is None:
         return GraphsChoice(True, "forward and backward of a micro-batch are replayed")
     if wanted == "true":
@@ -107,6 +115,21 @@ def graphs_refusal(config: Config, ranks: int, device_type: str, backend: str) -
         return "data.documents=masked gives every micro-batch other shapes"
     if config.train.kernels == "torch":
         return "train.kernels=torch asks for plain PyTorch"
+    return None
+
+
+def made_by_pytorch(recipe: Recipe) -> str | None:
+    """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which no capture takes; or None."""
+    draws = RoundingKey(0)
+    for place, operand in recipe.operands.items():
+        if not operand.quantized or operand.reuse_fprop:
+            continue
+        key = draws if operand.rounding == "stochastic" else None
+        request = OperandRequest(operand, recipe.gemms[place.gemm].rht, recipe.rht_signs, key, draws, place)
+        fused, side = format_of(operand.format).fused, side_of(request)
+        along = "rows" if place.transposed and not codes_transpose(request) else "columns"
+        if fused is None or not fused.makes(side, along):
+            return f"{place.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
     return None
 
 

@@ -7,12 +7,14 @@ the clock of the capture, so that nothing that the host counts on can get into a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from assembly import configure, plans_of
 from megatron_fp4.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -20,7 +22,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import BF16, Recipe
-from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs
+from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs, made_by_pytorch
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
@@ -218,6 +220,28 @@ def test_where_graphs_cannot_be(config: Config, ranks: int, device: str, backend
         choose_graphs(config, ranks, device, backend)
     object.__setattr__(config.train, "cuda_graphs", "false")
     assert str(choose_graphs(config, ranks, device, backend)) == "no (as train.cuda_graphs says)"
+
+
+FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, left=replace(NVFP4.fprop.left, four_over_six=True)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        (replace(NVFP4, rht_signs="fresh"), "wgrad_gradient of the recipe nvfp4 is quantized by PyTorch"),
+        (FOUR_OVER_SIX, "fprop_activation of the recipe nvfp4 is quantized by PyTorch"),
+    ],
+)
+def test_operands_that_no_kernel_makes_are_not_captured(recipe: Recipe, why: str) -> None:
+    choice = choose_graphs(Config(), 1, "cuda", "emulated", [BF16, NVFP4, recipe])
+    assert not choice.used and why in choice.reason
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "bf16", "mxfp4", "mxfp8", "fp8_block", "nvfp4_all_the_way"])
+def test_every_recipe_of_ours_can_be_captured(precision: str) -> None:
+    config = configure([f"precision={precision}", "run.device=cpu"])
+    recipes = [row.recipe for plan in plans_of(config) if plan is not None for row in plan.rows]
+    assert all(made_by_pytorch(recipe) is None for recipe in recipes)
 
 
 @pytest.mark.parametrize("tensor", [1, 4])
