@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -218,9 +218,9 @@ def watched_gemms(watch: Callable[[GemmOperand, GemmOperand], None]) -> Iterator
     """Show `watch` both operands of every GEMM of every linear."""
     gemm = emulated.gemm
 
-    def watched(a: GemmOperand, b: GemmOperand, dtype: torch.dtype) -> Tensor:
+    def watched(a: GemmOperand, b: GemmOperand, *settings: Any) -> Tensor:
         watch(a, b)
-        return gemm(a, b, dtype)
+        return gemm(a, b, *settings)
 
     with mock.patch.object(emulated, "gemm", watched):
         yield
