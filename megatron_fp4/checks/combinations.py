@@ -160,6 +160,13 @@ def _data(data: DataConfig, check_kind: Callable[[DataConfig], None]) -> None:
             f"data.boundary_loss=false has no effect with data.documents={data.documents}; set data.documents=masked, "
             "or leave it at true"
         )
+    if data.num_workers == 0 and data.prefetch != DataConfig().prefetch:
+        raise ConfigError(
+            f"data.prefetch={data.prefetch} has no effect with data.num_workers=0, which loads each step when it is "
+            "asked for; leave it out, or give data.num_workers=1"
+        )
+    if data.max_epochs == {}:
+        raise ConfigError("data.max_epochs={} limits no source; give numbers by source, such as {web: 4}, or null")
     if not data.phases:
         raise ConfigError("data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'")
     names = [phase.name for phase in data.phases]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.token_messages import Pending
 
 _ALLOCATION_UNIT = 512
 
@@ -31,7 +32,8 @@ _ALLOCATION_UNIT = 512
 @dataclass(frozen=True)
 class Message:
     """One kind of collective: operation, the group's name and number of ranks, and the bytes of the whole tensor (the
-    gathered one, the one before scattering, the reduced one). is_async: whether its sender goes on before it is done.
+    gathered one, the one before scattering, the reduced one). is_async: whether other work is asked for before it is
+    waited for.
     """
 
     operation: str
@@ -66,6 +68,7 @@ class Ledger(TorchDispatchMode):
         self.order: list[Message] = []
         self.live_bytes = self.peak_bytes = 0
         self._now = now
+        self._operations = 0
         self._storages: dict[int, _Storage] = {}  # by address, which others take when a storage is gone
         self._count = 0
 
@@ -81,12 +84,21 @@ class Ledger(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        self._wait = Pending.wait
+        wait = self._wait
+
+        def waited(pending: Pending) -> Tensor:
+            ledger._waited()
+            return wait(pending)
+
+        Pending.wait = waited  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        Pending.wait = self._wait  # type: ignore[method-assign]
         super().__exit__(kind, value, trace)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,6 +106,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # it comes again, on local tensors
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0  # fake tensors have no values; a loss and a norm of one let the step go its usual way
+        self._operations += 1
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._send(func, args)
@@ -101,6 +114,17 @@ class Ledger(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._see(leaf)
         return result
+
+    def _waited(self) -> None:
+        """A message is waited for: if nothing was asked for since it was sent, it ran beside nothing."""
+        last = self.order[-1]
+        if last.is_async and self._operations == self._sent_at:
+            self.order[-1] = replace(last, is_async=False)
+            counted = self.messages[self._now()]
+            counted[last] -= 1
+            counted[self.order[-1]] += 1
+            if not counted[last]:
+                del counted[last]
 
     def storages(self) -> dict[int, int]:
         """Bytes of every storage that is alive, by a number of its own."""
@@ -147,4 +171,5 @@ class Ledger(TorchDispatchMode):
         asynchronous = next((arg for arg in args if isinstance(arg, bool)), True)  # the operations' own default
         message = Message(operation, group.group_name, group.size(), size, asynchronous)
         self.order.append(message)
+        self._sent_at = self._operations
         self.messages.setdefault(self._now(), Counter())[message] += 1

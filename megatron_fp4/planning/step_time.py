@@ -67,7 +67,8 @@ class StepTime:
 
 
 def hidden(message: Message) -> bool:
-    """Whether the computation goes on beside it: sent with `async_op=True`, or by FSDP2 (`DryRun.ends` apart)."""
+    """Whether computation runs beside it: FSDP2 sends it (`DryRun.ends` apart), or something else is asked for between
+    sending it with `async_op=True` and waiting for it."""
     return message.is_async or message.group in _FSDP_AXES
 
 

@@ -143,6 +143,15 @@ def test_gradients_are_reduced_after_each_micro_batch_only_where_that_does_somet
     validate(changed(composed(), {**each, "train.global_batch_size": 4, "data.phases": phases}), 4, "cpu")
 
 
+def test_settings_of_data_that_do_nothing():
+    message = refusal({"data.num_workers": 0, "data.prefetch": 4})
+    assert "data.prefetch=4 has no effect with data.num_workers=0" in message
+    validate(changed(composed(), {"data.num_workers": 0}), 1, "cpu")
+    validate(changed(composed(), {"data.prefetch": 4}), 1, "cpu")
+    assert "data.max_epochs={} limits no source" in refusal({"data.max_epochs": {}})
+    validate(changed(composed(), {"data.max_epochs": {"code": 4.0, "prose": 4.0}}), 1, "cpu")
+
+
 def test_sequence_length_in_tiles():
     assert "train.sequence_length=250 is not a multiple of 16; use 240 or 256" in refusal(
         {"train.sequence_length": 250}

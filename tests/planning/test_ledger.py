@@ -4,9 +4,12 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.planning.ledger import Ledger, Message
+from megatron_fp4.precision.token_messages import start_all_gather
 
 KIB = 1024
 
@@ -69,6 +72,21 @@ def test_nothing_is_left_patched():
     with FakeTensorMode(), Ledger(lambda: 0):
         assert torch.UntypedStorage.resize_ is not resize
     assert torch.UntypedStorage.resize_ is resize
+
+
+def test_a_message_that_is_waited_for_at_once_runs_beside_nothing():
+    with fake_ranks(2), FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        x = torch.empty(4, 1024)
+        start_all_gather(x, dist.group.WORLD).wait()
+        pending = start_all_gather(x, dist.group.WORLD)
+        _ = x + 1
+        pending.wait()
+        dist.all_reduce(x)
+    assert [message.is_async for message in ledger.order] == [False, True, False]
+    assert sorted((message.operation, message.is_async) for message in ledger.messages[0]) == [
+        ("all-gather", False), ("all-gather", True), ("all-reduce", False),
+    ]  # fmt: skip
+    assert set(ledger.messages[0].values()) == {1}
 
 
 def test_bytes_that_a_ring_sends():
