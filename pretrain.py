@@ -196,7 +196,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         began, done = time.perf_counter() - run.loader.data_wait, step + 1
         run.progress.at(done, "before the step")
         if run.graphs is not None and measurements.before_step(step):
-            run.graphs.release()
+            run.graphs.make_room()
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
@@ -289,6 +289,8 @@ def validate(run: Run, step: int) -> dict[str, float]:
     """After `step` steps: measure and record the held-out losses, and texts if the configuration has prompts. Returns
     the losses by source."""
     config, losses = run.config, {}
+    if run.graphs is not None:
+        run.graphs.make_room()
     if run.validation:
         losses = validation_losses(run)
         run.log.validation(step, run.tokens(step), losses, run.bits_per_byte(losses))

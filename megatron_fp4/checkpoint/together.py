@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.parallel.mesh import connect_ahead
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class Together:
     def __init__(self, root: Path, timeout: datetime.timedelta) -> None:
         self.root = root
         self.group = dist.new_group(backend="gloo", timeout=timeout)
+        connect_ahead(self.group)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def each(self, what: str, action: Callable[[], T]) -> T:

@@ -46,12 +46,12 @@ def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
 
 def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """[tokens / tp, dim] -> [tokens, dim], ranks in order."""
-    return start_all_gather(x_td, mesh.tp_group).wait()
+    return start_all_gather(x_td, mesh.tp_group, beside=False).wait()
 
 
 def reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
     """[tokens, dim] partial sums -> [tokens / tp, dim] sums."""
-    return start_reduce_scatter(y_td, mesh.tp_group).wait()
+    return start_reduce_scatter(y_td, mesh.tp_group, beside=False).wait()
 
 
 def all_reduce_sum(x: Tensor, mesh: ParallelMesh) -> Tensor:

@@ -138,7 +138,21 @@ def init_distributed(device_type: str, timeout_seconds: int) -> torch.device:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    connect_ahead()
     return device
+
+
+def connect_ahead(group: dist.ProcessGroup | None = None) -> None:
+    """Where gloo connects on demand, make the connections that a run's collectives need: a ring's, a tree's and the
+    first rank's. Later the store that arranges them may be gone (it is torchrun's), and a run has to save then too.
+
+    group: None for all ranks. A collective.
+    """
+    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+        everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.all_reduce(torch.zeros(1), group=group)
+        dist.broadcast_object_list([None], src=0, group=group)
+        dist.gather_object(None, everyone, dst=0, group=group)
 
 
 # How long a process may take to leave its group.

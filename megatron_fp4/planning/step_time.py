@@ -2,7 +2,8 @@
 
     compute    model FLOPs over `run.dry_mfu` of the peak, plus the messages that nothing hides
     messages   those that run beside the computation, on the busiest axis
-    host       Python for every linear of every micro-batch: the GPU cannot be faster than it is given work
+    host       Python for every linear of every micro-batch, unless CUDA graphs replay it: the GPU cannot be faster
+               than it is given work
 
 Which messages are hidden is known by who sends them (`hidden`). The constants are measured on H200s; the keys
 `run.dry_*` replace those that depend on the machine.
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from megatron_fp4.config.schema import Config, ParallelConfig, RunConfig
 from megatron_fp4.planning.dry_run import DryRun
 from megatron_fp4.planning.ledger import Message
+from megatron_fp4.training.cuda_graphs import choose_graphs
 from models.flops import training_flops_per_token
 from models.pattern import linear_shapes
 
@@ -26,6 +28,8 @@ _FSDP_AXES = ("dp", "replicate")
 # Of a collective of a few bytes among neighbours: those of a step at tensor parallel size 4 on NVLink. A tree's depth
 # multiplies it.
 _LATENCY = 10e-6
+# Of a micro-batch that is replayed from CUDA graphs: copying its inputs and two calls.
+_HOST_MS_OF_A_REPLAY = 1.0
 # What tensor parallelism adds to `run.dry_host_ms`: 0.53 s a micro-batch for the 12B's 124 linears at size 4.
 _HOST_MS_OF_TENSOR_PARALLELISM = 1.3
 
@@ -78,12 +82,15 @@ def step_time(config: Config, world_size: int, dry: DryRun, phase: PlannedPhase)
         waited_for = min(dry.ends.get(message, 0), count) if hidden(message) else count
         exposed += waited_for * seconds
         beside[message.group] += (count - waited_for) * seconds  # type: ignore[assignment]
-    host_ms = run.dry_host_ms + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
+    of_linear = run.dry_host_ms + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
+    host_ms = len(linear_shapes(config.model)) * of_linear
+    if choose_graphs(config, world_size, "cuda", "emulated").used:
+        host_ms = _HOST_MS_OF_A_REPLAY
     return StepTime(
         compute=flops / (world_size * run.dry_peak_tflops * 1e12 * run.dry_mfu),
         exposed=exposed,
         hidden=max(beside.values(), default=0.0),
-        host=micro_batches * len(linear_shapes(config.model)) * host_ms / 1e3,
+        host=micro_batches * host_ms / 1e3,
     )
 
 

@@ -72,7 +72,7 @@ class _QuantizedLinear(torch.autograd.Function):
             call.pad_tokens(call.gathered_unless_sliced(x, "activation")),
             keep_rows=True,
         )
-        receive_fprop, x_wgrad = call.send(make_fprop, FPROP_ACTIVATION), None
+        receive_fprop, x_wgrad = call.send(make_fprop, FPROP_ACTIVATION, beside=make_wgrad is not None), None
         assert receive_fprop is not None
         if make_wgrad is not None and "activation" in call.slices:
             x_wgrad = make_wgrad()  # while the codes for fprop travel
@@ -84,7 +84,9 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.probed = (
             None if context.probe is None else context.probe.forward(call, call.whole(x, "activation"), call.seen(y))
         )
-        scattered = None if context.out_tokens is None else start_reduce_scatter(y, context.out_tokens)
+        scattered = None
+        if context.out_tokens is not None:
+            scattered = start_reduce_scatter(y, context.out_tokens, beside=make_wgrad is not None)
         if make_wgrad is not None and x_wgrad is None:
             x_wgrad = make_wgrad()  # while y is summed
         operands = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
@@ -116,7 +118,8 @@ class _QuantizedLinear(torch.autograd.Function):
         if receive_dgrad is not None:
             dx = backend.gemm(receive_dgrad(), backend.operand_from_saved(saved[:3], ctx.layouts[0]), call.dtype)
             dx = call.unpad_tokens(dx)
-            scattered = None if context.in_tokens is None else start_reduce_scatter(dx, context.in_tokens)
+            if context.in_tokens is not None:
+                scattered = start_reduce_scatter(dx, context.in_tokens, beside=receive_wgrad is not None)
         if receive_wgrad is not None and receive_x is not None:
             x_wgrad = receive_x()
             total = call.running_gradient(ctx.weight) if ctx.probed is None else None

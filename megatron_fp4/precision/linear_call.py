@@ -28,11 +28,14 @@ from megatron_fp4.precision.recipe import (
     DGRAD_WEIGHT,
     FPROP_ACTIVATION,
     FPROP_WEIGHT,
+    USES,
     WGRAD_ACTIVATION,
     Place,
     Recipe,
 )
 from megatron_fp4.precision.token_messages import start_all_gather
+from megatron_fp4.quantization.elements import E2M1_MAX
+from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
@@ -145,7 +148,7 @@ class LinearCall:
         self.out_offset = context.out_group_offset * self.padded_group_rows
         self.slices: dict[str, ProcessGroup] = {}
         for tensor, group in (("activation", context.in_tokens), ("gradient", context.out_tokens)):
-            if group is None or self._reuses(tensor) or not self.backend.joins(self.recipe):
+            if group is None or not self._sends_operands(tensor):
                 continue
             if self.num_tokens % (group.size() * demands.tokens) == 0:  # whole blocks and tiles; padding then is none
                 self.slices[tensor] = group
@@ -191,15 +194,16 @@ class LinearCall:
         assert make_rows is not None
         return make_rows
 
-    def send(self, make: MakeOperand | None, place: Place) -> MakeOperand | None:
+    def send(self, make: MakeOperand | None, place: Place, beside: bool = True) -> MakeOperand | None:
         """What gives the operand of all tokens.
 
         Of a tensor in `slices`, `make` makes that of this rank's slice: it is made now, and on its way to the other
-        ranks until what is returned waits for theirs. Of other tensors nothing happens now.
+        ranks until what is returned waits for theirs. Of other tensors nothing happens now. beside: whether anything
+        runs meanwhile.
         """
         if make is None or place.tensor not in self.slices:
             return make
-        gather = functools.partial(start_all_gather, group=self.slices[place.tensor])
+        gather = functools.partial(start_all_gather, group=self.slices[place.tensor], beside=beside)
         made: MakeOperand = self.backend.gathered(make(), gather, transposed=place.transposed)
         return made
 
@@ -210,7 +214,17 @@ class LinearCall:
     def whole(self, x: Tensor, tensor: str) -> Tensor:
         """All tokens of x (`activation`) or dy (`gradient`), of which this rank may hold a slice."""
         group = self.context.in_tokens if tensor == "activation" else self.context.out_tokens
-        return x if group is None else start_all_gather(x, group).wait()
+        return x if group is None else start_all_gather(x, group, beside=False).wait()
+
+    def _sends_operands(self, tensor: str) -> bool:
+        """Whether a tensor's operands are gathered, and not itself. dy's are both needed at once: only codes of four
+        bits are fewer bytes than dy, once. One of x waits for the backward pass, as a slice."""
+        if self._reuses(tensor) or not self.backend.joins(self.recipe):
+            return False
+        operands = [self.recipe[place] for place in USES[tensor]]
+        return tensor == "activation" or all(
+            operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands
+        )
 
     def _reuses(self, tensor: str) -> bool:
         return tensor == "activation" and self.recipe[WGRAD_ACTIVATION].reuse_fprop

@@ -8,12 +8,19 @@ rows (both sides of wgrad, whose dot product runs over tokens):
     quantize_rows      read x -> values, or packed codes, along the rows
     unpack             read packed codes -> values along the rows
 
-One kernel for both operands was slower than two, although it reads x once: what limits them is instructions, and the
+What limits the two in the middle is instructions, between hot GEMMs above all, when the clocks are low: for sm_90 some
+12 (18 with stochastic rounding) an element along the columns, and 19 (23, of which the transform is 7) along the rows.
+So blocks of one row have four pairs in a thread, which compute their scale in two threads and not in four; what can be
+done to both halves of a pair at once is (maxima, clamp, scale, sign, codes); and where the unit for logic and shifts
+has too much to do, which issues every other cycle, a multiplication stands in for a shift.
+
+One kernel for both operands was slower than two, although it reads x once: it has all their instructions, and the
 registers of the one leave too few warps for the other. Two also let the first GEMM free its operand before the second
 operand is made.
 
 The kernels that go over all tiles have one axis of programs, tiles side by side first: CUDA allows 2^31 programs along
-the first axis and 65535 along the others.
+the first axis and 65535 along the others. No load or store has a mask: a program that reaches beyond the last column
+works on the last block again, and writes there what others write.
 
 "Values" are `code * block scale` in BF16, which is exact, in the layout of x: a GEMM reads either orientation as it
 lies, so nothing is ever transposed. A block along the rows is 16 (32) rows of one column and lies within one thread,
@@ -33,8 +40,8 @@ r of four in the even column, of its high half in the odd one. Scale bytes, even
 What keeps bits equal to the reference:
 - IEEE division and reciprocal, no flushing of subnormals, no contraction into FMA (`enable_fp_fusion=False` at every
   launch). The FMAs that are written have exact products, so they are the reference's additions.
-- The clamp to +-6 is applied after rounding, as a minimum with 6 * scale on two packed values at once. Up to 6 nothing
-  exceeds 6, and beyond 6 every rounding gives 6 or more.
+- The clamp to 6 is applied after rounding. Up to 6 nothing exceeds 6, and beyond 6 every rounding gives 6 or more, or
+  NaN where it overflows, which the minimum with 6 drops.
 - Stochastic rounding adds u * spacing to the value where the reference adds u to value / spacing: spacings are powers
   of two, so both round alike.
 - Only the sign of zeros in values may differ, and no GEMM shows it; the sign in packed codes is the reference's.
@@ -336,10 +343,11 @@ def unpack_kernel(
     offsets = group[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     width = num_groups * PAIRS
     tile = tl.program_id(0) // across
+    # A tile's codes and scales are whole 16 bytes: so much can be loaded at once.
     part = as_long(tile // tiles)
     of_part = as_long(tile % tiles)
-    codes_ptr += part * codes_stride + of_part * (BLOCK // 4) * width
-    scales_ptr += part * scales_stride + of_part * width
+    codes_ptr += tl.multiple_of(part * codes_stride, 4) + of_part * (BLOCK // 4) * width
+    scales_ptr += tl.multiple_of(part * scales_stride, 8) + of_part * width
     values_ptr += as_long(tile) * BLOCK * width
     both = tl.load(scales_ptr + offsets).to(tl.int32)
     scales = pack(scale_from_byte(both & 0xFF, BLOCK), scale_from_byte((both >> 8) & 0xFF, BLOCK))

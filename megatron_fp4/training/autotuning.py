@@ -254,10 +254,13 @@ def _compiled_at_once(autotuner: Any, arguments: Mapping[str, Any]) -> list[Any]
     if mode is not None:  # else each is compiled when its turn to be timed has come
         workers = min(len(os.sched_getaffinity(0)), _COMPILERS)
         # What cannot be compiled is found out once more, and told apart, where it is timed.
-        with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
-            for config in configs:
-                settings = {**arguments, **config.all_kwargs(), "warmup": True}
-                autotuner.fn.run(*autotuner.nargs.values(), **settings)
+        try:
+            with ThreadPoolExecutor(workers) as executor, mode(executor, ignore_errors=True):
+                for config in configs:
+                    settings = {**arguments, **config.all_kwargs(), "warmup": True}
+                    autotuner.fn.run(*autotuner.nargs.values(), **settings)
+        except Exception as error:
+            log.warning("kernels are compiled one by one, because side by side they are not: %r", error)
     return configs
 
 

@@ -13,12 +13,12 @@ weights' codes and adds to the gradients. The sum over ranks, norm, clipping and
 
 The eager ones compile, tune and allocate what a capture must not. They take their keys from device memory already, so
 that the kernels of the graphs are among those compiled. When shapes, the batch's size, recipes or the addresses of
-weights change, the graphs are dropped and all begins anew; a step whose linears are being watched runs eagerly, and
-gives the graphs' memory back for that time.
+weights change, the graphs are dropped and all begins anew. A step whose linears are being watched runs eagerly.
 
 Memory: what one micro-batch needs lies in a pool of its own, from capture to release. Gradients and kept weights are in
-it too and stay from step to step; a step's peak is that of an eager one. What runs eagerly in between (validation,
-update) has its memory beside the pool.
+it too and stay from step to step; a step's peak is that of an eager one. What runs eagerly in between (a watched step,
+validation) cannot have the pool's memory: where there is not as much beside it, the graphs are dropped for that time
+(`make_room`) and captured again afterwards, which takes about a second.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class MicroBatchGraphs:
         self._gradients: list[Tensor | None] = []
         self._kept: dict[str, Any] = {}
         self._tokens = self._targets = torch.empty(0)
-        self._num_micro_batches = 0
+        self._num_micro_batches = self._bytes = 0
         self._pool: Any = None
 
     @property
@@ -155,7 +155,7 @@ class MicroBatchGraphs:
     def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, clock: RunClock) -> Iterator[bool]:
         """A context for the micro-batches of one step; inside, whether `run` computes them."""
         if self._failed or self._watched() or not _alike(micro_batches):
-            self.release()
+            self.make_room()
             yield False
             return
         signature = self._signature_of(micro_batches[0], whole)
@@ -202,6 +202,17 @@ class MicroBatchGraphs:
         self._position += 1
         return graph.result
 
+    def make_room(self) -> None:
+        """Before a micro-batch runs eagerly: drop the graphs if there is not as much free memory as they have."""
+        if self._first is not None and not self._has_room():
+            self.release()
+
+    def _has_room(self) -> bool:
+        if self._mesh.device.type != "cuda":
+            return True
+        torch.cuda.empty_cache()  # what earlier eager passes left
+        return torch.cuda.mem_get_info(self._mesh.device)[0] > self._bytes
+
     def release(self) -> None:
         """Drop the graphs and give their memory back; they are captured again when they are next to run."""
         if self._first is None:
@@ -220,7 +231,9 @@ class MicroBatchGraphs:
                 self._pool = torch.cuda.graph_pool_handle() if self._mesh.device.type == "cuda" else None
             # A living autograd graph would tie gradients to the stream that it was made on.
             gc.collect()
+            before = self._reserved()
             graph = self._capture(self._compute, self._pool)
+            self._bytes += self._reserved() - before
             if first:
                 self._first = graph
                 self._gradients = [parameter.grad for parameter in self._parameters]
@@ -228,6 +241,12 @@ class MicroBatchGraphs:
             else:
                 self._later = graph
         return graph
+
+    def _reserved(self) -> int:
+        if self._mesh.device.type != "cuda":
+            return 0
+        torch.cuda.empty_cache()  # as a capture does first
+        return torch.cuda.memory_reserved(self._mesh.device)
 
     def _compute(self) -> Tensor:
         loss: Tensor = self._model(self._tokens, self._targets)

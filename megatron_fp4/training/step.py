@@ -99,20 +99,14 @@ def train_step(
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
     clock.step, progress = step, progress or Progress()
+    told = _on_device([*map(float, requests), *_powers(data_wait)], mesh.device)
     loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard, progress=progress, graphs=graphs)
     progress.at(step + 1, "sums over all ranks")
     sum_replicated_gradients(parameters, mesh)
 
     # All ranks of a tensor-parallel group have the same loss; it counts once.
     counted_loss = loss if mesh.tp_rank == 0 else torch.zeros_like(loss)
-    requested = loss.new_tensor(requests)
-    totals = torch.cat(
-        (
-            torch.stack((counted_loss, squared_norm_share(parameters, mesh))),
-            requested,
-            loss.new_tensor(_powers(data_wait)),
-        )
-    )
+    totals = torch.cat((torch.stack((counted_loss, squared_norm_share(parameters, mesh))), told))
     dist.all_reduce(totals)
     totals_on_host = _Copy(totals)
     ahead = accept is None and can_skip_on_device(optimizer)
@@ -138,6 +132,12 @@ def train_step(
     return StepResult(
         mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike, _longest(low, high)
     )
+
+
+def _on_device(numbers: list[float], device: torch.device) -> Tensor:
+    """FP64, without waiting for what the device still does, as a copy from pageable memory would."""
+    pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 class _Copy:

@@ -120,13 +120,15 @@ def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], l
     return [(result.loss, result.grad_norm) for result in results], weights, ran[0]
 
 
+def with_and_without_hooks(rank: int) -> list[Any]:
+    return [trained_by_two(rank, hooks) for hooks in (False, True)]
+
+
 @pytest.mark.slow
 def test_two_ranks_of_five_micro_batches_need_no_hooks_in_the_middle() -> None:
-    (found, weights, ran), other = launch(trained_by_two, 2, False)
-    assert other[0] == found and ran == other[2] == 2 * 5
-    expected, with_hooks, _ = launch(trained_by_two, 2, True)[0]
-    assert found == expected
-    assert all(torch.equal(a, b) for a, b in zip(weights, with_hooks, strict=True))
+    (first, expected), (second, _) = launch(with_and_without_hooks, 2)
+    assert first[0] == second[0] == expected[0] and first[2] == second[2] == 2 * 5
+    assert all(torch.equal(a, b) for a, b in zip(first[1], expected[1], strict=True))
 
 
 def test_hooks_are_left_out_and_come_back_in_their_order(mesh: ParallelMesh) -> None:

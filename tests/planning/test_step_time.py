@@ -17,6 +17,7 @@ GB = 10**9
 TOKENS = Message("all-gather", "tp", 2, 100 * GB)  # each rank sends half: 0.2 s at 250 GB/s
 HIDDEN_TOKENS = Message("reduce-scatter", "tp", 2, 100 * GB, is_async=True)
 WEIGHTS = Message("all-gather", "dp", 2, 50 * GB)  # 0.1 s
+EMPTY = DryRun(None, 4, {}, {}, {}, {})  # type: ignore[arg-type]
 MODEL = ModelConfig(pattern="*-")  # four linears
 
 
@@ -61,5 +62,8 @@ def test_the_largest_bound_is_the_step():
     assert times({TOKENS: 6}, **work).bound == "messages"
     assert times({HIDDEN_TOKENS: 6}, **work).seconds == pytest.approx(2.4, rel=1e-3)
     assert times({HIDDEN_TOKENS: 6}, **work).bound == "messages"
+    train = TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64)
+    graphs = Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4), run=RunConfig(**work))
+    assert step_time(graphs, 4, EMPTY, PlannedPhase("main", 10, 8, 64)).host == pytest.approx(4e-3)  # replayed
     found = times({TOKENS: 1}, **{**work, "dry_host_ms": 1000.0})
     assert (found.bound, found.seconds) == ("host", pytest.approx(8.0, rel=0.01))

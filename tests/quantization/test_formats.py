@@ -113,6 +113,10 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
                 if operand.format in OF_SCALED_MM:
                     for maker in TorchBackend().operands(x, *sides, dtype=x.dtype):
                         maker() if maker is not None else None
+        for name in ("nvfp4", "mxfp4"):
+            request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
+            packed = EMULATED.packed_weight(x, request, rows=(128, 128))
+            assert packed is not None and packed.unpacked().shape == (128, 128)
         scale_and_cast(x.float(), torch.empty(()), x.dtype)
         for kernel, arguments, constants in started:
             names, wanted = known[kernel]

@@ -152,7 +152,11 @@ class Watching:
         self.seen = True
 
 
-def test_a_watched_step_is_eager_and_has_the_memory(mesh: ParallelMesh) -> None:
+@pytest.mark.parametrize("room", [True, False])
+def test_a_watched_step_is_eager_and_has_the_memory(
+    mesh: ParallelMesh, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
     eager, replayed = Job(mesh), Job(mesh, Again)
     was = []
     for step in range(5):
@@ -162,7 +166,7 @@ def test_a_watched_step_is_eager_and_has_the_memory(mesh: ParallelMesh) -> None:
         (*expected, _), (*found, captured) = eager.step(step), replayed.step(step)
         assert found == expected and hasattr(watcher, "seen") == (step == 3)
         was.append(captured)
-    assert was == [False, False, True, False, True]  # all is compiled: captured again at once
+    assert was == [False, False, True, room, True]  # all is compiled: captured again at once
 
 
 @pytest.mark.parametrize("which", [1, 2])
