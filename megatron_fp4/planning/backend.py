@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import OperandRequest, RowGroups
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, MakeOperand, gemm
+from megatron_fp4.precision.gemm_cuda import computed_alone
 from megatron_fp4.precision.packed_weight import CodesOfWeight
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.square_blocks import RowBlocks
@@ -130,6 +131,9 @@ def _allocated(
 ) -> Tensor:
     """As `gemm_cuda.scaled_matmul`: cuBLAS, which reads rows or columns that are in one piece."""
     left, right = (x if 1 in x.stride() else x.contiguous() for x in (left, right))
+    if rows is not None and not computed_alone(rows):
+        product = left.new_empty(left.shape[0], right.shape[1], dtype=out_dtype)
+        return rows.of(product) if total is None else total
     if total is not None:
         return total
     size = left.shape[0] if rows is None else left.shape[0] // rows.padded * rows.kept

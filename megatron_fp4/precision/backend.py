@@ -53,7 +53,11 @@ class RowGroups:
 
     def of(self, product: Tensor) -> Tensor:
         """Of [groups * padded, n] the rows that count, [groups * kept, n], contiguous."""
-        return product.unflatten(0, (-1, self.padded))[:, : self.kept].flatten(0, 1)
+        return self.view(product).flatten(0, 1)
+
+    def view(self, product: Tensor) -> Tensor:
+        """The same where they lie, [groups, kept, n]."""
+        return product.unflatten(0, (-1, self.padded))[:, : self.kept]
 
     def padded_indices(self, rows: Tensor) -> Tensor:
         """Where rows that count lie among all."""

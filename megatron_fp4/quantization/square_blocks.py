@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron_fp4.quantization.elements import E2M1_VALUES
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
-from megatron_fp4.quantization.tensor import scale_values
+from megatron_fp4.quantization.tensor import block_amax, scale_values
 
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 
@@ -97,7 +97,7 @@ def block_maxima(x: Tensor, blocks: RowBlocks) -> Tensor:
     maxima = torch.zeros(shape, dtype=torch.float32, device=x.device)
     if not shape[0]:
         return maxima
-    of_rows = x.abs().unflatten(-1, (-1, blocks.block)).amax(-1).to(torch.float32)
+    of_rows = block_amax(x.to(torch.float32), (1, blocks.block))
     index = blocks.local_blocks(x.device)[:, None].expand_as(of_rows)
     return maxima.scatter_reduce_(0, index, of_rows, "amax")
 

@@ -190,10 +190,10 @@ def erring(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of one product in one of the two computations of step 3 is wrong."""
     calls, gemm = 0, EmulatedBackend.gemm
 
-    def spoiled(self: EmulatedBackend, *arguments: Any) -> Tensor:
+    def spoiled(self: EmulatedBackend, *operands: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        product = gemm(self, *arguments)
+        product = gemm(self, *operands)
         return flipped(product) if calls == spoil_at else product
 
     # 6 linears with 3 products each; 4 micro-batches in a step, and 2 more before the first and the third.

@@ -22,22 +22,24 @@ def without_launches() -> Iterator[None]:
     with (
         cuda.on(AllocatingGPU()),
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda _: True)),
-        mock.patch.object(gemm_cuda, "scaled_matmul", _scaled_matmul),
+        mock.patch.object(gemm_cuda, "_cublas", lambda: "a library"),
+        mock.patch.object(gemm_cuda, "_gemm_ex", _gemm_ex),
     ):
         yield
 
 
-def _scaled_matmul(
+def _gemm_ex(
+    library: Any,
     a: Tensor,
     b: Tensor,
     alpha: Tensor | None,
     out_dtype: torch.dtype,
-    total: Tensor | None = None,
-    rows: RowGroups | None = None,
+    total: Tensor | None,
+    groups: RowGroups | None,
 ) -> Any:
-    """As `gemm_cuda.scaled_matmul` by cuBLAS."""
+    """As cuBLAS."""
     (a, *_), (b, *_) = gemm_cuda._layout(a), gemm_cuda._layout(b)
     if total is not None:
         return total
-    kept = a.shape[0] if rows is None else a.shape[0] // rows.padded * rows.kept
+    kept = a.shape[0] if groups is None else a.shape[0] // groups.padded * groups.kept
     return a.new_empty(kept, b.shape[1], dtype=out_dtype)
