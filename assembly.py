@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,14 @@ from megatron_fp4.precision.backend_choice import BackendChoice, agreed_backend,
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan, build_plan
-from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
+from megatron_fp4.training.micro_batch import MicroBatch
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
@@ -133,8 +134,12 @@ def backend_of(config: Config) -> BackendChoice:
 
 def graphs_of(config: Config, backend: BackendChoice) -> GraphsChoice:
     """Whether micro-batches are replayed. Raises ConfigError."""
-    recipes = [row.recipe for plan in plans_of(config) if plan is not None for row in plan.rows]
-    return choose_graphs(config, world_size(), device_type_of(config), backend.name, dict.fromkeys(recipes))
+    return choose_graphs(config, world_size(), device_type_of(config), backend.name, recipes_of(config))
+
+
+def recipes_of(config: Config) -> list[Recipe]:
+    """Those of the linears, before and after the switch, each once."""
+    return list(dict.fromkeys(row.recipe for plan in plans_of(config) if plan is not None for row in plan.rows))
 
 
 def world_size() -> int:
@@ -244,6 +249,12 @@ class Run:
         self.spikes.rolled_back(resumed.trainer.get("spikes"))
         self.guard.rolled_back(step, resumed.step)
         return resumed.step
+
+    def beside_graphs(self, diagnose: Callable[..., str], micro_batches: Sequence[MicroBatch], *more: Any) -> str:
+        """What `diagnose` finds by running `micro_batches` once more, with room for that."""
+        if self.graphs is not None:
+            self.graphs.make_room()
+        return diagnose(self.model, micro_batches, self.mesh, self.controller.clock, *more)
 
     def step_settings(self, step: int) -> dict[str, Any]:
         """What the configuration gives `train_step` for `step` (from 0)."""

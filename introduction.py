@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from assembly import Run, sharded_model, world_size
+from assembly import Run, recipes_of, sharded_model, world_size
 from data.opening import phase_schedule
 from data.plan import planned_use
 from megatron_fp4.checkpoint import drift
@@ -32,7 +32,7 @@ def print_needs(config: Config) -> int:
         )
         for span in phase_schedule(config, {}).spans
     ]
-    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), phases)
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), phases, recipes_of(config))
     return 0
 
 

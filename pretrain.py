@@ -214,10 +214,10 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 **run.step_settings(step),
             )
         measurements.write(step)
-        run.guard.observe(result, done, lambda: diagnose_nonfinite(model, batch, mesh, controller.clock))  # noqa: B023
+        run.guard.observe(result, done, lambda: run.beside_graphs(diagnose_nonfinite, batch))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
         if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
-            answer_spike(run, spike, lambda: diagnose_spike(model, batch, mesh, controller.clock, result))  # noqa: B023
+            answer_spike(run, spike, lambda: run.beside_graphs(diagnose_spike, batch, result))  # noqa: B023
         if done == steps or is_due(config.validation.interval, done):
             losses = validate(run, done)
         take_note_of_saves(run, result.requests.save_failed)

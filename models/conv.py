@@ -43,11 +43,16 @@ def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_
     """
     from causal_conv1d import causal_conv1d_fn
 
-    # It loads 16 bytes at a time.
-    aligned = x_bsc.stride(2) == 1 and all(stride % 8 == 0 for stride in (*x_bsc.stride()[:2], x_bsc.storage_offset()))
-    x_bsc = x_bsc if aligned else x_bsc.contiguous()
-    y_bcs: Tensor = causal_conv1d_fn(x_bsc.transpose(1, 2), weight_ck, bias_c, seq_idx=documents_bs, activation="silu")
+    y_bcs: Tensor = causal_conv1d_fn(
+        readable(x_bsc).transpose(1, 2), weight_ck, bias_c, seq_idx=documents_bs, activation="silu"
+    )
     return y_bcs.transpose(1, 2)
+
+
+def readable(x_bsc: Tensor) -> Tensor:
+    """What causal-conv1d reads, 16 bytes at a time: the tensor itself, or where it does not lie so, a copy."""
+    lies_so = x_bsc.stride(2) == 1 and all(n % 8 == 0 for n in (*x_bsc.stride()[:2], x_bsc.storage_offset()))
+    return x_bsc if lies_so else x_bsc.contiguous()
 
 
 def continued_conv_silu(

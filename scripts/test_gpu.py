@@ -67,11 +67,11 @@ class Step:
     needs: tuple[str, ...] = ()
 
 
-def tests(name: str, *files: str, but: str = "", needs: tuple[str, ...] = ()) -> Step:
+def tests(name: str, *files: str, but: str = "", gpus: int = 1, needs: tuple[str, ...] = ()) -> Step:
     """Files under tests/gpu, without those tests (`but`) that do on a small model what another step does."""
     chosen = ("-k", f"not ({but})") if but else ()
     paths = [f"tests/gpu/{file}.py" for file in files]
-    return Step(name, ("-m", "pytest", "-m", "gpu", *chosen, *paths), r"^\d+ passed.*", needs=needs)
+    return Step(name, ("-m", "pytest", "-m", "gpu", *chosen, *paths), r"^\d+ passed.*", gpus=gpus, needs=needs)
 
 
 FUSED = ("mamba_ssm", "causal_conv1d")
@@ -87,6 +87,10 @@ STEPS = (
     tests("GPU tests: the backend torch", "test_torch_backend"),
     tests("GPU tests: models and optimizers", "test_model_kernels", "test_model_optimizer", needs=FUSED),
     tests("GPU tests: masked documents", "test_documents", needs=FUSED),
+    tests("GPU tests: deterministic attention", "test_tiled_attention"),
+    tests("GPU tests: CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),
+    tests("GPU tests: gathered codes", "test_gathered_codes"),
+    tests("GPU tests: messages of tensor parallelism", "test_tensor_parallel", gpus=2),
     tests("GPU tests: generation", "test_generation"),
     tests("GPU tests: tuned kernels in a checkpoint", "test_repeatable", but="equal or two_ranks", needs=FUSED),
     Step("three runs, one more killed and resumed", (*REPEATS, *THREE), EQUAL, needs=FUSED),

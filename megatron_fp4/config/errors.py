@@ -82,6 +82,7 @@ def _wrong_value(wrong: str, location: Sequence[str | int], value: Any) -> str:
     if value is None:
         return f"{key}=null: a value is needed here; give {_describe(hint)}"
     if wrong == "literal_error":
+        hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
         return f"{key}={shown(value)} is not known; choose one of {', '.join(map(str, typing.get_args(hint)))}"
     if wrong in _RANGE:
         return f"{key}={shown(value)} is out of range; give {_range(hint)}{_such_as(location)}"

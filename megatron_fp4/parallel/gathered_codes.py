@@ -48,7 +48,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.layers import QuantizedLinear
-from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, local_part
 from megatron_fp4.precision.packed_weight import CodesOfWeight, hang_codes
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.elements import E4M3_MAX
@@ -202,14 +202,18 @@ class GatheredWeight:
         return sorted({block_of(row) for row in cuts if block_of(row - 1) == block_of(row)})
 
     def gather_as(self, codes: bool) -> None:
-        """From the next gathering on; the parameter is sharded now. Gradients so far come along."""
+        """From the next gathering on; the parameter is sharded now. Gradients so far come along where both have been
+        gathered before."""
         if codes:
             context = self.context
             group_rows = self.num_rows // context.num_groups
             padded = self.backend.demands(context.recipe).padded_group(group_rows, context.num_groups)
             form = context.recipe[FPROP_WEIGHT].format
-            if self.as_codes and form != self.all_blocks.format:
-                self.param.all_gather_outputs = []  # of other sizes
+            if form != self.all_blocks.format:  # of other sizes
+                if self.as_codes:
+                    self.param.all_gather_outputs = []
+                else:
+                    self._aside = self._aside[0], []
             self.all_blocks = RowBlocks(form, group_rows, padded, 0, self.num_rows)
             self.blocks, self.maxima = self.part(self.shard), None
         if codes != self.as_codes:
@@ -218,7 +222,9 @@ class GatheredWeight:
             self._aside = getattr(param, "_unsharded_param", None), param.all_gather_outputs
             if codes and gathered is None:
                 gathered = self._placeholder()
+                accept_fp32_gradient(gathered)
             if gathered is None:
+                assert getattr(self._aside[0], "grad", None) is None, "the first micro-batch of a step decides"
                 del param._unsharded_param
             else:
                 param._unsharded_param = gathered

@@ -19,6 +19,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import split_heads
 from models.attention_tiles import HEAD_DIMS
+from models.conv import readable
 from models.documents import Documents
 from models.execution import Execution
 from models.execution_choice import choose_execution
@@ -72,7 +73,7 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:
     """causal-conv1d's kernel."""
-    return _OneKernel.apply(lambda x, *_: x, True, x_bsc.contiguous(), weight_ck, bias_c, documents_bs)  # type: ignore[return-value]
+    return _OneKernel.apply(lambda x, *_: x, True, readable(x_bsc), weight_ck, bias_c, documents_bs)  # type: ignore[return-value]
 
 
 def scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron_fp4.config.schema import Config, ParallelConfig, RunConfig
 from megatron_fp4.planning.dry_run import DryRun
 from megatron_fp4.planning.ledger import Message
+from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.training.cuda_graphs import choose_graphs
 from models.flops import training_flops_per_token
 from models.pattern import linear_shapes
@@ -72,8 +73,10 @@ def hidden(message: Message) -> bool:
     return message.is_async or message.group in _FSDP_AXES
 
 
-def step_time(config: Config, world_size: int, dry: DryRun, phase: PlannedPhase) -> StepTime:
-    """The bounds of a step of `phase` on `world_size` ranks."""
+def step_time(
+    config: Config, world_size: int, dry: DryRun, phase: PlannedPhase, recipes: Iterable[Recipe] = ()
+) -> StepTime:
+    """The bounds of a step of `phase` on `world_size` ranks. recipes: of the linears."""
     train, run, parallel = config.train, config.run, config.parallel
     micro_batches = phase.batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size))
     flops = training_flops_per_token(config.model, phase.sequence_length) * phase.batch_size * train.sequence_length
@@ -85,7 +88,8 @@ def step_time(config: Config, world_size: int, dry: DryRun, phase: PlannedPhase)
         beside[message.group] += (count - waited_for) * seconds  # type: ignore[assignment]
     of_linear = run.dry_host_ms + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
     host_ms = len(linear_shapes(config.model)) * of_linear
-    if choose_graphs(config, world_size, "cuda", "emulated").used:
+    backend = config.precision.backend
+    if choose_graphs(config, world_size, "cuda", "emulated" if backend == "auto" else backend, recipes).used:
         host_ms = _HOST_MS_OF_A_REPLAY
     return StepTime(
         compute=flops / (world_size * run.dry_peak_tflops * 1e12 * run.dry_mfu),

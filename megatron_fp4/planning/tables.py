@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.table import Table
 
@@ -10,6 +10,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, step_time
+from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.report import console as show
 from megatron_fp4.report.console import RunConsole
 from models.execution_choice import describe_execution
@@ -18,8 +19,13 @@ from models.flops import parameter_count, training_flops_per_token
 _GIB = 2**30
 
 
-def print_plan(config: Config, world_size: int, build: Build, phases: Sequence[PlannedPhase]) -> None:
-    """Print what the run of `config`, which consists of `phases`, needs on `world_size` ranks. build: see `dry_run`."""
+def print_plan(
+    config: Config, world_size: int, build: Build, phases: Sequence[PlannedPhase], recipes: Collection[Recipe]
+) -> None:
+    """Print what the run of `config` needs on `world_size` ranks, which consists of `phases` and computes by `recipes`.
+
+    build: see `dry_run`.
+    """
     execution = planned_execution(config)
     dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
@@ -28,7 +34,7 @@ def print_plan(config: Config, world_size: int, build: Build, phases: Sequence[P
     console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, world_size, dry)))
     console.table(messages_table(dry))
-    times = [(phase, step_time(config, world_size, dry, phase)) for phase in phases]
+    times = [(phase, step_time(config, world_size, dry, phase, recipes)) for phase in phases]
     console.table(time_table(times, config, world_size))
     console.table(show.facts_table("Work and time", time_facts(config, world_size, times)))
 

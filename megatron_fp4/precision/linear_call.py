@@ -364,6 +364,10 @@ class LinearCall:
         """[out, in] with each group of output features padded."""
         return self._pad_groups(w.t()).t() if self.padded_group_rows != self.group_rows else w
 
+    def unpad_rows(self, w: Tensor) -> Tensor:
+        """The inverse of `pad_rows`."""
+        return RowGroups(self.padded_group_rows, self.group_rows).of(w)
+
     def _pad_groups(self, y: Tensor) -> Tensor:
         extra = self.padded_group_rows - self.group_rows
         if extra == 0:

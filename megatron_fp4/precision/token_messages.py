@@ -42,7 +42,9 @@ def start_all_gather(x: Tensor, group: ProcessGroup, beside: bool = True) -> Pen
     """
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    work = dist.all_gather_into_tensor(out.view(torch.uint8), x.view(torch.uint8), group=group, async_op=beside)
+    # Flat, because a dimension of size 1 may have any stride.
+    sent, received = (part.view(-1).view(torch.uint8) for part in (x, out))
+    work = dist.all_gather_into_tensor(received, sent, group=group, async_op=beside)
     return Pending(work, x, out)
 
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp4.config.schema import Config, ConfigError
@@ -41,6 +42,7 @@ from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.training.micro_batch import GlobalBatch, MicroBatch
@@ -61,10 +63,13 @@ class GpuGraph:
     """A CUDA graph of `function`, in the memory of `pool`. The capture computes nothing."""
 
     def __init__(self, function: Callable[[], Tensor], pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         # Other threads (loaders that pin memory, NCCL's watchdog) may do what this one must not.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.result = function()
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self.result = function()
+        finally:
+            torch.cuda.set_stream(stream)  # of a broken capture torch leaves its own
 
     def replay(self) -> None:
         """Compute it again, in the order of the current stream."""
@@ -115,6 +120,8 @@ def graphs_refusal(config: Config, ranks: int, device_type: str, backend: str) -
         return "data.documents=masked gives every micro-batch other shapes"
     if config.train.kernels == "torch":
         return "train.kernels=torch asks for plain PyTorch"
+    if torch.cuda.is_available():  # a plan may be made elsewhere
+        return kernels_unavailable(torch.device("cuda", torch.cuda.current_device()))
     return None
 
 
@@ -177,6 +184,8 @@ class MicroBatchGraphs:
     @contextmanager
     def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, clock: RunClock) -> Iterator[bool]:
         """A context for the micro-batches of one step; inside, whether `run` computes them."""
+        if self._failed:
+            self.release()
         if self._failed or self._watched() or not _alike(micro_batches):
             self.make_room()
             yield False
@@ -209,16 +218,20 @@ class MicroBatchGraphs:
         self._tokens.copy_(micro_batch.tokens, non_blocking=True)
         self._targets.copy_(micro_batch.targets, non_blocking=True)
         self._keys.fill(clock.seed, clock.step, clock.micro_batch)
-        try:
-            graph = self._graph(first)
-        except Exception as error:
-            if self._required:
-                raise
-            self._failed = True
-            self._warn(f"CUDA graphs: none, because a capture failed: {_first_line(error)}")
-            if first:
-                self._drop_gradients_and_weights()
-            return None
+        graph = self._first if first else self._later
+        if graph is None:
+            graph, failure = self._try_to_capture(first)
+            if not self._on_all_ranks(failure is None):  # collectives are captured on all ranks or on none
+                failure = failure or RuntimeError("on another rank")
+                if self._required:
+                    raise failure
+                self._failed = True
+                why = _first_line(failure.__context__ or failure)  # the end of a broken capture fails too
+                self._warn(f"CUDA graphs: none, because a capture failed: {why}")
+                if first:
+                    self._drop_gradients_and_weights()
+                return None
+        assert graph is not None
         graph.replay()
         if first:
             self._hand_out(clock)
@@ -227,8 +240,16 @@ class MicroBatchGraphs:
 
     def make_room(self) -> None:
         """Before a micro-batch runs eagerly: drop the graphs if there is not as much free memory as they have."""
-        if self._first is not None and not self._has_room():
+        if self._first is not None and not self._on_all_ranks(self._has_room()):
             self.release()
+
+    def _on_all_ranks(self, here: bool) -> bool:
+        """Whether something holds on all ranks whose collectives are captured."""
+        if self._mesh.tp_size == 1:
+            return here
+        everywhere = torch.tensor(int(here), dtype=torch.int32, device=self._mesh.device)
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=self._mesh.tp_group)
+        return bool(everywhere)
 
     def _has_room(self) -> bool:
         if self._mesh.device.type != "cuda":
@@ -241,14 +262,16 @@ class MicroBatchGraphs:
         if self._first is None:
             return
         self._forget()
+        for context in self._linears.values():
+            context.weight_cache = None  # it lies in the graphs' memory
         gc.collect()
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
             torch.cuda.empty_cache()
 
-    def _graph(self, first: bool) -> Captured:
-        graph = self._first if first else self._later
-        if graph is None:
+    def _try_to_capture(self, first: bool) -> tuple[Captured | None, Exception | None]:
+        """The graph, or why there is none."""
+        try:
             if first:
                 self._drop_gradients_and_weights()
                 self._pool = torch.cuda.graph_pool_handle() if self._mesh.device.type == "cuda" else None
@@ -257,13 +280,15 @@ class MicroBatchGraphs:
             before = self._reserved()
             graph = self._capture(self._compute, self._pool)
             self._bytes += self._reserved() - before
-            if first:
-                self._first = graph
-                self._gradients = [parameter.grad for parameter in self._parameters]
-                self._kept = {name: context.weight_cache for name, context in self._linears.items()}
-            else:
-                self._later = graph
-        return graph
+        except Exception as error:
+            return None, error
+        if first:
+            self._first = graph
+            self._gradients = [parameter.grad for parameter in self._parameters]
+            self._kept = {name: context.weight_cache for name, context in self._linears.items()}
+        else:
+            self._later = graph
+        return graph, None
 
     def _reserved(self) -> int:
         if self._mesh.device.type != "cuda":
@@ -316,5 +341,5 @@ def _alike(micro_batches: Sequence[MicroBatch]) -> bool:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -8,6 +8,7 @@ import torch
 
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite, find_nonfinite
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.training.nonfinite_guard import NonFiniteError, NonFiniteGuard
 from megatron_fp4.training.step import StepResult, train_step
 from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh
@@ -76,7 +77,7 @@ def test_names_weights_and_says_when_all_is_well() -> None:
         batches = toy_batches(0, mesh)
         assert "is finite: suspect" in diagnose_nonfinite(model, batches, mesh, RunClock(0))
         with torch.no_grad():
-            model.head.weight.to_local()[3, 0] = math.nan
+            local_part(model.head.weight)[3, 0] = math.nan
         report = find_nonfinite(model, batches[0], mesh, RunClock(0))
         assert report.weights == ["head.weight"] and report.output == "the model (its loss)"
 

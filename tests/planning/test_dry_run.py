@@ -255,6 +255,6 @@ def test_masked_documents_cost_a_message_and_tables() -> None:
     added = {message: count for message, count in masked.messages.items() if count != joined.messages.get(message)}
     assert [(m.operation, m.num_bytes, count) for m, count in added.items()] == [("all-reduce", 8, 1)]
     assert joined.messages.keys() <= masked.messages.keys()
-    # For the backward pass: cosine and sine of 8 angles of each token, FP32, once for all blocks. (The numbers of the
-    # documents are the micro-batch's own.)
-    assert masked.memory.activations - joined.memory.activations == 128 * 8 * 2 * 4
+    # For the backward pass, once for all blocks: cosine and sine of 8 angles of each token, FP32, and where its
+    # document begins and ends, int32. (The numbers of the documents are the micro-batch's own.)
+    assert masked.memory.activations - joined.memory.activations == 128 * (8 + 1) * 2 * 4

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import ParallelConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.data_parallel import shard
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.parallel.parameters import new_parameter
 from megatron_fp4.precision.fp32_gradients import gradient_of, gradient_spec, local_part
@@ -29,7 +29,7 @@ def compared(rank: int, shard_dim: int | None, fsdp: bool) -> None:
     mesh = build_mesh(ParallelConfig(tensor=2), torch.device("cpu"))
     keeper = Keeper(new_parameter((6, 4), mesh, shard_dim))
     if fsdp:
-        apply_data_parallel(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
+        shard(keeper, mesh, units=[], fp32_units=[], compute_dtype=torch.bfloat16, reshard=False)
     keeper(torch.zeros(()))
     parameter = keeper.seen
     assert isinstance(parameter, DTensor)
