@@ -25,6 +25,9 @@ def weights_given(rank: int, name: str) -> tuple[int, dict[str, Any], dict[str, 
     given: list[Any] = []
     with watched_gemms(lambda _, right: given.append(operand(right))), torch.no_grad():
         model(micro_batches(0, mesh)[0].tokens)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the masters; what was gathered is codes
     names = [name for name, _ in model.linears()]
     return mesh.tp_rank, dict(zip(names, given, strict=False)), {n: whole(m.weight) for n, m in model.linears()}
 
