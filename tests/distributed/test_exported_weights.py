@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from exchange.nvfp4 import tensor_scale, trained_weight
 from megatron_fp4.precision.clock import RunClock
