@@ -71,6 +71,7 @@ CASES: dict[str, tuple[int, str]] = {
     "masked documents": (1, "data.documents=masked model.rope=true"),
     "masked documents, no boundary loss": (2, "data.documents=masked data.boundary_loss=false"),
     "data parallel, resharded": (2, "parallel.reshard=true train.activation_checkpointing=selective"),
+    "data parallel, reduced each": (2, "parallel.reduce_gradients=each"),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -99,16 +99,21 @@ def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) 
         assert not any(contexts[name].weight_cache is cache for name, cache in kept.items())
 
 
-def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], list[torch.Tensor], int]:
-    mesh, clock, ran = toy_mesh(), RunClock(seed=3), [0]
+def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], list[torch.Tensor], int, int]:
+    mesh, clock, ran, without = toy_mesh(), RunClock(seed=3), [0], [0]
+    left_out = FSDPHooks.left_out
     model = built(mesh, apply_data_parallel, False, clock)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
 
     def count(*_: object) -> None:
         ran[0] += 1
 
+    def counted(self: FSDPHooks) -> AbstractContextManager[None]:
+        without[0] += 1
+        return nullcontext() if hooks else left_out(self)
+
     model.blocks[0].register_forward_pre_hook(count)  # somebody else's
-    with mock.patch.object(FSDPHooks, "left_out", nullcontext) if hooks else nullcontext():
+    with mock.patch.object(FSDPHooks, "left_out", counted):
         results = [
             train_step(
                 *(model, optimizer, [*batches(2 * s + rank), *batches(9 + 2 * s + rank)][:5], mesh, clock),
@@ -117,7 +122,7 @@ def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], l
             for s in range(2)
         ]
     weights = [whole(parameter) for parameter in model.parameters()]
-    return [(result.loss, result.grad_norm) for result in results], weights, ran[0]
+    return [(result.loss, result.grad_norm) for result in results], weights, ran[0], without[0]
 
 
 def with_and_without_hooks(rank: int) -> list[Any]:
@@ -128,6 +133,7 @@ def with_and_without_hooks(rank: int) -> list[Any]:
 def test_two_ranks_of_five_micro_batches_need_no_hooks_in_the_middle() -> None:
     (first, expected), (second, _) = launch(with_and_without_hooks, 2)
     assert first[0] == second[0] == expected[0] and first[2] == second[2] == 2 * 5
+    assert first[3] == second[3] == 2 * 3
     assert all(torch.equal(a, b) for a, b in zip(first[1], expected[1], strict=True))
 
 
