@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ from megatron_fp4.parallel.gathered_codes import GatheredWeight
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.packed_weight import codes_of
-from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -129,3 +130,29 @@ def test_a_run_is_bit_for_bit_what_it_is_without(name: str) -> None:
         assert not any(plain.gatherings)
         for step, as_codes in enumerate(codes.as_codes):
             assert set(as_codes) == {0 if step in (BF16_STEP, PROBED_STEP) else 1}
+
+
+def through_formats(rank: int) -> list[list[float]]:
+    """Losses of steps in MXFP4, BF16, NVFP4, BF16 and MXFP4, with codes and without."""
+    blocks = Operand("mxfp4", (1, 32))
+    mxfp4 = Recipe("mxfp4", *(Gemm(blocks, Operand("mxfp4", (32, 32))),) * 2, Gemm(blocks, blocks))
+    losses = []
+    for codes in (True, False):
+        layout = Layout(2)
+        mesh, clock = layout.mesh(), RunClock(seed=11)
+        model = model_on(mesh, torch.bfloat16, reshard=False)
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
+        losses.append([])
+        with nullcontext() if codes else mock.patch.object(LinearContext, "gathers_codes", False):
+            for step, recipe in enumerate((mxfp4, BF16, NVFP4, BF16, mxfp4)):
+                for name, linear in model.linears():
+                    linear.context.name, linear.context.clock, linear.context.recipe = name, clock, recipe
+                settings = {"step": step, "lr": 1e-3, "clip_norm": 1.0}
+                done = train_step(model, optimizer, micro_batches(step, mesh), mesh, clock, **settings)
+                losses[-1].append(done.loss)
+    return losses
+
+
+def test_codes_of_another_format_follow_a_step_in_bf16() -> None:
+    for with_codes, without in launch(through_formats, 2):
+        assert with_codes == without and len(with_codes) == 5
