@@ -5,8 +5,8 @@
     host       Python for every linear of every micro-batch, unless CUDA graphs replay it: the GPU cannot be faster
                than it is given work
 
-Which messages are hidden is known by who sends them (`hidden`). The constants are measured on H200s; the keys
-`run.dry_*` replace those that depend on the machine.
+Which messages are hidden is known by who sends them (`hidden`). The constants are chosen from profiles on H200s, but
+that of a replay, which is assumed; the keys `run.dry_*` replace those that depend on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FSDP_AXES = ("dp", "replicate")
 # Of a collective of a few bytes among neighbours: those of a step at tensor parallel size 4 on NVLink. A tree's depth
 # multiplies it.
 _LATENCY = 10e-6
-# Of a micro-batch that is replayed from CUDA graphs: copying its inputs and two calls.
+# Of a micro-batch that is replayed from CUDA graphs, assumed: copying its inputs and two calls.
 _HOST_MS_OF_A_REPLAY = 1.0
 # What tensor parallelism adds to `run.dry_host_ms`: 0.53 s a micro-batch for the 12B's 124 linears at size 4.
 _HOST_MS_OF_TENSOR_PARALLELISM = 1.3

@@ -64,6 +64,16 @@ class RowGroups:
         return rows // self.kept * self.padded + rows % self.kept
 
 
+def added(product: Tensor, total: Tensor | None, rows: RowGroups | None) -> Tensor:
+    """The rows of a product [m, n] that count, contiguous; where there is a `total` of them, added to it, in place."""
+    if total is None:
+        return product if rows is None else rows.of(product)
+    if rows is None:
+        return total.add_(product)
+    total.unflatten(0, (-1, rows.kept)).add_(rows.view(product))
+    return total
+
+
 class BackendOperand(Protocol):
     """One side of a GEMM, the dot product along the last dimension; what it holds is its backend's business."""
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import OperandRequest, RowGroups
+from megatron_fp4.precision.backend import OperandRequest, RowGroups, added
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.packed_weight import (
     CodesOfWeight,
@@ -408,11 +408,11 @@ def gemm(
     scaled_matmul: computes `(left right) * alpha` of BF16 values; None: on a GPU cuBLAS, elsewhere FP32.
     """
     if isinstance(a.values, BlockScaled) and isinstance(b.values, BlockScaled):
-        return _added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
+        return added(matmul_fp8(a.values, b.values, out_dtype), total, rows)
     left, right = a.unpacked(), b.unpacked().t()
     plain = not a.quantized and not b.quantized
     if plain and out_dtype == left.dtype:
-        return _added(left @ right, total, rows)
+        return added(left @ right, total, rows)
     # Transformer Engine's alpha = amaxA * amaxB / (36 * 448^2); the two factors are the same to an FP32 rounding.
     alpha = a.scale if b.scale is None else b.scale if a.scale is None else a.scale * b.scale
     if (left.is_cuda or scaled_matmul is not None) and left.dtype == right.dtype == torch.bfloat16:
@@ -424,9 +424,4 @@ def gemm(
             return scaled_matmul(left, right, alpha, out_dtype, total, rows)
         return torch.mm(left, right, out_dtype=torch.float32).to(out_dtype)
     product = left.to(torch.float32) @ right.to(torch.float32)
-    return _added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)
-
-
-def _added(product: Tensor, total: Tensor | None, rows: RowGroups | None) -> Tensor:
-    product = product if rows is None else rows.of(product)
-    return product if total is None else total.add_(product)
+    return added((product if alpha is None else product.mul_(alpha)).to(out_dtype), total, rows)

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import RowGroups
+from megatron_fp4.precision.backend import RowGroups, added
 from megatron_fp4.quantization.fp4_cuda import scale_and_cast
 
 log = logging.getLogger(__name__)
@@ -60,18 +60,13 @@ def scaled_matmul(
     `out_dtype` to add to and to return. rows: those of a that count; m is their number.
     """
     if rows is not None and not computed_alone(rows):
-        product = scaled_matmul(a, b, alpha, out_dtype)
-        if total is None:
-            return rows.of(product)
-        total.unflatten(0, (-1, rows.kept)).add_(rows.view(product))
-        return total
+        return added(scaled_matmul(a, b, alpha, out_dtype), total, rows)
     library = _cublas()
     if library is not None and a.numel() and b.numel():
         return _gemm_ex(library, a, b, alpha, out_dtype, total, rows)
     product = torch.mm(a, b, out_dtype=torch.float32)
     product = product.to(out_dtype) if alpha is None else scale_and_cast(product, alpha, out_dtype)
-    product = product if rows is None else rows.of(product)
-    return product if total is None else total.add_(product)
+    return added(product, total, rows)
 
 
 def _gemm_ex(

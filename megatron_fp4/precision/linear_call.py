@@ -328,11 +328,9 @@ class LinearCall:
 
     def weight_gradient(self, dy: BackendOperand, x: BackendOperand, total: Tensor | None) -> Tensor:
         """dy^T x of wgrad's operands, FP32 [out, in] without padding; added to `total` where there is one."""
-        if self.padded_group_rows == self.group_rows:
-            product: Tensor = self.backend.gemm(dy, x, torch.float32, total)
-        else:
-            rows = RowGroups(self.padded_group_rows, self.group_rows)
-            product = self.backend.gemm(dy, x, torch.float32, total, rows)
+        padded, kept = self.padded_group_rows, self.group_rows
+        rows = None if padded == kept else RowGroups(padded, kept)
+        product: Tensor = self.backend.gemm(dy, x, torch.float32, total, rows)
         return product
 
     # -------------------------------------------------------------------------------------------------------- padding

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import (
     GemmOperand,
@@ -190,9 +190,7 @@ class TorchBackend:
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
     ) -> Tensor:
         """a b^T: of codes where both are quantized, else an ordinary GEMM (mixtures are refused beforehand)."""
-        product = self._product(a, b, out_dtype)
-        product = product if rows is None else rows.of(product)
-        return product if total is None else total.add_(product)
+        return added(self._product(a, b, out_dtype), total, rows)
 
     def _product(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):

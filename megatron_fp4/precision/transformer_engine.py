@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
@@ -272,8 +272,7 @@ class TransformerEngineBackend:
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
             return gemm(a, b, out_dtype, total, rows)
         if rows is not None:
-            product = rows.of(self.gemm(a, b, out_dtype))
-            return product if total is None else total.add_(product)
+            return added(self.gemm(a, b, out_dtype), total, rows)
         assert isinstance(a, NativeOperand) and isinstance(b, NativeOperand), "one side of a GEMM is not quantized"
         # As general_gemm counts: its A is our b, T where the dot product lies along stored rows.
         layout = ("T" if b.layout.along == "columns" else "N") + ("N" if a.layout.along == "columns" else "T")
