@@ -158,8 +158,20 @@ class RunLog:
         self.metrics.event(step, "export_failed", error=error, command=command)
         self.console.event(step, f"NOT EXPORTED, going on without: {error}; by hand: {command}")
 
-    def stop(self, step: int, signal: object) -> None:
-        """The run stops after `step` steps on a signal to this rank, or (None) to another."""
-        self.metrics.event(step, "stop", signal=str(signal))
+    def stop(self, step: int, why: str | None) -> None:
+        """The run is to stop after `step` steps. why: what asked this rank to, None: another rank was asked."""
+        self.metrics.event(step, "stop", signal=str(why))
+
+    def stopped(self, start: int, step: int, why: str | None) -> None:
+        """Say how the run stands now that it has stopped after `step` steps and everything is written. start: the steps
+        that were done when it began. why: as for `stop`."""
         steps = self.config.train.steps
-        self.console.text(f"stopped after step {step} of {steps} on {signal or 'a signal to another rank'}")
+        if step == steps:
+            how = f"saved step {step}, but not its export, which the same command makes"
+        elif step > start:
+            how = f"saved step {step}; the same command goes on"
+        elif start > 0:
+            how = f"nothing is new since the checkpoint of step {start}; the same command goes on"
+        else:
+            how = "there is nothing to save yet; the same command begins again"
+        self.console.text(f"stopped after step {step} of {steps} on {why or 'a signal to another rank'}: {how}")
