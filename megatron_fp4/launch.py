@@ -6,8 +6,8 @@ Takes torchrun's arguments and starts workers by torchrun's own code. Only the e
                 workers 30 seconds after any other, and then prints a traceback of its own.
     exit code   what the run ended with (`ExitCode`, or 128 + the number of a second signal), where torchrun makes 1 of
                 everything. With workers on several nodes each launcher tells that of its own.
-    report      torchrun's of a crash, without the traceback of the launcher, which is the same whatever went wrong; none
-                where the run itself has said in one line why it ended.
+    report      torchrun's of a crash, without the traceback of the launcher, which is the same whatever went wrong. Of
+                what the run itself has said in one line there is none.
 
 Where there is no /proc to find the workers in, signals stay torchrun's.
 """

@@ -62,9 +62,7 @@ def command(num_processes: int, overrides: list[str], torchrun: str = "torch.dis
     return [sys.executable, *(launcher if num_processes > 1 else []), str(ROOT / "pretrain.py"), *overrides]
 
 
-def start(
-    num_processes: int, overrides: list[str], torchrun: str = "torch.distributed.run"
-) -> subprocess.Popen[str]:
+def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distributed.run") -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command(num_processes, overrides, torchrun),

@@ -4,7 +4,8 @@
 
     run         once per start: the step it starts from, and whatever facts about the run the caller gives (total
                 steps, where the decay starts, ...), for those who read the file without the configuration
-    step        one training step: the fields of `StepMetrics`; `epochs` every `logging.interval` steps
+    step        one training step: the fields of `StepMetrics`; `epochs` and `peak_memory_gib` every `logging.interval`
+                steps, `mfu` where the device's peak is known
     validation  `losses`, one per source (nats per token), and `loss`, their mean; `bits_per_byte`, one per source
                 whose bytes of text are known
     diagnostics, gradient_noise
@@ -56,6 +57,8 @@ class StepMetrics:
     phase: name of the data phase. plan: name of the precision plan in effect. epochs: how often the run has been
     through each source so far; empty in most steps.
     data_wait: seconds for which the rank that waited longest waited for its micro-batches (`StepResult`).
+    mfu: model_tflops over what the device could do in BF16; None where that is not known. peak_memory_gib: of the first
+    rank since it began (measure/machine.py); None in most steps.
     """
 
     step: int
@@ -71,6 +74,8 @@ class StepMetrics:
     plan: str
     data_wait: float = 0.0
     epochs: dict[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
 
     @property
     def spike(self) -> bool:
@@ -294,14 +299,15 @@ def steps_of(records: list[dict[str, Any]], run_dir: str | Path) -> list[dict[st
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
+    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """`value` (JSON types) with None for every number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

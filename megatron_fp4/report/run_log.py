@@ -26,13 +26,16 @@ from megatron_fp4.training.spikes import Spike
 class RunLog:
     """The metrics and the console of one run, on its first rank; silent on the others (`active=False`).
 
-    The console prints from the start. Metrics are recorded between `open` and the end of a `with` around the training
+    memory_size: of the device, in GiB, if the console is to show the share of it that is taken. The console prints from
+    the start. Metrics are recorded between `open` and the end of a `with` around the training
     loop; before that nothing of an earlier start is touched.
     """
 
-    def __init__(self, config: Config, active: bool) -> None:
+    def __init__(self, config: Config, active: bool, memory_size: float | None = None) -> None:
         self.config, self.active = config, active
-        self.console = RunConsole(config.train.steps, interval=config.logging.interval, active=active)
+        self.console = RunConsole(
+            config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
+        )
         self._wandb_run_id: str | None = None
         self._found: list[tuple[str, dict[str, Any]]] = []
 
