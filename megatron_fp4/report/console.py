@@ -212,11 +212,13 @@ class _Line(ProgressColumn):
                 shown.add(name)
                 room -= len(numbers[name]) + 2
         line = Table.grid()
-        for _ in range(4):
-            line.add_column(no_wrap=True)
         texts = [f"  {text}" for name, text in numbers.items() if name in shown]
         bar = ProgressBar(total=total, completed=task.completed, width=max(1, room))
-        line.add_row(Text(f"{phase} " if phase else "", style="bold"), bar, f" {step}", Text("".join(texts)))
+        # An empty column would be a cell wide.
+        parts = [*([Text(f"{phase} ", style="bold")] if phase else []), bar, Text(f" {step}"), Text("".join(texts))]
+        for _ in parts:
+            line.add_column(no_wrap=True)
+        line.add_row(*parts)
         return line
 
 

@@ -20,6 +20,7 @@ from megatron_fp4.report.completion import set_aside_ending
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.report.run_files import attempt, replace_text
+from megatron_fp4.report.wandb_view import known_run_id
 from megatron_fp4.training.spikes import Spike
 
 
@@ -62,13 +63,15 @@ class RunLog:
                 f"{run_dir}: another name for the summary of its end",
                 partial(set_aside_ending, run_dir, anew=start == 0),
             )
+        # Another run's checkpoint has that run's id.
+        of_checkpoint = None if facts.get("origin") else self._wandb_run_id
         self.metrics = MetricsWriter(
             run_dir,
             resume_step=start,
             tensorboard=settings.tensorboard,
             wandb_mode=settings.wandb,
             wandb_project=settings.wandb_project,
-            wandb_run_id=self._wandb_run_id,
+            wandb_run_id=known_run_id(run_dir, of_checkpoint) if start else None,
             config=as_saved(self.config),
             active=self.active,
         )

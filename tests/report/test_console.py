@@ -298,7 +298,14 @@ def test_short_seconds(seconds, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.6, "600 ms"), (42, "42 s"), (204, "3.4 minutes"), (18360, "5.1 hours"), (3.15e6, "36.5 days"), (1e9, "31.7 years")],
+    [
+        (0.6, "600 ms"),
+        (42, "42 s"),
+        (204, "3.4 minutes"),
+        (18360, "5.1 hours"),
+        (3.15e6, "36.5 days"),
+        (1e9, "31.7 years"),
+    ],
 )
 def test_long_time(seconds, text):
     assert long_time(seconds) == text
