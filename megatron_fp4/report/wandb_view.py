@@ -76,7 +76,7 @@ class WandbView:
         self._thread.start()
 
     def news(self) -> list[str]:
-        """Why a run that asked for `online` logs offline, with the remedy, if that has come about since the last call."""
+        """Why a run that asked for `online` logs offline, with the remedy; only what is new since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def show(self, values: dict[str, float], step: int) -> None:
