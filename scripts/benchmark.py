@@ -12,8 +12,8 @@ Prints a table and writes everything, with the most expensive kernels of each mo
 
 A linear's time is that of the GPU with its queue full, as in the middle of a model; `eager` is alone, with the time
 Python takes to launch its kernels. A model's iteration is a step's with one micro-batch: weights gathered and
-quantized, gradients reduced. Times are medians after warming up (mamba-ssm's kernels try out variants for up to a
-minute). Ratios compare times of this run; single figures differ between machines and days.
+quantized, gradients reduced. Times are medians after warming up, with mamba-ssm's kernels tuned before. Ratios compare
+times of this run; single figures differ between machines and days.
 
     --kernels torch              the reference path
     --recompute selective        activation checkpointing
@@ -48,6 +48,7 @@ from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.training.optimizer import build_optimizer
 from models.execution_choice import describe_execution
 from models.flops import parameter_count, training_flops_per_token
+from scripts.random_run import pin_kernels
 
 LINEARS: tuple[tuple[int, int, int], ...] = ((8192, 4096, 21504), (8192, 2048, 6144))  # tokens, in, out
 SMALL_LINEARS: tuple[tuple[int, int, int], ...] = ((64, 64, 128),)
@@ -232,12 +233,14 @@ def free(device: torch.device) -> None:
 
 def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argparse.Namespace) -> dict[str, Any]:
     """Time, memory and kernels of one model in one precision."""
-    config = configure((*case.overrides, f"precision={precision}"), options, mesh.device.type)
+    rows, length = case.micro_batch_size, case.sequence_length
+    shape = (f"train.micro_batch_size={rows}", f"train.global_batch_size={rows}", f"train.sequence_length={length}")
+    config = configure((*case.overrides, *shape, f"precision={precision}"), options, mesh.device.type)
     clock = RunClock(seed=0)
     model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    pin_kernels(model, config, mesh.device)
     generator = torch.Generator().manual_seed(0)
-    size = (case.micro_batch_size, case.sequence_length + 1)
-    text = torch.randint(0, config.model.vocab_size, size, generator=generator).to(mesh.device)
+    text = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator).to(mesh.device)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     losses: list[Tensor] = []
 
