@@ -32,6 +32,7 @@ from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.faults.exit_codes import is_users_to_mend
@@ -143,8 +144,8 @@ def recipes_of(config: Config) -> list[Recipe]:
 
 
 def world_size() -> int:
-    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone. Raises ConfigError."""
+    return place_in_run().world_size
 
 
 def device_type_of(config: Config) -> str:

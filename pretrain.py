@@ -44,6 +44,7 @@ from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
+from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
 from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError
@@ -97,9 +98,11 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
         if config.run.dry:
             signals.decline()
             return print_needs(config)
+        check_launch()
         return pretrain(config, signals)
     except (ConfigError, DivergedError, WrongNumbersError, selftest.SelfTestError) as error:
-        return explain(error, run_dir)
+        signals.hush()
+        return explain(error, run_dir, lambda: signals.requested)
 
 
 def pretrain(config: Config, signals: StopRequest) -> int:

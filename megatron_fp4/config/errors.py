@@ -85,7 +85,7 @@ def _wrong_value(wrong: str, location: Sequence[str | int], value: Any) -> str:
         hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
         return f"{key}={shown(value)} is not known; choose one of {', '.join(map(str, typing.get_args(hint)))}"
     if wrong in _RANGE:
-        return f"{key}={shown(value)} is out of range; give {_range(hint)}{_such_as(location)}"
+        return f"{key}={shown(value)} is out of range; give {_range(hint, wrong)}{_such_as(location)}"
     return f"{key}={shown(value)}: expected {_describe(hint)}"
 
 
@@ -105,7 +105,7 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
     fault. directory: the folder of config files.
     """
     if isinstance(error, OverrideParseException):
-        return _unparsable(error.override or "")
+        return _unparsable(error.override or "", overrides)
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
         where = f"{mark.name}, line {mark.line + 1}" if mark else str(directory)
@@ -114,7 +114,7 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
         return _missing_option(error)
     file = re.match(r"In '([^']+)':", str(error))
     prefix = f"{directory / file[1]}.yaml: " if file else ""
-    cause = _omegaconf_cause(error)
+    cause = None if "Could not append" in str(error) else _omegaconf_cause(error)
     if cause is None:
         return prefix + _hydra_line(str(error), overrides)
     key = str(cause.full_key or "")
@@ -142,6 +142,9 @@ def unknown_key(key: str) -> str:
     known = list(_keys(Config, ""))
     leaf = parts[-1]
     same_leaf = [name for name in known if name.split(".")[-1] == leaf]
+    for end in range(len(parts) - 1, 0, -1):
+        if (above := ".".join(parts[:end])) in known and not is_dataclass(_type_at(parts[:end])):
+            return f"{key} is not a key: {above} is {_describe(_type_at(parts[:end]))}, and nothing lies below it"
     parent = _type_at(parts[:-1])
     siblings = list(_hints(parent)) if is_dataclass(parent) else []
     stem = key[: -len(leaf)]
@@ -155,7 +158,12 @@ def unknown_key(key: str) -> str:
     return f"{key} is not a key; {_HELP}"
 
 
-def _unparsable(override: str) -> str:
+def _unparsable(override: str, overrides: Sequence[str]) -> str:
+    key, separator, value = (part.strip() for part in override.partition("="))
+    if separator and re.fullmatch(r"[\w.@]+", key) and f"{key}={value}" != override:
+        return f"{override!r} has blanks around the equals sign; write {key}={value}"
+    if not separator and "=" in overrides:
+        return f"{override!r} has blanks around its equals sign; write key=value as one word, as in train.steps=100"
     if override.startswith("-"):
         return f"{override} is not an option; overrides are written key=value, as in train.steps=100; {_HELP}"
     if "=" not in override:
@@ -185,6 +193,10 @@ def _hydra_line(message: str, overrides: list[str]) -> str:
     if ambiguous:
         key, _, value = ambiguous[1].partition("=")
         return f"{ambiguous[1]} gives several values; give one, or write a list as {key}=[{value}]"
+    if "item is already at" in message or "Could not append" in message:
+        for override in overrides:
+            if override.startswith("+") and not override.startswith("++"):
+                return f"{override}: {override[1:].split('=')[0]} is a key already; write {override[1:]}, without +"
     twice = re.match(r"(\S+) appears more than once", message)
     if twice:
         return f"+{twice[1]}: a {twice[1]} is chosen already; write {twice[1]}=... without the plus sign"
@@ -245,7 +257,7 @@ def _type_at(location: Sequence[str | int]) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    simple = {int: "an integer, such as 1000, 1e3, 10k or 2M", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
     if hint in simple:
         return simple[hint]
     if is_dataclass(hint):
@@ -254,20 +266,23 @@ def _describe(hint: Any) -> str:
     if origin is typing.Annotated:
         return _describe(arguments[0])
     if origin is typing.Literal:
-        return f"one of {', '.join(map(str, arguments))}"
+        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else f"the word {arguments[0]}"
     if origin is list:
         return f"a list like [...] whose elements are {_describe(arguments[0])}"
     if origin is dict:
-        return f"a mapping like {{name: ...}} of {_describe(arguments[1])}"
+        return f"a mapping like {{name: {_describe(arguments[1])}}}"
     return " or ".join(map(_describe, arguments)) or "another type"
 
 
-def _range(hint: Any) -> str:
-    """The bounds of an annotated number: `1 or more`, `above 0 and at most 1`."""
+def _range(hint: Any, wrong: str) -> str:
+    """The bounds of an annotated number: `1 or more`, `above 0 and at most 1`; of one that has a bound only because no
+    larger number makes sense, the one that was overstepped (wrong: pydantic's name for which)."""
     words = {"ge": "{} or more", "gt": "a number above {}", "le": "at most {}", "lt": "below {}"}
     numbers = [branch for branch in _branches(hint) if typing.get_origin(branch) is typing.Annotated]
     marks = [mark for number in numbers for field in number.__metadata__ for mark in getattr(field, "metadata", ())]
     bounds = {name: getattr(mark, name) for mark in marks for name in words if hasattr(mark, name)}
+    if bounds.get("le", 0) > 1 and "ge" in bounds:
+        return f"at most {bounds['le']:,}" if wrong == "less_than_equal" else f"{bounds['ge']} or more"
     if bounds.keys() == {"ge", "le"}:
         return f"a number between {bounds['ge']} and {bounds['le']}"
     return " and ".join(words[name].format(bound) for name, bound in bounds.items()) or "a finite number"
