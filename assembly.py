@@ -20,7 +20,7 @@ from data.kinds import check_kind
 from data.loader import MicroBatchLoader
 from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
 from data.phases import PhaseSchedule
-from data.plan import check_epochs
+from data.plan import check_epochs, check_phases
 from data.validation import ValidationSet, Yardstick
 from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4 import __version__
@@ -28,6 +28,7 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
@@ -59,7 +60,7 @@ from megatron_fp4.training.spikes import SpikeGuard
 from megatron_fp4.training.step import StepResult
 from models.execution import Execution
 from models.execution_choice import agreed_execution, choose_execution
-from models.flops import training_flops_per_token
+from models.flops import check_size, training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import check_exceptions, check_model, linear_shapes, shared_by_tensor_ranks
@@ -87,13 +88,15 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     device_type: what the machine offers, `cuda` or `cpu`.
     """
     check_model(config.model)
+    check_size(config.model)
     validate(config, ranks, device_type, shared_by_tensor_ranks(config.model), check_kind)
     with configuration_errors("data.phases: "):
-        phase_schedule(config, {})
+        check_phases(phase_schedule(config, {}))
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
     plans_of(config)
+    check_resume(config)
 
 
 def plans_of(config: Config) -> tuple[Plan, Plan | None]:

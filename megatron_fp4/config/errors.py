@@ -39,8 +39,12 @@ def explain_value(error: ValidationError, keys: Mapping[str, Any], directory: Pa
     location = _without_branches([*path, *first["loc"]])
     value = _value_at(keys, location[len(path) :])
     for file in sorted(directory.rglob("*.yaml")):
-        with contextlib.suppress(yaml.YAMLError):  # a broken file that the run does not read
-            if _value_at(yaml.safe_load(file.read_text()), location[file.parent.name == location[0] :]) == value:
+        with contextlib.suppress(yaml.YAMLError, ValueError, OSError):  # a broken file that the run does not read
+            text = file.read_text()
+            if (
+                str(location[-1]) in text
+                and _value_at(yaml.safe_load(text), location[file.parent.name == location[0] :]) == value
+            ):
                 return f"{file}: {_wrong_value(first['type'], location, value)}"
     return _wrong_value(first["type"], location, value)
 
@@ -108,12 +112,17 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
         return _unparsable(error.override or "", overrides)
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
-        where = f"{mark.name}, line {mark.line + 1}" if mark else str(directory)
+        where = f"{mark.name}, line {mark.line + 1}" if mark else str(getattr(error, "name", directory))
         return f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'unreadable'}); correct that line"
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_not_text(directory)} is no text in UTF-8, so no config file; choose another, or remove it"
     file = re.match(r"In '([^']+)':", str(error))
-    prefix = f"{directory / file[1]}.yaml: " if file else ""
+    path = directory / f"{file[1]}.yaml" if file else None
+    prefix = f"{path}: " if file else ""
+    if path is not None and (wrong := _no_mapping(path)):
+        return f"{path} {wrong}"
     cause = None if "Could not append" in str(error) else _omegaconf_cause(error)
     if cause is None:
         return prefix + _hydra_line(str(error), overrides)
@@ -136,6 +145,28 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
     return f"{prefix}{_override_of(key, overrides) or key}: {_first_line(str(cause))}; {_HELP}"
 
 
+def _not_text(directory: Path) -> Path:
+    """The first config file that is not UTF-8; the folder if none can be found."""
+    for file in sorted(directory.rglob("*.yaml")):
+        try:
+            file.read_text()
+        except UnicodeDecodeError:
+            return file
+        except OSError:
+            continue
+    return directory
+
+
+def _no_mapping(path: Path) -> str | None:
+    """What a config file has instead of keys; None if it has keys, or cannot be read."""
+    with contextlib.suppress(yaml.YAMLError, ValueError, OSError):
+        content = yaml.safe_load(path.read_text())
+        if content is not None and not isinstance(content, Mapping):
+            what = "a list" if isinstance(content, list) else f"the text {str(content)[:40]!r}"
+            return f"holds {what} instead of keys; write `key: value` on a line each"
+    return None
+
+
 def unknown_key(key: str) -> str:
     """The line for a key that does not exist, with the closest ones that do."""
     parts = _parts(key)
@@ -143,7 +174,7 @@ def unknown_key(key: str) -> str:
     leaf = parts[-1]
     same_leaf = [name for name in known if name.split(".")[-1] == leaf]
     for end in range(len(parts) - 1, 0, -1):
-        if (above := ".".join(parts[:end])) in known and not is_dataclass(_type_at(parts[:end])):
+        if (above := ".".join(parts[:end])) in known and _is_plain(_type_at(parts[:end])):
             return f"{key} is not a key: {above} is {_describe(_type_at(parts[:end]))}, and nothing lies below it"
     parent = _type_at(parts[:-1])
     siblings = list(_hints(parent)) if is_dataclass(parent) else []
@@ -156,6 +187,11 @@ def unknown_key(key: str) -> str:
     if siblings:
         return f"{key} is not a key; {stem.rstrip('.') or 'the top level'} has {', '.join(siblings)}"
     return f"{key} is not a key; {_HELP}"
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a key of this type has no keys below it."""
+    return not is_dataclass(hint) and all(typing.get_origin(branch) not in (list, dict) for branch in _branches(hint))
 
 
 def _unparsable(override: str, overrides: Sequence[str]) -> str:
@@ -257,7 +293,13 @@ def _type_at(location: Sequence[str | int]) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    simple = {int: "an integer, such as 1000, 1e3, 10k or 2M", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    simple = {
+        int: "an integer, such as 1000, 1e3, 10k or 2M",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }
     if hint in simple:
         return simple[hint]
     if is_dataclass(hint):

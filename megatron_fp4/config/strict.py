@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
 
-
 # Powers of a thousand, as the field writes tokens and parameters: 10k is 10,000.
 _POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 # Beyond it, floats skip whole numbers.

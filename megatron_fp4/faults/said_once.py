@@ -77,9 +77,7 @@ def _first_machine(line: str, name: str) -> bool:
     key = f"megatron_fp4/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
     try:
         port = int(env["MASTER_PORT"])
-        store = dist.TCPStore(
-            env["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT
-        )
+        store = dist.TCPStore(env["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         if store.add(key, 1) > 1:
             store.wait([f"{key}/out"], _STORE_TIMEOUT)
             return False
