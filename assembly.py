@@ -413,7 +413,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
         exports=Exports(config, log, active=mesh.rank == 0, last=last_exportable(config, plans_of(config))),
-        guard=NonFiniteGuard(config.train.max_skipped_steps),
+        guard=NonFiniteGuard(config.train.max_skipped_steps, config.train.steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         graphs_choice=graphs_of(config, backend),

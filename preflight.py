@@ -7,6 +7,7 @@ ranks together can find (another file on another node, a shared disk that is slo
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -77,14 +78,19 @@ def print_check(config: Config) -> int:
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raise ConfigError unless a run could write there; makes nothing."""
+    """Raise ConfigError unless a run could write there; leaves nothing behind."""
     here = run_dir.absolute()
     while not here.exists() and here != here.parent:
         here = here.parent
     if not here.is_dir():
         raise ConfigError(f"run.dir={run_dir}: {here} is a file, not a folder; choose another run.dir")
-    if not os.access(here, os.W_OK | os.X_OK):
-        raise ConfigError(f"run.dir={run_dir} cannot be written to, because {here} cannot; choose another run.dir")
+    try:
+        with tempfile.TemporaryDirectory(prefix=".check_", dir=here):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={run_dir} cannot be written to ({error.strerror or error}); choose another run.dir"
+        ) from error
 
 
 def take_up(config: Config, found: Preview | None, loader: MicroBatchLoader) -> int:
@@ -140,16 +146,12 @@ def needs(
         if (steps := span.end_step - max(start, span.first_step)) > 0
     ]
     memory = "memory: as planned for a GPU (run.dry=true has its parts)"
-    if device_type_of(config) == "cuda":
+    if (on_gpus := device_type_of(config) == "cuda") or flops_of(config) > _MOST_FLOPS_TIMED:
         recipes, run = recipes_of(config), config.run
         seconds = sum(phase.num_steps * step_time(config, ranks, dry, phase, recipes).seconds for phase in phases)
-        told = (
-            f"time: at {run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s a rank (run.dry_mfu, run.dry_peak_tflops)"
-        )
+        here = "" if on_gpus else "as on GPUs, because a step is too long to try on this CPU, "
+        told = f"time: {here}at run.dry_mfu={run.dry_mfu:g} of run.dry_peak_tflops={run.dry_peak_tflops:g}"
         return dry.memory.peak, f"about {duration(seconds)}", f"{memory}; {told}, without validation and saves"
-    if flops_of(config) > _MOST_FLOPS_TIMED:
-        told = f"time: not known, a sequence of {flops_of(config):.1e} FLOPs is too long to try on this CPU"
-        return dry.memory.peak, "time not known", f"{memory}; {told}"
     each, samples = seconds_of_a_sequence(config), sum(phase.num_steps * phase.batch_size for phase in phases)
     told = f"time: {each:.2g} s a sequence on each rank, as one process just took here, without validation and saves"
     return dry.memory.peak, f"about {duration(samples * each / ranks)}", f"{memory}; {told}"
