@@ -42,8 +42,10 @@ from introduction import introduce_run, print_needs, say_what_differs
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.checkpoint.choice import origin_state
+from megatron_fp4.checkpoint.preview import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
+from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
 from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError
@@ -65,6 +67,7 @@ from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
+from preflight import check_samples, print_check
 
 
 def main(arguments: list[str]) -> int:
@@ -93,13 +96,15 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
             run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
         config = configure(overrides)
         if "--check" in arguments:
-            return 0
+            return print_check(config)
         if config.run.dry:
             signals.decline()
             return print_needs(config)
+        check_launch()
         return pretrain(config, signals)
     except (ConfigError, DivergedError, WrongNumbersError, selftest.SelfTestError) as error:
-        return explain(error, run_dir)
+        signals.hush()
+        return explain(error, run_dir, lambda: signals.requested)
 
 
 def pretrain(config: Config, signals: StopRequest) -> int:
@@ -363,18 +368,11 @@ def resume(run: Run) -> int:
             if begun is not None:
                 run.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
         if later := checkpointer.steps_after(start):
-            raise ConfigError(
-                f"checkpoint.resume={settings.resume} starts from step {start}, but {checkpointer.root} already has "
-                f"checkpoints up to step {max(later)}, which the run would overwrite; choose another run.dir"
-            )
+            raise ConfigError(would_overwrite(settings.resume, start, checkpointer.root, max(later)))
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
-            if run.samples(start) != run.loader.consumed_samples:
-                raise ConfigError(
-                    f"its {start} steps took {run.loader.consumed_samples} samples, which in this run would have been "
-                    f"{run.samples(start)}; restore train.global_batch_size and the batches of the phases up to there"
-                )
+            check_samples(run.phases, start, run.loader.consumed_samples)
         say_what_differs(run, resumed)
     run.check_epochs()
     return start

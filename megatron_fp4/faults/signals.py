@@ -38,7 +38,7 @@ class StopRequest:
         self.began = time.monotonic()
         self.received: signal.Signals | None = None
         self._first_at = 0.0
-        self._said = False
+        self._said = self._hushed = False
         self._previous: dict[signal.Signals, object] = {}
         self._parent = os.getppid()
         self._wakeup: tuple[int, int, int] | None = None
@@ -73,6 +73,10 @@ class StopRequest:
             signal.set_wakeup_fd(before)
             os.close(writer)  # which ends the thread
             self._wakeup = None
+
+    def hush(self) -> None:
+        """Say nothing of signals any more: the run ends by itself, and has said why."""
+        self._hushed = True
 
     def decline(self) -> None:
         """This program has no steps to stop after: from now on signals do what they did before, one that has already
@@ -128,7 +132,7 @@ class StopRequest:
         os._exit(128 + number)
 
     def _say(self, text: str) -> None:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if not self._hushed and os.environ.get("RANK", "0").strip() == "0":  # a wrong value is refused elsewhere
             os.write(2, f"pretrain.py: {text}\n".encode())
 
 

@@ -294,14 +294,15 @@ def steps_of(records: list[dict[str, Any]], run_dir: str | Path) -> list[dict[st
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
+    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A JSON value with `None` for each number in it that is not finite: JSON has none for NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -12,7 +12,7 @@ from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report import console as show
 from megatron_fp4.report.completion import SUMMARY_FILE
 from megatron_fp4.report.console import RunConsole
-from megatron_fp4.report.metrics import METRICS_FILE
+from megatron_fp4.report.metrics import METRICS_FILE, finite
 from megatron_fp4.report.plot import plot_loss
 from megatron_fp4.report.run_files import attempt, replace_text
 
@@ -88,7 +88,7 @@ def summarize(
         facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
     if export is not None:
         facts["exported as"] = f"{export.parent.name}/{export.name}"
-    text = json.dumps({"finished": True, **facts}, indent=1) + "\n"
+    text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
     attempt(str(run_dir / "loss.png"), lambda: plot_loss(run_dir))
     # Last: a summary that is there says that the run is finished.
     attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
