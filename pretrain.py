@@ -17,9 +17,11 @@ too many steps in a row were skipped; 4 wrong numbers: hardware or kernels compu
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
-    from megatron_fp4.faults.signals import StopRequest
+    import sys
 
-    STOP = StopRequest().listen()
+    from megatron_fp4.faults.signals import stop_request
+
+    STOP = stop_request(sys.argv[1:])
 
 import logging
 import sys
@@ -54,7 +56,7 @@ from megatron_fp4.faults.orders import Orders
 from megatron_fp4.faults.progress import Progress
 from megatron_fp4.faults.run_lock import sole_run
 from megatron_fp4.faults.run_state import RunState
-from megatron_fp4.faults.signals import StopRequest
+from megatron_fp4.faults.signals import SAYS_SOMETHING, StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
@@ -84,7 +86,7 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
     overrides = [argument for argument in arguments if argument != "--check"]
     run_dir = None
     try:
-        if {"--help", "-h", "--version", "--check"} & {*arguments}:
+        if {*SAYS_SOMETHING} & {*arguments}:
             signals.decline()
         if "--help" in arguments or "-h" in arguments:
             print(help_text(CONFIGS))
@@ -121,7 +123,9 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         progress.at(0, "build")
         run = build(config, mesh, progress)
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
-        return run_to_end(run, orders, state)
+        code = run_to_end(run, orders, state)
+        signals.over()
+        return code
 
 
 def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
@@ -180,6 +184,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
             log.stop(steps, orders.why_stop)
     run.progress.at(steps_done, "end")
     if steps_done < steps or not exported:
+        log.stopped(start, steps_done, orders.why_stop)
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
         bits, switched_at = run.bits_per_byte(losses), run.controller.switch.switched_at
