@@ -60,6 +60,7 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distr
 from megatron_fp4.precision import selftest
 from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import summarize
+from megatron_fp4.report.time_ledger import TimeLedger
 from megatron_fp4.training.autotuning import rehearsal
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
@@ -112,14 +113,20 @@ def pretrain(config: Config, signals: StopRequest) -> int:
     mesh = build_mesh(config.parallel, device)
     first_rank = mesh.rank == 0
     logging.basicConfig(level=logging.INFO if first_rank else logging.WARNING, format="%(message)s")
-    with sole_run(run_dir), RunState(run_dir, first_rank, progress) as state, progress.watched(run_dir, timeout):
+    ledger = TimeLedger(run_dir, progress, began=signals.began, device=device, ranks=mesh.world_size, active=first_rank)
+    with (
+        sole_run(run_dir),
+        RunState(run_dir, first_rank, progress) as state,
+        progress.watched(run_dir, timeout),
+        ledger,
+    ):
         progress.at(0, "build")
         run = build(config, mesh, progress)
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
-        return run_to_end(run, orders, state)
+        return ledger.ended(run_to_end(run, orders, state))
 
 
-def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
+def run_to_end(run: Run, orders: Orders, state: RunState) -> ExitCode:
     """Resume, train, save, summarize; returns the exit code."""
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
     run.progress.at(0, "load")
@@ -213,6 +220,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
                 **run.step_settings(step),
             )
+        run.progress.waited(result.data_wait)
         measurements.write(step)
         run.guard.observe(result, done, lambda: run.beside_graphs(diagnose_nonfinite, batch))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())

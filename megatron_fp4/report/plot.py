@@ -69,7 +69,7 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
     if other is not None:
         base, base_loss = training_losses(other.steps)
         at = same_tokens(run, other, base)
-        dashed = {"linestyle": (0, (3, 1.5)), "linewidth": 1.4}
+        dashed: dict[str, Any] = {"linestyle": (0, (3, 1.5)), "linewidth": 1.4}
         axes.plot(at, smooth(base_loss), color=BLACK, label=f"{other.name}: training, smoothed", **dashed)
         for source, points in other.validation.items():
             at = same_tokens(run, other, np.array(list(points)))
