@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 
 from megatron_fp4.report.picture import INK, legend_below, look, open_frame, picture, step_axis
 from megatron_fp4.report.plot import smooth, training_losses
-from megatron_fp4.report.run_folder import open_run
+from megatron_fp4.report.run_folder import RunFolder, open_run
 
 # Of a run's steps: what its last training loss is the mean of.
 _LAST_FRACTION = 0.02
@@ -46,7 +46,11 @@ def read_run(run_dir: str | Path) -> RunCurve:
 
     Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
-    run = open_run(run_dir)
+    return curve_of(open_run(run_dir))
+
+
+def curve_of(run: RunFolder) -> RunCurve:
+    """What a comparison needs of `run`."""
     numbers, losses = training_losses(run.steps)
     speeds = [record["tokens_per_second"] for record in run.steps if record.get("tokens_per_second") is not None]
     return RunCurve(
@@ -151,12 +155,15 @@ def plot_comparison(runs: Sequence[RunCurve], target: str | Path) -> Path:
     return target
 
 
-def draw_gaps(axes: Axes, runs: Sequence[RunCurve]) -> None:
-    """How far each run is above the first, in percent of its loss: a curve for training, markers for validation."""
+def draw_gaps(axes: Axes, runs: Sequence[RunCurve], first_look: int = 0) -> None:
+    """How far each run is above the first, in percent of its loss: a curve for training, markers for validation.
+
+    first_look: the number of the first run's look; those of the others follow.
+    """
     first = runs[0]
     axes.axhline(0, color=INK, linewidth=1.0)
     for index, run in enumerate(runs[1:], start=1):
-        style = look(index)
+        style = look(first_look + index)
         _, of_run, of_first = np.intersect1d(run.steps, first.steps, return_indices=True)
         gap = 100 * (run.loss[of_run] - first.loss[of_first]) / first.loss[of_first]
         # No label: the curve of the same run above it has one.

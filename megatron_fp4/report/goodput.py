@@ -128,8 +128,10 @@ def account(records: Iterable[Mapping[str, Any]], seen_step: int = 0, seen: floa
             if starts and starts[-1].state == "running":
                 _close(starts[-1], line.get("seen_step", 0), line.get("seen"), float(line.get("began", moment)))
                 starts[-1].state = "killed"
-            place = {key: str(line.get(key, "")) for key in ("host", "device", "version")}
-            starts.append(Start(float(line.get("began", moment)), moment, ranks=line.get("ranks", 0), **place))
+            began = float(line.get("began", moment))
+            host, device, version = (str(line.get(key, "")) for key in ("host", "device", "version"))
+            starts.append(Start(began, moment, host, device, line.get("ranks", 0), version))
+            _add(starts[-1], 0, moment, {STARTUP: moment - began})
         elif not starts:
             continue
         elif kind == "loop":

@@ -38,7 +38,7 @@ INK, FAINT = "#333333", "#5a6570"
 BANDS = ("#ffffff", "#eeeeee")
 MISSING = "#d9d9d9"
 
-_STYLE = {
+_STYLE: Any = {
     "font.size": 10.0,
     "axes.titlesize": 11.0,
     "axes.titlelocation": "left",
@@ -132,7 +132,7 @@ def shade_spans(axes: Axes, spans: Sequence[tuple[str, float, float]], *, names:
     if len(spans) < 2:
         return
     low, high = axes.get_xlim()
-    room = axes.figure.get_figwidth() * 0.86 / max(high - low, 1e-9)  # inches for a step
+    room = _width(axes) / max(high - low, 1e-9)  # inches for a step
     for index, (name, start, end) in enumerate(spans):
         axes.axvspan(start, end, color=BANDS[index % len(BANDS)], zorder=-10, linewidth=0)
         if names and 0.068 * len(name) <= (end - start) * room:
@@ -142,7 +142,7 @@ def shade_spans(axes: Axes, spans: Sequence[tuple[str, float, float]], *, names:
 def mark_steps(axes: Axes, marks: dict[float, str], *, names: bool = True) -> None:
     """Dotted lines at steps, with what happened there above the frame, over the names of spans."""
     low, high = axes.get_xlim()
-    per_character = 0.068 / (axes.figure.get_figwidth() * 0.86) * (high - low)
+    per_character = 0.068 / _width(axes) * (high - low)
     taken: list[float] = [-1e99] * 3  # where the last text of each level ends
     for step in sorted(marks):
         axes.axvline(step, color=INK, linewidth=1.0, linestyle=":")
@@ -153,6 +153,13 @@ def mark_steps(axes: Axes, marks: dict[float, str], *, names: bool = True) -> No
         level = next((i for i, end in enumerate(taken) if end < place - half), 0)
         taken[level] = place + half
         _above(axes, place, marks[step], INK, level=level + 1)
+
+
+def _width(axes: Axes) -> float:
+    """Inches, about: what labels and numbers leave of the figure."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    return 0.86 * figure.get_figwidth()
 
 
 def _above(axes: Axes, step: float, text: str, color: str, level: int) -> None:

@@ -27,6 +27,8 @@ from megatron_fp4.report.run_folder import RunFolder, open_run
 
 # Of the steps: long enough to show the trend, short enough to follow the decay.
 _SMOOTHING_FRACTION = 0.02
+# Of a drawn curve: more than a picture has dots.
+_POINTS = 2000
 
 
 def plot_loss(run_dir: str | Path, baseline: str | Path | None = None) -> Path:
@@ -60,8 +62,8 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
     x, loss = training_losses(run.steps)
     sources = list(run.validation)
     looks = {source: look(index + 1) for index, source in enumerate(sources)}
-    axes.plot(x, loss, color=look(0).color, alpha=0.22, linewidth=0.8)
-    axes.plot(x, smooth(loss), color=look(0).color, linewidth=1.8, label="training, smoothed")
+    axes.plot(*thinned(x, loss), color=look(0).color, alpha=0.22, linewidth=0.8)
+    axes.plot(*thinned(x, smooth(loss)), color=look(0).color, linewidth=1.8, label="training, smoothed")
     for source, points in run.validation.items():
         label = f"validation, {source} ({list(points.values())[-1]:.3f})"
         axes.plot(list(points), list(points.values()), label=label, **_solid(looks[source]))
@@ -70,7 +72,7 @@ def draw_losses(axes: Axes, run: RunFolder, other: RunFolder | None = None) -> N
         base, base_loss = training_losses(other.steps)
         at = same_tokens(run, other, base)
         dashed: dict[str, Any] = {"linestyle": (0, (3, 1.5)), "linewidth": 1.4}
-        axes.plot(at, smooth(base_loss), color=BLACK, label=f"{other.name}: training, smoothed", **dashed)
+        axes.plot(*thinned(at, smooth(base_loss)), color=BLACK, label=f"{other.name}: training, smoothed", **dashed)
         for source, points in other.validation.items():
             at = same_tokens(run, other, np.array(list(points)))
             last = [value for place, value in zip(at, points.values(), strict=True) if math.isfinite(place)]
@@ -122,6 +124,19 @@ def smooth(values: np.ndarray) -> np.ndarray:
     counts = np.concatenate(([0], np.cumsum(finite)))
     inside = counts[end] - counts[start]
     return np.where(inside > 0, (sums[end] - sums[start]) / np.maximum(inside, 1), math.nan)
+
+
+def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A curve [n] with at most 2,000 points or so, extremes of each piece kept; NaN stays a gap."""
+    if len(values) <= _POINTS:
+        return steps, values
+    kept: set[int] = {0, len(values) - 1}
+    for piece in np.array_split(np.arange(len(values)), _POINTS // 2):
+        finite = piece[np.isfinite(values[piece])]
+        low_high = (finite[values[finite].argmin()], finite[values[finite].argmax()]) if finite.size else (piece[0],)
+        kept.update(map(int, low_high))
+    index = np.array(sorted(kept))
+    return steps[index], values[index]
 
 
 def limit_losses(axes: Axes, loss: np.ndarray, shown: Sequence[float]) -> None:
