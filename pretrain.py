@@ -38,7 +38,7 @@ from assembly import (
 )
 from data.cache import default_cache_dir
 from inference.in_run import text_samples
-from introduction import introduce_run, print_needs, say_what_differs
+from introduction import introduce_run, print_needs, say_all, say_what_differs, sizes
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.checkpoint.choice import origin_state
@@ -123,7 +123,10 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         progress.at(0, "build")
         run = build(config, mesh, progress)
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
-        return ledger.ended(run_to_end(run, orders, state))
+        code = ledger.ended(run_to_end(run, orders, state))
+        if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
+            say_all(config)
+        return code
 
 
 def run_to_end(run: Run, orders: Orders, state: RunState) -> ExitCode:
@@ -151,6 +154,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> ExitCode:
         world_size=mesh.world_size,
         optimizer=run.optimizer.name,
         plan=plan,
+        **sizes(run),
         resume=config.checkpoint.resume,
         origin=origin_state(run.checkpointer.origin),
         initialized_from=origin_state(run.checkpointer.initialized_from),
@@ -174,6 +178,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> ExitCode:
     ):
         run.exports.begin(start)
         steps_done, losses = train(run, start, orders, window) if missing is None else complete(run, missing)
+        run.progress.at(steps_done, "save")
         run.checkpointer.finish()
         take_note_of_saves(run)
         exported = run.exports.finish(steps_done, lambda: orders.stop, mesh.device, run.progress)

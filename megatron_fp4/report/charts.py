@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
@@ -16,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_fp4.report.comparison import curve_of, draw_gaps
-from megatron_fp4.report.console import short_number
-from megatron_fp4.report.goodput import ORDER, Goodput
+from megatron_fp4.report.console import short_number, short_time
+from megatron_fp4.report.goodput import ORDER, Goodput, goodput_of
 from megatron_fp4.report.heatmap import DEFAULT_QUANTITIES, draw_panel, linears_of, missing_legend
 from megatron_fp4.report.picture import (
     COLORS,
@@ -27,31 +28,34 @@ from megatron_fp4.report.picture import (
     look,
     mark_steps,
     open_frame,
+    picture,
     shade_spans,
     step_axis,
 )
-from megatron_fp4.report.plot import draw_losses, limit_losses, marks_of, smooth, thinned, training_losses
-from megatron_fp4.report.run_folder import RunFolder
+from megatron_fp4.report.plot import limit_losses, marks_of, same_tokens, smooth, thinned, training_losses
+from megatron_fp4.report.run_folder import RunFolder, named_run
 
 _SIZE = (5.4, 3.3)
 _HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "oo", "--", "**", "||", "//")
 
 
 def losses(runs: Sequence[RunFolder], baseline: RunFolder | None = None) -> str:
-    """Of one run: all that loss.png has. Of several: their smoothed training losses."""
-    with drawing(figsize=(_SIZE[0], 4.2)) as (figure, axes):
-        if len(runs) == 1:
-            draw_losses(axes, runs[0], baseline)
-        else:
-            every = [training_losses(run.steps) for run in runs]
-            for index, (run, (steps, loss)) in enumerate(zip(runs, every, strict=True)):
-                axes.plot(*thinned(steps, smooth(loss)), label=run.name, **look(index).line(linewidth=1.5))
-            axes.set_ylabel("training loss, smoothed\n(nats per token)")
-            step_axis(axes, max(steps[-1] for steps, _ in every))
-            limit_losses(axes, np.concatenate([loss for _, loss in every]), [])
-            open_frame(axes)
+    """Of one run: its training loss, raw and smoothed, with phases and switches. Of several, and of the baseline:
+    smoothed, after the same tokens as in the first."""
+    every = [*runs, *([] if baseline is None else [baseline])]
+    curves = [training_losses(run.steps) for run in every]
+    with drawing(figsize=_SIZE) as (figure, axes):
+        for index, (run, (steps, loss)) in enumerate(zip(every, curves, strict=True)):
+            style, at = look(index), steps if index == 0 else same_tokens(runs[0], run, steps)
+            if len(every) == 1:
+                axes.plot(*thinned(steps, loss), color=style.color, alpha=0.25, linewidth=0.7)
+            label = f"{run.name}, smoothed" if len(every) > 1 else "training loss, smoothed"
+            axes.plot(*thinned(at, smooth(loss)), label=label, **style.line(linewidth=1.5))
+        axes.set_ylabel("loss (nats per token)")
+        limit_losses(axes, np.concatenate([loss for _, loss in curves]), [])
+        _steps(axes, runs, names=True)
         legend_below(figure, axes)
-        return svg(figure, "losses over steps")
+        return svg(figure, "training loss")
 
 
 def source_losses(runs: Sequence[RunFolder], source: str) -> str:
@@ -59,7 +63,7 @@ def source_losses(runs: Sequence[RunFolder], source: str) -> str:
     with drawing(figsize=_SIZE) as (figure, axes):
         for index, run in enumerate(runs):
             if points := run.validation.get(source):
-                label = run.name if len(runs) > 1 else "validation loss"
+                label = f"{run.name} ({list(points.values())[-1]:.3f})" if len(runs) > 1 else "validation loss"
                 axes.plot(list(points), list(points.values()), label=label, **look(index).points(linewidth=1.5))
         entropy = runs[0].facts.get("unigram_entropy")
         if isinstance(entropy, dict) and isinstance(entropy.get(source), int | float):
@@ -78,12 +82,16 @@ def gaps(runs: Sequence[RunFolder], baseline: RunFolder, shift: int = 0) -> str:
         for index, run in enumerate(runs):
             axes.plot([], [], label=f"{run.name}: training, smoothed", **look(shift + index).line())
         draw_gaps(axes, curves, first_look=shift - 1)
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, -0.1), max(high, 0.1))  # rounding errors are no gaps
         _steps(axes, runs)
         legend_below(figure, axes)
         return svg(figure, f"loss above {baseline.name} in percent")
 
 
-def series(runs: Sequence[RunFolder], field: str, label: str, *, smoothed: bool, scale: float = 1.0) -> str | None:
+def series(
+    runs: Sequence[RunFolder], field: str, label: str, *, smoothed: bool = True, scale: float = 1.0
+) -> str | None:
     """A number that steps have; None if none of the runs has it. scale: what to multiply it by."""
     every = [run.series(field) for run in runs]
     if not any(np.isfinite(values).any() for _, values in every):
@@ -91,16 +99,17 @@ def series(runs: Sequence[RunFolder], field: str, label: str, *, smoothed: bool,
     with drawing(figsize=_SIZE) as (figure, axes):
         tops = []
         for index, (run, (steps, values)) in enumerate(zip(runs, every, strict=True)):
-            style, values = look(index), values * scale
+            style, there = look(index), np.isfinite(values)
             name = run.name if len(runs) > 1 else None
-            if not np.isfinite(values).any():
+            if not there.any():
                 continue
+            steps, values = steps[there], values[there] * scale  # some numbers come only now and then
             if smoothed:
                 axes.plot(*thinned(steps, values), color=style.color, alpha=0.25, linewidth=0.7)
                 values = smooth(values)
-            tops.append(np.nanpercentile(values, 99.5))
+            tops.append(np.percentile(values, 99.5))
             axes.plot(*thinned(steps, values), label=name, **style.line(linewidth=1.5))
-        if smoothed and field != "loss":  # one slow first step must not flatten all others
+        if smoothed:  # one slow first step must not flatten all others
             axes.set_ylim(0, max(max(tops) * 1.25, 1e-9))
         axes.set_ylabel(label)
         axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
@@ -156,6 +165,19 @@ def goodput(runs: Sequence[tuple[str, Goodput]]) -> str:
         return svg(figure, "shares of the wall time")
 
 
+def plot_goodput(run_dir: str | Path) -> Path | None:
+    """Draw where the wall time of the run in `run_dir` went, as its goodput.png; None if it has no ledger."""
+    found = goodput_of(run_dir)
+    if found is None:
+        return None
+    name, path = named_run(run_dir)
+    with picture(path / "goodput.png", figsize=(9, 2.6), dpi=150) as (figure, axes):
+        draw_goodput(axes, [(name, found)])
+        axes.set_title(f"goodput {found.share:.1%} of {short_time(found.wall)}, {len(found.starts)} starts")
+        legend_below(figure, axes)
+    return path / "goodput.png"
+
+
 def draw_goodput(axes: Axes, runs: Sequence[tuple[str, Goodput]]) -> None:
     """Bars of shares, told apart by colour and hatch."""
     kinds = [kind for kind in ORDER if any(kind in found.seconds for _, found in runs)]
@@ -186,9 +208,10 @@ def svg(figure: Figure, title: str) -> str:
     return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
 
 
-def _steps(axes: Axes, runs: Sequence[RunFolder]) -> None:
+def _steps(axes: Axes, runs: Sequence[RunFolder], *, names: bool = False) -> None:
+    """The axis of steps; of a single run with its phases and switches."""
     step_axis(axes, max(run.steps[-1]["step"] for run in runs))
     open_frame(axes)
     if len(runs) == 1:
-        shade_spans(axes, runs[0].spans, names=False)
-        mark_steps(axes, marks_of(runs[0]), names=False)
+        shade_spans(axes, runs[0].spans, names=names)
+        mark_steps(axes, marks_of(runs[0]), names=names)

@@ -28,7 +28,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; mar
 h1 { font-size: 1.5em; margin: .4em 0 .1em; overflow-wrap: anywhere; } h2 { font-size: 1.15em; margin: 1.8em 0 .4em;
   border-bottom: 1px solid #ccc; } h3 { font-size: 1em; margin: 0 0 .2em; }
 nav { font-size: .9em; } nav a { margin-right: .9em; white-space: nowrap; } a { color: #0072B2; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 430px), 1fr)); gap: 18px; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px; }
 figure { margin: 0; break-inside: avoid; min-width: 0; } figure.wide { grid-column: 1 / -1; }
 svg, img { width: 100%; height: auto; display: block; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .93em; }
@@ -86,7 +86,7 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
         "Gap": _gap(runs, baseline, note),
         "Learning rate and gradients": _figures(
             charts.series(runs, "lr", "learning rate", smoothed=False),
-            charts.series(runs, "grad_norm", "gradient norm before clipping", smoothed=True),
+            charts.series(runs, "grad_norm", "gradient norm before clipping"),
             charts.gradient_noise(runs),
         ),
         "Throughput, memory, data": _speed(runs),
@@ -119,8 +119,9 @@ def _summary(runs: Sequence[RunFolder], found: Sequence[Goodput | None]) -> str:
 
 
 def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> str:
-    sources = [(f"Held-out: {source}", charts.source_losses(runs, source)) for source in page_facts.sources_of(runs)]
-    return _figures(("Training" if len(runs) > 1 else "", charts.losses(runs, baseline)), *sources)
+    every = [*runs, *([] if baseline is None else [baseline])]
+    sources = [(f"Held-out: {name}", charts.source_losses(every, name)) for name in page_facts.sources_of(runs)]
+    return _figures(("Training", charts.losses(runs, baseline)), *sources)
 
 
 def _gap(runs: Sequence[RunFolder], baseline: RunFolder | None, note: str) -> str:
@@ -136,17 +137,15 @@ def _gap(runs: Sequence[RunFolder], baseline: RunFolder | None, note: str) -> st
 
 
 def _speed(runs: Sequence[RunFolder]) -> str:
-    fields = [
-        ("tokens_per_second", "tokens per second, all devices", 1.0),
-        ("model_tflops", "model TFLOP/s per device", 1.0),
-        ("step_time", "seconds for a step, data included", 1.0),
-        ("data_wait", "seconds waiting for data in a step", 1.0),
+    drawn = [
+        charts.series(runs, "tokens_per_second", "tokens per second, all devices"),
+        charts.series(runs, "model_tflops", "model TFLOP/s per device"),
+        charts.series(runs, "mfu", "model FLOPs utilization (%)", scale=100.0),
+        charts.series(runs, "step_time", "seconds for a step, data included"),
+        charts.series(runs, "data_wait", "seconds waiting for data in a step"),
+        charts.series(runs, "peak_memory_gib", "peak memory of the first device (GiB)"),
     ]
-    if memory := [found for found in map(page_facts.memory_field, runs) if found[0]]:
-        fields.append((memory[0][0], "peak memory of a device (GiB)", memory[0][1]))
-    drawn = [charts.series(runs, field, label, smoothed=True, scale=scale) for field, label, scale in fields]
-    missing = "" if memory else _note("Memory: unknown; these runs did not record it.")
-    return _figures(*drawn) + missing
+    return _figures(*drawn) + ("" if drawn[-1] else _note("Memory: unknown, not recorded (on a CPU it never is)."))
 
 
 def _phases(run: RunFolder) -> str:

@@ -144,7 +144,8 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
     yield "seed", str(run.setting("run", "seed") or UNKNOWN)
     if found is None:
         yield "began", UNKNOWN
-        yield "wall time", UNKNOWN
+        spent = np.nansum(run.series("step_time")[1])
+        yield "wall time", f"unknown; its steps took {short_time(float(spent))}" if spent else UNKNOWN
         yield "where", f"{facts['world_size']} ranks" if "world_size" in facts else UNKNOWN
         yield "goodput", UNKNOWN
     else:
@@ -160,23 +161,17 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
         yield "version", newest.version or UNKNOWN
     yield "tokens per second", _median(run, "tokens_per_second", short_number)
     yield "model TFLOP/s per device", _median(run, "model_tflops", short_number)
+    if np.isfinite(run.series("mfu")[1]).any():
+        yield "model FLOPs utilization", _median(run, "mfu", lambda value: f"{value:.1%}")
     yield "time of a step", _median(run, "step_time", lambda value: f"{value:.3g} s")
     waits, times = run.series("data_wait")[1], run.series("step_time")[1]
     share = np.nansum(waits) / np.nansum(times) if np.isfinite(waits).any() and np.nansum(times) > 0 else math.nan
     yield "of it waiting for data", f"{share:.2%}" if math.isfinite(share) else UNKNOWN
-    field, unit = memory_field(run)
-    yield "peak memory of a device", f"{np.nanmax(run.series(field)[1]) * unit:.3g} GiB" if field else UNKNOWN
+    memory = run.series("peak_memory_gib")[1]
+    yield "peak memory of the first device", f"{np.nanmax(memory):.3g} GiB" if np.isfinite(memory).any() else UNKNOWN
     skipped = sum(bool(record.get("skipped")) for record in run.steps)
     spikes = sum(event["event"] == "spike" for event in run.events)
     yield "steps skipped", f"{skipped:,}" + (f" ({spikes:,} spikes)" if spikes else "")
-
-
-def memory_field(run: RunFolder) -> tuple[str, float]:
-    """The field of steps that has the peak memory, and what makes GiB of it; an empty name if none has."""
-    for field in run.steps[-1]:
-        if "memory" in field and np.isfinite(run.series(field)[1]).any():
-            return field, 1.0 if "gib" in field else 1 / 2**30
-    return "", 1.0
 
 
 def _model(run: RunFolder) -> str:

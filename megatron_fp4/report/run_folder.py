@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.report.completion import SUMMARY_FILE
-from megatron_fp4.report.metrics import records_of_run, steps_of
+from megatron_fp4.report.metrics import METRICS_FILE, records_of_run, steps_of
+from megatron_fp4.report.time_ledger import last_step
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,29 @@ def open_run(text: str | Path) -> RunFolder:
         summary=_mapping(path / SUMMARY_FILE, json.loads),
         state=_mapping(path / "state.json", json.loads),
     )
+
+
+def check_baseline(config: Config) -> None:
+    """Raise ConfigError if `logging.baseline` is no other run that can be drawn beside this one."""
+    given = config.logging.baseline
+    if given is None:
+        return
+    try:
+        name, path = named_run(given)
+    except ValueError as error:
+        raise ConfigError(f"logging.baseline={given}: {error}") from error
+    if not last_step(path)[0]:
+        raise ConfigError(
+            f"logging.baseline={given} is no run to compare with: {path / METRICS_FILE} "
+            f"{'has no training steps yet' if (path / METRICS_FILE).exists() else 'does not exist'}; name the run.dir "
+            "of a run that has trained, or drop it"
+        )
+    if path.resolve() == Path(config.run.dir).resolve():
+        raise ConfigError(f"logging.baseline={given} is this run's own run.dir; name another run, or drop it")
+    if name == Path(config.run.dir).resolve().name:
+        raise ConfigError(
+            f"logging.baseline={given} has the name of this run, {name}; give it one of its own: NAME={path}"
+        )
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
