@@ -84,7 +84,7 @@ def gaps(runs: Sequence[RunFolder], baseline: RunFolder, shift: int = 0) -> str:
         draw_gaps(axes, curves, first_look=shift - 1)
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, -0.1), max(high, 0.1))  # rounding errors are no gaps
-        _steps(axes, runs)
+        _steps(axes, [baseline, *runs] if shift else runs)
         legend_below(figure, axes)
         return svg(figure, f"loss above {baseline.name} in percent")
 
@@ -159,7 +159,7 @@ def diagnostics(run: RunFolder) -> list[str]:
 
 def goodput(runs: Sequence[tuple[str, Goodput]]) -> str:
     """A bar for each run: where its wall time went, in percent."""
-    with drawing(figsize=(_SIZE[0] * 1.6, 1.5 + 0.45 * len(runs))) as (figure, axes):
+    with drawing(figsize=(_SIZE[0], 1.9 + 0.4 * len(runs))) as (figure, axes):
         draw_goodput(axes, runs)
         legend_below(figure, axes)
         return svg(figure, "shares of the wall time")
@@ -180,9 +180,10 @@ def plot_goodput(run_dir: str | Path) -> Path | None:
 
 def draw_goodput(axes: Axes, runs: Sequence[tuple[str, Goodput]]) -> None:
     """Bars of shares, told apart by colour and hatch."""
-    kinds = [kind for kind in ORDER if any(kind in found.seconds for _, found in runs)]
     ends = np.zeros(len(runs))
-    for index, kind in enumerate(kinds):
+    for index, kind in enumerate(ORDER):  # a kind looks the same in every picture
+        if not any(kind in found.seconds for _, found in runs):
+            continue
         shares = np.array([100 * found.seconds.get(kind, 0.0) / found.wall for _, found in runs])
         label = f"{kind} ({shares[0]:.1f}%)" if len(runs) == 1 else kind
         axes.barh(

@@ -29,7 +29,7 @@ h1 { font-size: 1.5em; margin: .4em 0 .1em; overflow-wrap: anywhere; } h2 { font
   border-bottom: 1px solid #ccc; } h3 { font-size: 1em; margin: 0 0 .2em; }
 nav { font-size: .9em; } nav a { margin-right: .9em; white-space: nowrap; } a { color: #0072B2; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px; }
-figure { margin: 0; break-inside: avoid; min-width: 0; } figure.wide { grid-column: 1 / -1; }
+figure { margin: 0; break-inside: avoid; min-width: 0; }
 svg, img { width: 100%; height: auto; display: block; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .93em; }
 th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-bottom: 1px solid #eee; }
@@ -91,7 +91,7 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
         ),
         "Throughput, memory, data": _speed(runs),
         "Phases": _each(runs, _phases),
-        "Diagnostics": _each(runs, lambda run: _figures(*charts.diagnostics(run), wide=True)),
+        "Diagnostics": _each(runs, lambda run: _figures(*charts.diagnostics(run))),
         "Goodput": _goodput(runs, found),
         "Events": _each(runs, _events),
         "What the model says": _each(runs, _texts),
@@ -99,7 +99,7 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
     }
     shown = {title: html for title, html in sections.items() if html}
     ids = {title: f"s{index}" for index, title in enumerate(shown)}
-    contents = "".join(f'<a href="#{ids[title]}">{escape(title)}</a>' for title in shown)
+    contents = " ".join(f'<a href="#{ids[title]}">{escape(title)}</a>' for title in shown)
     body = "".join(f'<section id="{ids[t]}"><h2>{escape(t)}</h2>{html}</section>' for t, html in shown.items())
     moment = time.strftime("%Y-%m-%d %H:%M %Z").strip()
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -157,7 +157,7 @@ def _goodput(runs: Sequence[RunFolder], found: Sequence[Goodput | None]) -> str:
     known = [(run.name, one) for run, one in zip(runs, found, strict=True) if one is not None]
     if not known:
         return _note("Unknown: no ledger of wall time (goodput.jsonl), as versions before this one wrote none.")
-    html = _figures(charts.goodput(known), wide=True) + _note(
+    html = _figures(charts.goodput(known)) + _note(
         "Steps: time in steps that count; first step: of each start, with compiling. Lost work: steps, data and "
         "validation that a later start did again. Saves: what training waited for; the rest happens beside it."
     )
@@ -198,14 +198,14 @@ def _each(runs: Sequence[RunFolder], make: Callable[[RunFolder], str]) -> str:
     return "".join(f"<h3>{escape(name)}</h3>{html}" if len(runs) > 1 else html for name, html in parts)
 
 
-def _figures(*drawn: str | tuple[str, str] | None, wide: bool = False) -> str:
+def _figures(*drawn: str | tuple[str, str] | None) -> str:
+    """Side by side as far as there is room; each an image, or a title and an image."""
     html = ""
     for one in drawn:
         if one is not None:
             title, image = one if isinstance(one, tuple) else ("", one)
             head = f"<h3>{escape(title)}</h3>" if title else ""
-            place = ' class="wide"' if wide else ""
-            html += f"<figure{place}>{head}{image}</figure>"
+            html += f"<figure>{head}{image}</figure>"
     return f'<div class="figures">{html}</div>' if html else ""
 
 

@@ -146,7 +146,7 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
         yield "began", UNKNOWN
         spent = np.nansum(run.series("step_time")[1])
         yield "wall time", f"unknown; its steps took {short_time(float(spent))}" if spent else UNKNOWN
-        yield "where", f"{facts['world_size']} ranks" if "world_size" in facts else UNKNOWN
+        yield "where", f"on {facts['world_size']} rank(s)" if "world_size" in facts else UNKNOWN
         yield "goodput", UNKNOWN
     else:
         newest = found.starts[-1]
@@ -215,7 +215,8 @@ def _own_losses(run: RunFolder) -> Iterator[tuple[str, str]]:
         step = max(points)
         extra = f", {bits[source]:.4f} bits per byte" if bits.get(source) is not None else ""
         if isinstance(entropy, dict) and isinstance(entropy.get(source), int | float):
-            extra += f"; {entropy[source] - points[step]:.3f} below the unigram entropy"
+            below = entropy[source] - points[step]
+            extra += f"; {abs(below):.3f} {'below' if below >= 0 else 'above'} the unigram entropy"
         yield f"validation loss, {source}", f"{points[step]:.4f} nats per token{extra} (step {step:,})"
 
 
