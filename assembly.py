@@ -50,6 +50,7 @@ from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
+from megatron_fp4.report.run_folder import check_baseline
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
@@ -77,6 +78,7 @@ def configure(overrides: list[str]) -> Config:
     check(config, world_size(), device_type)
     check_initialization(config)
     check_exports(config, plans_of(config))
+    check_baseline(config)
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
         graphs_of(config, backend_of(config))

@@ -324,6 +324,8 @@ class LoggingConfig:
 
     profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`; empty:
         none. memory_history: record CUDA allocations on rank 0. Both write into run.dir (training/profiling.py).
+    baseline: the folder of another run, or `name=folder`, which loss.png and report.html show beside this one, with the
+        gap to it (null: none). report: write report.html, a page about the run, when it has finished.
     """
 
     interval: AtLeastOne = 10
@@ -332,6 +334,8 @@ class LoggingConfig:
     wandb_project: str = "megatron_fp4"
     profile_steps: list[Integer] = field(default_factory=list)
     memory_history: bool = False
+    baseline: str | None = None
+    report: bool = True
 
 
 @dataclass(frozen=True, config=STRICT)
