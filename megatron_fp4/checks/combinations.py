@@ -232,13 +232,25 @@ def _local_checkpoints(config: Config) -> None:
         )
 
 
+def _installed(module: str) -> bool:
+    """A folder of that name in the path, such as the one that wandb writes, is no package."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
+
+
 def _looking_inside(config: Config, device_type: str) -> None:
-    for key, wanted, module, other in (
-        ("logging.tensorboard=true", config.logging.tensorboard, "tensorboard", "false"),
-        (f"logging.wandb={config.logging.wandb}", config.logging.wandb != "disabled", "wandb", "disabled"),
+    for key, wanted, module, install, other in (
+        ("logging.tensorboard=true", config.logging.tensorboard, "tensorboard", "tensorboard", "false"),
+        (
+            f"logging.wandb={config.logging.wandb}",
+            config.logging.wandb != "disabled",
+            "wandb",
+            '"megatron_fp4[wandb]"',
+            "disabled",
+        ),
     ):
-        if wanted and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{key} needs the package {module}; pip install {module}, or set {other}")
+        if wanted and not _installed(module):
+            raise ConfigError(f"{key} needs the package {module}; pip install {install}, or set {other}")
     steps = config.logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= config.train.steps):
         raise ConfigError(

@@ -115,7 +115,8 @@ class WandbView:
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"logging.wandb={settings.mode} needs the package wandb; pip install wandb, or set disabled"
+                f"logging.wandb={settings.mode} needs the package wandb; "
+                'pip install "megatron_fp4[wandb]", or set disabled'
             ) from error
         self.outage = Outage("wandb", "its points of now are missing there", retry_seconds)
         self._wandb = wandb
