@@ -60,8 +60,8 @@ def put_first(folder: Path) -> None:
         found = PathFinder.find_spec(name)
         origin = getattr(there, "__file__", None) if there is not None else found and found.origin
         if origin is None or folder not in Path(origin).resolve().parents:
-            where = origin or "none"
-            raise ValueError(f"the module {name} is {where} instead of {folder}/{name}; remove what imports it at start")
+            where = f"that of {origin}" if origin else "missing"
+            raise ValueError(f"the module {name} is {where}, not {folder}/{name}; remove what imports it at start")
 
 
 def main() -> None:

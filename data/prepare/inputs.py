@@ -63,7 +63,8 @@ def open_files(format: str, files: Sequence[Path], field: str = "text", text_uni
     plain UTF-8; a document is a whole file, or with text_unit a paragraph or a line of it. JSON and text may be
     compressed: .gz, .bz2, .xz, .zst.
 
-    Raises ValueError for another format or unit, an archive, or a package that is missing; OSError for a file that cannot be opened.
+    Raises ValueError for another format or unit, an archive, or a package that is missing; OSError for a file that
+    cannot be opened.
     """
     if format not in FORMATS:
         raise ValueError(f"the format is {format!r}; choose one of {', '.join(FORMATS)}")
