@@ -6,7 +6,7 @@
 Prints a table and writes everything, with the most expensive kernels of each model, as JSON. Parts:
 
     ceilings    copy bandwidth (read and written bytes) and the BF16 GEMM rate: what kernels are to be held against
-    optimizers  one update of the first model's parameters by each AdamW that is installed
+    optimizer   one update of the first model's parameters
     linears     one linear of 8192 tokens, forward and backward, all three GEMMs, through `quantized_linear`
     models      forward and backward of one micro-batch through the model that pretrain.py builds, without optimizer
 
@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         name: recipe_from_config(configure((f"precision={name}",), options, device_type).precision)
         for name in precisions
     }
-    # First, because Transformer Engine finds its own cuDNN only before attention has loaded PyTorch's.
-    report["optimizers"] = optimizer_rows(cases[0], mesh, options)
+    report["optimizer"] = optimizer_row(cases[0], mesh, options)
     shapes = SMALL_LINEARS if options.small else LINEARS
     report["linears"] = [row for shape in shapes for row in linear_rows(shape, recipes, mesh.device, options)]
     report["models"] = []
@@ -202,26 +201,18 @@ def linear_rows(
     return rows
 
 
-def optimizer_rows(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One update by every implementation that runs here."""
+def optimizer_row(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> dict[str, Any]:
+    """One update of all parameters."""
     config = configure(case.overrides, options, mesh.device.type)
     model, _ = initialized_model(config, mesh, RunClock(seed=0), execution_of(config), backend_of(config))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    rows: list[dict[str, Any]] = []
-    for implementation in ("torch", "transformer_engine", "apex"):
-        try:
-            built = build_optimizer(model, replace(config.optimizer, implementation=implementation))
-        except ConfigError as error:
-            rows.append({"implementation": implementation, "milliseconds": None, "reason": str(error)})
-            continue
-        milliseconds = median_milliseconds(built.optimizer.step, mesh.device, options.iterations, 2)
-        rows.append({"implementation": implementation, "milliseconds": milliseconds, "name": built.name})
-        del built
-        free(mesh.device)
-    del model, parameter
+    built = build_optimizer(model, config.optimizer)
+    milliseconds = median_milliseconds(built.optimizer.step, mesh.device, options.iterations, 2)
+    row = {"name": built.name, "milliseconds": milliseconds}
+    del model, parameter, built
     free(mesh.device)
-    return rows
+    return row
 
 
 def free(device: torch.device) -> None:
@@ -333,11 +324,12 @@ def table(report: dict[str, Any]) -> str:
         f"{'linear, forward and backward':<34}{'recipe':<10}{'weights':<9}{'ms':>9}{'ratio':>8}{'TFLOP/s':>9}"
         f"{'eager':>9}",
     ]
-    optimizers = [
-        f"{row['implementation']} {row['milliseconds']:.2f} ms" if row["milliseconds"] else f"{row['implementation']} -"
-        for row in report["optimizers"]
-    ]
-    lines.insert(1, f"AdamW, one update of {report['models'][0]['parameters']:,} parameters: {', '.join(optimizers)}")
+    update = report["optimizer"]
+    lines.insert(
+        1,
+        f"{update['name']}, one update of {report['models'][0]['parameters']:,} parameters: "
+        f"{update['milliseconds']:.2f} ms",
+    )
     for row in report["linears"]:
         tokens, inner, outer = row["shape"]
         weights = "kept" if row["weights_kept"] else "new"

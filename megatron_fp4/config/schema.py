@@ -239,11 +239,7 @@ class SpikesConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off.
-
-    implementation: `torch`, `transformer_engine` or `apex` (training/optimizer.py). Their checkpoints are
-        interchangeable, their roundings differ.
-    """
+    """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off."""
 
     lr: LearningRate = 2e-3
     beta1: Beta = 0.9
@@ -251,7 +247,6 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     clip_norm: NotNegative = 1.0
-    implementation: Literal["torch", "transformer_engine", "apex"] = "torch"
 
 
 @dataclass(frozen=True, config=STRICT)

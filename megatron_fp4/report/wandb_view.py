@@ -57,7 +57,8 @@ class WandbView:
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"logging.wandb={settings.mode} needs the package wandb; pip install wandb, or set disabled"
+                f"logging.wandb={settings.mode} needs the package wandb; "
+                'pip install "megatron_fp4[wandb]", or set disabled'
             ) from error
         self._wandb: Any = wandb
         self._directory, self._settings, self._retry_seconds = directory, settings, retry_seconds
@@ -76,7 +77,7 @@ class WandbView:
         self._thread.start()
 
     def news(self) -> list[str]:
-        """Why a run that asked for `online` logs offline, with the remedy, if that has come about since the last call."""
+        """Why a run that asked for `online` logs offline, with the remedy, if it came about since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def show(self, values: dict[str, float], step: int) -> None:
