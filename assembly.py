@@ -20,7 +20,7 @@ from data.kinds import check_kind
 from data.loader import MicroBatchLoader
 from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
 from data.phases import PhaseSchedule
-from data.plan import check_epochs
+from data.plan import check_epochs, check_phases
 from data.validation import ValidationSet, Yardstick
 from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4 import __version__
@@ -28,10 +28,12 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.faults.exit_codes import is_users_to_mend
@@ -48,6 +50,7 @@ from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
+from megatron_fp4.report.run_folder import check_baseline
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
@@ -59,7 +62,7 @@ from megatron_fp4.training.spikes import SpikeGuard
 from megatron_fp4.training.step import StepResult
 from models.execution import Execution
 from models.execution_choice import agreed_execution, choose_execution
-from models.flops import training_flops_per_token
+from models.flops import check_size, training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import check_exceptions, check_model, linear_shapes, shared_by_tensor_ranks
@@ -75,6 +78,7 @@ def configure(overrides: list[str]) -> Config:
     check(config, world_size(), device_type)
     check_initialization(config)
     check_exports(config, plans_of(config))
+    check_baseline(config)
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
         graphs_of(config, backend_of(config))
@@ -87,13 +91,15 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     device_type: what the machine offers, `cuda` or `cpu`.
     """
     check_model(config.model)
+    check_size(config.model)
     validate(config, ranks, device_type, shared_by_tensor_ranks(config.model), check_kind)
     with configuration_errors("data.phases: "):
-        phase_schedule(config, {})
+        check_phases(phase_schedule(config, {}))
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
     plans_of(config)
+    check_resume(config)
 
 
 def plans_of(config: Config) -> tuple[Plan, Plan | None]:
@@ -144,8 +150,8 @@ def recipes_of(config: Config) -> list[Recipe]:
 
 
 def world_size() -> int:
-    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone. Raises ConfigError."""
+    return place_in_run().world_size
 
 
 def device_type_of(config: Config) -> str:
@@ -414,7 +420,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
         exports=Exports(config, log, active=mesh.rank == 0, last=last_exportable(config, plans_of(config))),
-        guard=NonFiniteGuard(config.train.max_skipped_steps),
+        guard=NonFiniteGuard(config.train.max_skipped_steps, config.train.steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         graphs_choice=graphs_of(config, backend),

@@ -4,16 +4,22 @@ it would need."""
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
-from assembly import Run, recipes_of, sharded_model, world_size
+import yaml
+
+from assembly import CONFIGS, Run, recipes_of, sharded_model, world_size
 from data.opening import phase_schedule
 from data.plan import planned_use
 from megatron_fp4.checkpoint import drift
 from megatron_fp4.checkpoint.checkpointer import Resumed
+from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.machine import peak_tflops
 from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.report import console as show
+from megatron_fp4.report.page import REPORT_FILE, write_report
+from megatron_fp4.report.run_files import attempt
 from megatron_fp4.report.summary import introduce
 from models.execution_choice import cost_of_determinism, describe_execution
 from models.flops import forward_flops_per_token, parameter_count
@@ -137,3 +143,20 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
     if run.loader.changes:
         run.log.found("data", run.loader.changes, changes=run.loader.changes)
+
+
+def sizes(run: Run) -> dict[str, float]:
+    """What metrics.jsonl says of the model at each start: its parameters, and which share of its FLOPs is in quantized
+    linears before a switch."""
+    forward = forward_flops_per_token(run.config.model, run.config.train.sequence_length).total
+    quantized = run.controller.plans[0].quantized_flops_per_token
+    return {"parameters": parameter_count(run.config.model).total, "quantized_flops": round(quantized / forward, 4)}
+
+
+def say_all(config: Config) -> None:
+    """Write report.html of a run that has finished: the other ranks wait for it no more, and it may fail."""
+    run_dir = Path(config.run.dir)
+    attempt(
+        str(run_dir / REPORT_FILE),
+        lambda: write_report([run_dir], defaults=yaml.safe_load(to_yaml(compose_config([], CONFIGS)))),
+    )

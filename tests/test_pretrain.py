@@ -48,6 +48,7 @@ SMALL = [
     "checkpoint.interval=1",
     "checkpoint.keep=0",
     "logging.interval=1",
+    "logging.report=false",
 ]
 
 

@@ -39,8 +39,7 @@ class StopRequest:
         self.began = time.monotonic()
         self.received: signal.Signals | None = None
         self._first_at = 0.0
-        self._said = False
-        self._over = False
+        self._said = self._hushed = self._over = False
         self._previous: dict[signal.Signals, object] = {}
         self._parent = os.getppid()
         self._wakeup: tuple[int, int, int] | None = None
@@ -75,6 +74,10 @@ class StopRequest:
             signal.set_wakeup_fd(before)
             os.close(writer)  # which ends the thread
             self._wakeup = None
+
+    def hush(self) -> None:
+        """Say nothing of signals any more: the run ends by itself, and has said why."""
+        self._hushed = True
 
     def decline(self) -> None:
         """This program has no steps to stop after: from now on signals do what they did before, one that has already
@@ -137,7 +140,7 @@ class StopRequest:
         os._exit(128 + number)
 
     def _say(self, text: str) -> None:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if not self._hushed and os.environ.get("RANK", "0").strip() == "0":  # a wrong value is refused elsewhere
             # On a terminal the cursor is behind a progress bar and "^C", which give way to the line.
             begin = "\r\x1b[2K" if os.isatty(2) else ""
             os.write(2, f"{begin}pretrain.py: {text}\n".encode())

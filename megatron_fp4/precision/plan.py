@@ -219,11 +219,17 @@ def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, li
 def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{key}.bf16_blocks.file={path} cannot be read: {error}") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{key}.bf16_blocks.file={path} cannot be read ({' '.join(str(error).split())}); give a plan file as "
+            "scripts/analyze_precision.py writes it"
+        ) from error
     names = content.get("bf16") if isinstance(content, dict) else None
     if not isinstance(names, list):
-        raise ValueError(f"{key}.bf16_blocks.file={path} has no list of linears under the key `bf16`")
+        raise ValueError(
+            f"{key}.bf16_blocks.file={path} has no list of linears under the key `bf16`; give a "
+            "plan file as scripts/analyze_precision.py writes it"
+        )
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"{key}.bf16_blocks.file={path} lists {unknown[0]!r}, which is no linear of this model; was the file "

@@ -274,7 +274,7 @@ def _json(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """`value` (JSON types) with None for every number that is not finite."""
+    """A JSON value with `None` for each number in it that is not finite: JSON has none for NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -57,7 +57,8 @@ class WandbView:
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"logging.wandb={settings.mode} needs the package wandb; pip install wandb, or set disabled"
+                f"logging.wandb={settings.mode} needs the package wandb; "
+                'pip install "megatron_fp4[wandb]", or set disabled'
             ) from error
         self._wandb: Any = wandb
         self._directory, self._settings, self._retry_seconds = directory, settings, retry_seconds
