@@ -215,7 +215,12 @@ class _Line(ProgressColumn):
         texts = [f"  {text}" for name, text in numbers.items() if name in shown]
         bar = ProgressBar(total=total, completed=task.completed, width=max(1, room))
         # An empty column would be a cell wide.
-        parts: list[RenderableType] = [*([Text(f"{phase} ", style="bold")] if phase else []), bar, Text(f" {step}"), Text("".join(texts))]
+        parts: list[RenderableType] = [
+            *([Text(f"{phase} ", style="bold")] if phase else []),
+            bar,
+            Text(f" {step}"),
+            Text("".join(texts)),
+        ]
         for _ in parts:
             line.add_column(no_wrap=True)
         line.add_row(*parts)

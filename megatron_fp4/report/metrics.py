@@ -163,14 +163,14 @@ class MetricsWriter:
         if self.active:
             self._file.sync()
 
-    def close(self) -> None:
-        """Sync and close everything; a second call does nothing."""
+    def close(self, hurry: bool = False) -> None:
+        """Sync and close everything; a second call does nothing. hurry: do not wait long for wandb."""
         if not self.active or self._closed:
             return
         self._closed = True
         self._file.sync()  # before the wait for wandb, in which a scheduler may lose its patience
         if self._wandb is not None:
-            self._wandb.close()
+            self._wandb.close(hurry)
             self._tell_wandb(self._last_step)
         self._file.close()
         if self._tensorboard is not None:
@@ -182,7 +182,7 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(hurry=error is not None)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.active:
