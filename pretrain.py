@@ -17,9 +17,11 @@ too many steps in a row were skipped; 4 wrong numbers: hardware or kernels compu
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
-    from megatron_fp4.faults.signals import StopRequest
+    import sys
 
-    STOP = StopRequest().listen()
+    from megatron_fp4.faults.signals import stop_request
+
+    STOP = stop_request(sys.argv[1:])
 
 import logging
 import sys
@@ -42,8 +44,10 @@ from introduction import introduce_run, print_needs, say_all, say_what_differs, 
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.checkpoint.choice import origin_state
+from megatron_fp4.checkpoint.preview import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
+from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
 from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError
@@ -52,7 +56,7 @@ from megatron_fp4.faults.orders import Orders
 from megatron_fp4.faults.progress import Progress
 from megatron_fp4.faults.run_lock import sole_run
 from megatron_fp4.faults.run_state import RunState
-from megatron_fp4.faults.signals import StopRequest
+from megatron_fp4.faults.signals import SAYS_SOMETHING, StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
@@ -66,6 +70,7 @@ from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
+from preflight import check_samples, print_check
 
 
 def main(arguments: list[str]) -> int:
@@ -82,7 +87,7 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
     overrides = [argument for argument in arguments if argument != "--check"]
     run_dir = None
     try:
-        if {"--help", "-h", "--version", "--check"} & {*arguments}:
+        if {*SAYS_SOMETHING} & {*arguments}:
             signals.decline()
         if "--help" in arguments or "-h" in arguments:
             print(help_text(CONFIGS))
@@ -94,13 +99,15 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
             run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
         config = configure(overrides)
         if "--check" in arguments:
-            return 0
+            return print_check(config)
         if config.run.dry:
             signals.decline()
             return print_needs(config)
+        check_launch()
         return pretrain(config, signals)
     except (ConfigError, DivergedError, WrongNumbersError, selftest.SelfTestError) as error:
-        return explain(error, run_dir)
+        signals.hush()
+        return explain(error, run_dir, lambda: signals.requested)
 
 
 def pretrain(config: Config, signals: StopRequest) -> int:
@@ -124,6 +131,7 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         run = build(config, mesh, progress)
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
         code = ledger.ended(run_to_end(run, orders, state))
+        signals.over()
         if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
             say_all(config)
         return code
@@ -187,6 +195,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> ExitCode:
             log.stop(steps, orders.why_stop)
     run.progress.at(steps_done, "end")
     if steps_done < steps or not exported:
+        log.stopped(start, steps_done, orders.why_stop)
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
         bits, switched_at = run.bits_per_byte(losses), run.controller.switch.switched_at
@@ -376,18 +385,11 @@ def resume(run: Run) -> int:
             if begun is not None:
                 run.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
         if later := checkpointer.steps_after(start):
-            raise ConfigError(
-                f"checkpoint.resume={settings.resume} starts from step {start}, but {checkpointer.root} already has "
-                f"checkpoints up to step {max(later)}, which the run would overwrite; choose another run.dir"
-            )
+            raise ConfigError(would_overwrite(settings.resume, start, checkpointer.root, max(later)))
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
-            if run.samples(start) != run.loader.consumed_samples:
-                raise ConfigError(
-                    f"its {start} steps took {run.loader.consumed_samples} samples, which in this run would have been "
-                    f"{run.samples(start)}; restore train.global_batch_size and the batches of the phases up to there"
-                )
+            check_samples(run.phases, start, run.loader.consumed_samples)
         say_what_differs(run, resumed)
     run.check_epochs()
     return start
