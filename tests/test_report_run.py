@@ -15,8 +15,8 @@ import pytest
 import pretrain
 from introduction import say_all
 from megatron_fp4.config.schema import Config, RunConfig
+from megatron_fp4.report.completion import REPORT_FILE
 from megatron_fp4.report.goodput import goodput_of
-from megatron_fp4.report.page import REPORT_FILE
 from megatron_fp4.report.run_folder import open_run
 from scripts import report_run
 from tests.test_going_on import write_text
