@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 # Seconds to wait for the one who says it, for the others of this machine to arrive, and for torchrun to end them.
-_SAY, _ARRIVE, _END = 10.0, 3.0, 10.0
+_SAY, _ARRIVE, _END = 20.0, 10.0, 10.0
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 
 
