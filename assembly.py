@@ -38,6 +38,7 @@ from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.faults.exit_codes import is_users_to_mend
 from megatron_fp4.faults.progress import Progress
+from megatron_fp4.measure.machine import memory_size, peak_memory, peak_tflops
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
@@ -49,6 +50,7 @@ from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
+from megatron_fp4.report.run_folder import check_baseline
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
@@ -76,6 +78,7 @@ def configure(overrides: list[str]) -> Config:
     check(config, world_size(), device_type)
     check_initialization(config)
     check_exports(config, plans_of(config))
+    check_baseline(config)
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
         graphs_of(config, backend_of(config))
@@ -275,6 +278,9 @@ class Run:
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""
         rate = (self.tokens(step + 1) - self.tokens(step)) / seconds
+        tflops, peak = self.flops_per_token(step) * rate / self.mesh.world_size / 1e12, peak_tflops(self.mesh.device)
+        now_and_then = self.log.active and (step + 1) % self.config.logging.interval == 0
+        first = self.log.active and step == self.log.console.start_step
         return StepMetrics(
             step=step + 1,
             tokens=self.tokens(step + 1),
@@ -282,13 +288,15 @@ class Run:
             lr=self.lr(step),
             grad_norm=result.grad_norm,
             tokens_per_second=rate,
-            model_tflops=self.flops_per_token(step) * rate / self.mesh.world_size / 1e12,
+            model_tflops=tflops,
             step_time=seconds,
             skipped=result.skipped,
             phase=self.phase(step),
             plan=self.plan_name,
             data_wait=result.data_wait,
-            epochs=self.epochs(step + 1) if self.log.active and (step + 1) % self.config.logging.interval == 0 else {},
+            epochs=self.epochs(step + 1) if now_and_then else {},
+            mfu=None if peak is None else tflops / peak,
+            peak_memory_gib=peak_memory(self.mesh.device) if now_and_then or first else None,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -388,7 +396,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
-    log = RunLog(config, active=mesh.rank == 0)
+    log = RunLog(config, active=mesh.rank == 0, memory_size=memory_size(mesh.device))
     return Run(
         config=config,
         mesh=mesh,

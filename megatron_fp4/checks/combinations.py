@@ -145,8 +145,8 @@ def _reduction(config: Config, world_size: int) -> None:
     if parallel.shards(world_size) == 1:
         sizes = " x ".join(f"parallel.{key}={size}" for key, size in parallel.sizes.items())
         raise ConfigError(
-            f"parallel.reduce_gradients=each has no effect: {sizes} leave one shard of {world_size} rank(s), and "
-            "gradients are reduced over shards; set it to once"
+            f"parallel.reduce_gradients=each has no effect: {sizes} leave one shard of "
+            f"{world_size} rank{'s' if world_size > 1 else ''}, and gradients are reduced over shards; set it to once"
         )
     together = train.micro_batch_size * parallel.data_parallel_size(world_size)
     largest = max(phase.global_batch_size or train.global_batch_size for phase in config.data.phases)
@@ -246,13 +246,25 @@ def _local_checkpoints(config: Config) -> None:
         )
 
 
+def _installed(module: str) -> bool:
+    """A folder of that name in the path, such as the one that wandb writes, is no package."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
+
+
 def _looking_inside(config: Config, device_type: str) -> None:
-    for key, wanted, module, other in (
-        ("logging.tensorboard=true", config.logging.tensorboard, "tensorboard", "false"),
-        (f"logging.wandb={config.logging.wandb}", config.logging.wandb != "disabled", "wandb", "disabled"),
+    for key, wanted, module, install, other in (
+        ("logging.tensorboard=true", config.logging.tensorboard, "tensorboard", "tensorboard", "false"),
+        (
+            f"logging.wandb={config.logging.wandb}",
+            config.logging.wandb != "disabled",
+            "wandb",
+            '"megatron_fp4[wandb]"',
+            "disabled",
+        ),
     ):
-        if wanted and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{key} needs the package {module}; pip install {module}, or set {other}")
+        if wanted and not _installed(module):
+            raise ConfigError(f"{key} needs the package {module}; pip install {install}, or set {other}")
     if config.logging.wandb == "online" and not _has_wandb_key():
         raise ConfigError(
             "logging.wandb=online needs a key, and none is found in WANDB_API_KEY or ~/.netrc; run `wandb login` once, "

@@ -25,6 +25,7 @@ from omegaconf.errors import (
 )
 from pydantic import ValidationError
 
+from megatron_fp4.config.gone import why_gone
 from megatron_fp4.config.schema import Config
 
 _HELP = "`python pretrain.py --help` lists every key and option"
@@ -181,6 +182,8 @@ def _no_mapping(path: Path) -> str | None:
 
 def unknown_key(key: str) -> str:
     """The line for a key that does not exist, with the closest ones that do."""
+    if why := why_gone(key):
+        return why
     parts = _parts(key)
     known = list(_keys(Config, ""))
     leaf = parts[-1]

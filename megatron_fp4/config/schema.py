@@ -239,11 +239,7 @@ class SpikesConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off.
-
-    implementation: `torch`, `transformer_engine` or `apex` (training/optimizer.py). Their checkpoints are
-        interchangeable, their roundings differ.
-    """
+    """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off."""
 
     lr: LearningRate = 2e-3
     beta1: Beta = 0.9
@@ -251,7 +247,6 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     clip_norm: NotNegative = 1.0
-    implementation: Literal["torch", "transformer_engine", "apex"] = "torch"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -324,6 +319,8 @@ class LoggingConfig:
 
     profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`; empty:
         none. memory_history: record CUDA allocations on rank 0. Both write into run.dir (training/profiling.py).
+    baseline: the folder of another run, or `name=folder`, which loss.png and report.html show beside this one, with the
+        gap to it (null: none). report: write report.html, a page about the run, when it has finished.
     """
 
     interval: AtLeastOne = 10
@@ -332,6 +329,8 @@ class LoggingConfig:
     wandb_project: str = "megatron_fp4"
     profile_steps: list[Integer] = field(default_factory=list)
     memory_history: bool = False
+    baseline: str | None = None
+    report: bool = True
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -33,6 +34,10 @@ def run_program(body: Callable[[], int]) -> NoReturn:
     faulthandler.enable()  # where a crash in C was
     try:
         code = body()
+    except KeyboardInterrupt:  # of a program that does not listen, such as --check: a person knows why it ends
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        end_process(128 + signal.SIGINT)
     except BaseException as error:
         say(error)
         if notes := getattr(error, "__notes__", None):

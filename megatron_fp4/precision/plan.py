@@ -206,10 +206,10 @@ def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[Line
 
 def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:
     """Why a linear stays in BF16, or an empty string if it does not."""
-    if shape.block < bf16.first:
-        return f"block {shape.block} is one of the first {bf16.first}"
-    if shape.block >= num_blocks - bf16.last:
-        return f"block {shape.block} is one of the last {bf16.last}"
+    first, last = shape.block < bf16.first, shape.block >= num_blocks - bf16.last
+    for end, of_it, count in (("first", first, bf16.first), ("last", last, bf16.last)):
+        if of_it:
+            return f"block {shape.block} is " + (f"one of the {end} {count}" if count > 1 else f"the {end}")
     for pattern in bf16.names:
         if fnmatch.fnmatchcase(shape.name, pattern):
             return f"its name matches {pattern}"
