@@ -105,7 +105,6 @@ class TimeLedger:
                 code = ExitCode.FINISHED if error is None else exit_code_of(error)
                 self._end(code.state, "" if error is None else f"{type(error).__name__}: {error}"[:400])
             self._progress.observer = None
-            self._wake.set()
             self._file.close()
 
     def ended(self, code: ExitCode) -> ExitCode:
@@ -163,10 +162,13 @@ class TimeLedger:
         self._line("time", seconds=seconds)
 
     def _end(self, state: str, reason: str) -> None:
+        self._ended = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(30)  # no line behind the last one; more if the disk hangs is for nobody to wait for
         with self._lock:
             self._book()
             seconds = {kind: round(value, 3) for kind, value in self._seconds.items()}
-        self._ended = True
         self._line("end", seconds=seconds, state=state, reason=reason)
 
     def _line(self, kind: str, step: int | None = None, **values: Any) -> None:
