@@ -41,7 +41,18 @@ BELOW = {
 }
 
 
-TOP = {"data", "models", "exchange", "inference", "assembly", "introduction", "pretrain", "scripts", "tests"}
+TOP = {
+    "data",
+    "models",
+    "exchange",
+    "inference",
+    "assembly",
+    "introduction",
+    "preflight",
+    "pretrain",
+    "scripts",
+    "tests",
+}
 
 
 def room_of(module: str) -> str | None:
