@@ -40,13 +40,13 @@ _HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "oo", "--", "**", "||", "//"
 
 
 def losses(runs: Sequence[RunFolder], baseline: RunFolder | None = None) -> str:
-    """Of one run: its training loss, raw and smoothed, with phases and switches. Of several, and of the baseline:
-    smoothed, after the same tokens as in the first."""
+    """Of one run: its training loss, raw and smoothed, with phases and switches. Of several, and of the baseline, which
+    stands where the first run had the same tokens: smoothed."""
     every = [*runs, *([] if baseline is None else [baseline])]
     curves = [training_losses(run.steps) for run in every]
     with drawing(figsize=_SIZE) as (figure, axes):
         for index, (run, (steps, loss)) in enumerate(zip(every, curves, strict=True)):
-            style, at = look(index), steps if index == 0 else same_tokens(runs[0], run, steps)
+            style, at = look(index), same_tokens(runs[0], run, steps) if run is baseline else steps
             if len(every) == 1:
                 axes.plot(*thinned(steps, loss), color=style.color, alpha=0.25, linewidth=0.7)
             label = f"{run.name}, smoothed" if len(every) > 1 else "training loss, smoothed"
@@ -58,13 +58,18 @@ def losses(runs: Sequence[RunFolder], baseline: RunFolder | None = None) -> str:
         return svg(figure, "training loss")
 
 
-def source_losses(runs: Sequence[RunFolder], source: str) -> str:
-    """Held-out losses of one source, beside its unigram entropy where that is known."""
+def source_losses(runs: Sequence[RunFolder], source: str, baseline: RunFolder | None = None) -> str:
+    """Held-out losses of one source, beside its unigram entropy where that is known. baseline: as for `losses`."""
+    every = [*runs, *([] if baseline is None else [baseline])]
     with drawing(figsize=_SIZE) as (figure, axes):
-        for index, run in enumerate(runs):
+        for index, run in enumerate(every):
             if points := run.validation.get(source):
-                label = f"{run.name} ({list(points.values())[-1]:.3f})" if len(runs) > 1 else "validation loss"
-                axes.plot(list(points), list(points.values()), label=label, **look(index).points(linewidth=1.5))
+                steps, values = np.array(list(points)), np.array(list(points.values()))
+                at = same_tokens(runs[0], run, steps) if run is baseline else steps
+                if not np.isfinite(at).any():
+                    continue
+                label = f"{run.name} ({values[np.isfinite(at)][-1]:.3f})" if len(every) > 1 else "validation loss"
+                axes.plot(at, values, label=label, **look(index).points(linewidth=1.5))
         entropy = runs[0].facts.get("unigram_entropy")
         if isinstance(entropy, dict) and isinstance(entropy.get(source), int | float):
             value = entropy[source]

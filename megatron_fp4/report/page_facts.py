@@ -61,6 +61,19 @@ def phases(run: RunFolder) -> list[list[str]]:
     return rows + [[name, UNKNOWN, UNKNOWN, steps] for name, steps in been.items() if name]
 
 
+def plan(run: RunFolder) -> list[list[str]]:
+    """Rows of the recipes: name, how many linears, why these, what each GEMM multiplies."""
+    written = run.plan or run.facts.get("plan") or {}
+    linears = [of for of in (written.get("linears") or {}).values() if isinstance(of, dict)]
+    rows = []
+    for name, gemms in (written.get("recipes") or {}).items():
+        why = [str(of.get("why", "")) for of in linears if of.get("recipe") == name]
+        reasons = ", ".join(f"{reason} ({why.count(reason)})" for reason in dict.fromkeys(why))
+        lines = "; ".join(map(str, gemms)) if isinstance(gemms, list) else str(gemms)
+        rows.append([str(name), f"{len(why)} of {len(linears)}", reasons, lines])
+    return rows
+
+
 def events(run: RunFolder) -> list[tuple[str, str, str]]:
     """What happened, in order, as (step, what, details): starts, switches, skips, spikes, faults and stops each, what
     is routine summed up, and of very many the last ones."""
@@ -135,12 +148,13 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
     state = str(run.state.get("state", "finished" if run.summary.get("finished") else UNKNOWN))
     if state == "running":
         state = "running, or killed"
-    yield "state", state
+    reason = run.state.get("reason")
+    yield "state", f"{state}: {reason}" if reason else state
     yield "steps", f"{last['step']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")
     yield "tokens", short_number(last["tokens"]) if "tokens" in last else UNKNOWN
     yield "model", _model(run)
     yield "precision", _precision(run)
-    yield "quantized (FP4 or FP8)", _share_quantized(run)
+    yield "quantized", _share_quantized(run)
     yield "optimizer", str(facts.get("optimizer", UNKNOWN))
     yield "seed", str(run.setting("run", "seed") or UNKNOWN)
     if found is None:
