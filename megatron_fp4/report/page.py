@@ -126,14 +126,17 @@ def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> str:
 
 
 def _gap(runs: Sequence[RunFolder], baseline: RunFolder | None, note: str) -> str:
+    """Of the runs that had as many tokens after the same steps as the baseline, which is the first run if there is no
+    other; others are named."""
+    shift = 0
     if baseline is None and len(runs) > 1:
-        baseline, runs = runs[0], runs[1:]
-        shift = 1
-    else:
-        shift = 0
+        baseline, runs, shift = runs[0], runs[1:], 1
     if baseline is None:
         return _note(note) if note else ""
-    text = "Of losses after the same steps; the runs compare only if these had the same tokens."
+    other = [run.name for run in runs if not run.same_batches(baseline)]
+    text = "Of losses after the same steps; it says something if these had the same data."
+    if other:
+        text = f"No gap of {', '.join(other)}: steps of {baseline.name} have another number of tokens."
     return _figures(charts.gaps(runs, baseline, shift)) + _note(text)
 
 
@@ -146,7 +149,7 @@ def _speed(runs: Sequence[RunFolder]) -> str:
         charts.series(runs, "data_wait", "seconds waiting for data in a step"),
         charts.series(runs, "peak_memory_gib", "peak memory of the first device (GiB)"),
     ]
-    return _figures(*drawn) + ("" if drawn[-1] else _note("Memory: unknown, not recorded (on a CPU it never is)."))
+    return _figures(*drawn) + ("" if drawn[-1] else _note("Memory: unknown, it was not recorded."))
 
 
 def _phases(run: RunFolder) -> str:

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from megatron_fp4.report.comparison import curve_of
-from megatron_fp4.report.console import short_number, short_time
 from megatron_fp4.report.goodput import Goodput
 from megatron_fp4.report.run_folder import RunFolder
-from megatron_fp4.report.words import counted
+from megatron_fp4.report.words import counted, short_number, short_time
 
 UNKNOWN = "unknown"
 _MOST_EVENTS = 200
@@ -166,7 +165,7 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
     else:
         newest = found.starts[-1]
         stopped = f", and {short_time(found.stopped)} between starts" if found.stopped >= 1 else ""
-        count = f" in {len(found.starts)} starts" if len(found.starts) > 1 else ""
+        count = f" in {counted(len(found.starts), 'start')}" if len(found.starts) > 1 else ""
         yield "began", _moment(found.starts[0].began)
         yield "wall time", short_time(found.wall) + count + stopped
         hosts = ", ".join(dict.fromkeys(start.host for start in found.starts))

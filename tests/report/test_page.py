@@ -143,6 +143,16 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
         write_report([tmp_path / "a", tmp_path / "a"], defaults=DEFAULTS, target=tmp_path / "both.html")
 
 
+def test_no_gap_to_a_run_with_other_batches(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("a", "b", "c")]
+    text = (runs[1] / "metrics.jsonl").read_text()
+    (runs[1] / "metrics.jsonl").write_text(re.sub(r'"tokens": (\d+)', r'"tokens": \g<1>0', text))
+    gap = Page(write_report(runs, defaults={}, target=tmp_path / "x.html")).section("Gap")
+    assert "No gap of b: steps of a have another number of tokens." in gap and "c: training" in gap
+    gap = Page(write_report([runs[0]], defaults={}, baseline=runs[1])).section("Gap")
+    assert "<svg" not in gap and "No gap of a" in gap
+
+
 def test_the_gap_to_the_configured_baseline(tmp_path: Path) -> None:
     run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other", gap=-0.1)
     with (run / "config.yaml").open("a") as file:
