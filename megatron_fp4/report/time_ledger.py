@@ -39,7 +39,7 @@ STARTUP, FIRST, STEPS, DATA, VALIDATION, SAVES, LOST = (
     "start-up", "first step", "steps", "data wait", "validation", "saves", "lost work",
 )  # fmt: skip
 ROLLBACK, EXPORTS, ENDING, OTHER = "going back", "exports", "end", "other"
-# By the phases of `Progress`; every other one is a part of a training step.
+# By the phases of `Progress`; every other one belongs to the start-up before the first step, and to a step behind.
 KINDS = {
     "start": STARTUP,
     "build": STARTUP,
@@ -126,7 +126,7 @@ class TimeLedger:
             self._step = max(self._step, step - 1 if kind in (None, DATA) else step)
             if self._first is not None and step > self._first and not self._first_over:
                 self._first_over = first_over = True
-            self._kind = kind or (STEPS if self._first_over else FIRST)
+            self._kind = kind or (STEPS if self._first_over else FIRST if self._first is not None else STARTUP)
         self.worked |= kind not in (None, STARTUP, DATA)
         if begins:
             self._line("loop", step=step - 1)
