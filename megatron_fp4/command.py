@@ -58,7 +58,7 @@ def put_first(folder: Path) -> None:
     for name in ROOMS:
         there = sys.modules.get(name)
         found = PathFinder.find_spec(name)
-        origin = getattr(there, "__file__", None) if there is not None else found and found.origin
+        origin: str | None = getattr(there, "__file__", None) if there is not None else getattr(found, "origin", None)
         if origin is None or folder not in Path(origin).resolve().parents:
             where = f"that of {origin}" if origin else "missing"
             raise ValueError(f"the module {name} is {where}, not {folder}/{name}; remove what imports it at start")

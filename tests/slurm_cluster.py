@@ -59,7 +59,7 @@ SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/log/slurmctld
 SlurmdLogFile={folder}/log/slurmd.%n
 ProctrackType=proctrack/{proctrack}
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -72,7 +72,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=5
 GresTypes=gpu
-NodeName=node[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=4 \\
+NodeName=node[1-2] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs={cpus} \\
     RealMemory=4000 Gres=gpu:4
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=120 MaxTime=INFINITE
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE
@@ -128,7 +128,7 @@ class Cluster:
         self.call("munged", "--force", f"--socket={munge / 'socket'}", *files)
         (self.folder / "gres.conf").write_text(GPUS)
         (self.folder / "cgroup.conf").write_text("CgroupAutomount=yes\n")
-        settings = {"folder": self.folder, "user": getpass.getuser(), "ports": three_ports()}
+        settings = {"folder": self.folder, "user": getpass.getuser(), "ports": three_ports(), "cpus": os.cpu_count()}
         (self.folder / "slurm.conf").write_text(CONFIGURATION.format(proctrack=self._proctrack, **settings))
         self.call("slurmctld", "-c")
         for node in ("node1", "node2"):
