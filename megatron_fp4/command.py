@@ -72,6 +72,6 @@ def main() -> None:
     except ValueError as error:
         print(f"megatron-fp4: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [str(path), *arguments]
+    sys.argv = ["megatron-fp4" if path.name == "pretrain.py" else f"megatron-fp4 {path.stem}", *arguments]
     runpy.run_path(str(path), run_name="__main__")
     sys.exit(0)
