@@ -5,9 +5,10 @@
 
 Overrides are those of pretrain.py; the process count is torchrun's. Builds model, FSDP and optimizer as pretrain.py
 does and takes whole steps (forward, backward, reduction, norm, clipping, update) on random tokens. Prints the median
-step, tokens per second, peak memory of the first rank, and with `--against` the efficiency: tokens per second per rank
-over those of that file. For weak scaling let `train.global_batch_size` grow with the ranks; for tensor parallelism keep
-it. Both runs should come from one machine and one hour: clocks differ between cards and days.
+step, tokens per second, peak memory of the first rank, the first step (compiling, tuning), and with `--against` the
+efficiency: tokens per second per rank over those of that file. For weak scaling let `train.global_batch_size` grow with
+the ranks; for tensor parallelism keep it. Both runs should come from one machine and one hour: clocks differ between
+cards and days, and ranks wait for the slowest card.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
         "data": mesh.dp_size,
         "quantized_linears": f"{plan.num_quantized} of {len(plan.rows)}",
         "micro_batches_per_rank": len(batches),
+        "first_step_seconds": seconds[0],
         "seconds": seconds[warmup:],
         "median_seconds": median,
         "tokens_per_second": run.tokens / median,
@@ -94,10 +96,12 @@ def line(found: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     )
     if found["peak_gib"] is not None:
         text += f", {found['peak_gib']:.1f} GiB"
+    text += f", first step {found['first_step_seconds']:.1f} s"
     if baseline is not None:
         ratio = found["tokens_per_second"] / baseline["tokens_per_second"]
         ideal = found["ranks"] / baseline["ranks"]
-        text += f"; {ratio:.2f}x of {baseline['ranks']} rank{'s' if baseline['ranks'] > 1 else ''}, {ratio / ideal:.1%} of ideal"
+        base = f"{baseline['ranks']} rank{'s' if baseline['ranks'] > 1 else ''}"
+        text += f"; {ratio:.2f}x of {base}, {ratio / ideal:.1%} of ideal"
     return text
 
 
