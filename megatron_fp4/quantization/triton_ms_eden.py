@@ -1,0 +1,261 @@
+"""MS-EDEN along the rows of a tensor as Triton kernels, bit for bit the PyTorch functions of `ms_eden.py`.
+
+A group, the 128 elements that one Hadamard transform mixes, lies within one thread: 128 rows of one column. Butterflies,
+maxima, sums and scales are then chains of elementwise operations on one vector of columns per row, in the reference's
+order, and nothing is exchanged between threads:
+
+    signs       draw the transform's signs
+    measure     read x -> amax of RHT(x^T)
+    quantize    read x -> values, or packed codes, along the rows
+    transpose   read x -> x^T, for an operand along the columns, which is then one along the rows
+
+Some 9 instructions an element measure and 25 quantize; the 128 numbers of a thread stay in registers. The transform is
+computed twice, which takes less time than writing and reading its result. Values and packed codes are laid out as by
+the kernels of `triton_fp4.py`, which unpack these, too, and what keeps bits equal is what it is there.
+"""
+
+# ruff: noqa: D103 (kernels are documented by their arguments)
+# mypy: disable-error-code="assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_fp4.quantization.triton_arithmetic import (
+    GOLDEN,
+    MIX_A,
+    MIX_B,
+    as_long,
+    binade_of,
+    grid_nearest,
+    nan_max,
+    nan_min,
+    scale_byte,
+)
+
+
+@triton.jit(do_not_specialize=["start_row", "start_column"])
+def signs_kernel(
+    signs_ptr,  # out: FP32 [SIZE] of +-1
+    key_ptr,  # int32 [2]: what is to be added to the two halves
+    start_row,  # halves of the key
+    start_column,
+    DEVICE_KEY: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """`hadamard.random_signs`."""
+    if DEVICE_KEY:
+        start_row += tl.load(key_ptr)
+        start_column += tl.load(key_ptr + 1)
+    position = tl.arange(0, SIZE)
+    bits = mixed(hash_of(start_row, tl.zeros_like(position)) ^ hash_of(start_column, position))
+    tl.store(signs_ptr + position, 1.0 - 2.0 * ((bits >> 16) & 1).to(tl.float32))
+
+
+@triton.jit
+def measure_kernel(
+    x_ptr,  # BF16 [tiles * 128, columns]
+    signs_ptr,  # FP32 [128]
+    amax_ptr,  # int32 [1], zero: bits of the largest magnitude of the transformed x
+    num_columns,
+    num_tiles,
+    FACTOR: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.minimum(tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), num_columns - 1)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        z = rotated(x_ptr + as_long(tile) * 128 * num_columns, column, num_columns, signs_ptr, FACTOR)
+        for r in tl.static_range(128):
+            largest = nan_max(largest, tl.abs(z[r]))
+    # Rounding is monotone: the largest rounded magnitude is the rounded largest magnitude.
+    bits = to_bf16(largest).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr, tl.max(bits, 0))
+
+
+@triton.jit(do_not_specialize=["start_row", "start_column"])
+def quantize_kernel(
+    x_ptr,  # BF16 [tiles * 128, columns]
+    signs_ptr,  # FP32 [128]
+    values_ptr,  # out, unless packed: BF16 [tiles * 128, columns]
+    codes_ptr,  # out, packed: int16 [tiles * 8, 4, columns], a nibble for each of four rows
+    scales_ptr,  # out, packed: uint8 [tiles * 8, columns]
+    amax_ptr,  # FP32 [1]
+    decode_ptr,  # out: FP32 [1], amax / TOP
+    key_ptr,  # int32 [2]: what is to be added to the starts
+    start_row,  # of the operand, whose rows are the columns of x: first argument of the row hash, ...
+    start_column,  # ... and of that of pairs of blocks
+    num_columns,
+    FACTOR: tl.constexpr,
+    TOP: tl.constexpr,  # M * 256
+    SHARE: tl.constexpr,  # 1 / M
+    PACKED: tl.constexpr,
+    DEVICE_KEY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if DEVICE_KEY:
+        start_row += tl.load(key_ptr)
+        start_column += tl.load(key_ptr + 1)
+    across = tl.cdiv(num_columns, COLUMNS)
+    tile = tl.program_id(0) // across
+    column = tl.minimum((tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS), num_columns - 1)
+    amax = tl.load(amax_ptr)
+    tensor_scale = nan_min(tl.div_rn(TOP, amax), 3.4028234663852886e38)
+    tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
+    reach = tensor_scale * SHARE
+    inverse = tl.div_rn(1.0, tensor_scale)
+    if tl.program_id(0) == 0:
+        tl.store(decode_ptr, tl.div_rn(amax, TOP))
+
+    z = rotated(x_ptr + as_long(tile) * 128 * num_columns, column, num_columns, signs_ptr, FACTOR)
+    codes = ()  # on the grid, under the signs of z
+    scales = ()
+    squares = ()
+    crosses = ()
+    for block in tl.static_range(8):
+        of_block = ()
+        largest = tl.zeros([COLUMNS], tl.float32)
+        for r in tl.static_range(16):
+            of_block += (to_bf16(z[block * 16 + r]),)
+            largest = nan_max(largest, tl.abs(of_block[r]))
+        scale = nearest_e4m3(nan_min(largest * reach, 448.0))
+        encode = nan_min(tl.div_rn(1.0, scale * inverse), 3.4028234663852886e38)
+        encode = tl.where(scale == 0.0, 0.0, encode)
+        for r in tl.static_range(16):
+            scaled = tl.abs(of_block[r]) * encode
+            code = grid_nearest(tl.minimum(scaled, 6.0))
+            if r == 0:
+                square = scaled * scaled
+                cross = scaled * code
+            else:
+                square = square + scaled * scaled
+                cross = cross + scaled * code
+            codes += (under_sign(code, of_block[r]),)
+        scales += (scale,)
+        squares += (square,)
+        crosses += (cross,)
+    divisor = by_halves(crosses)
+    correction = tl.where(divisor == 0.0, 1.0, tl.div_rn(by_halves(squares), divisor))
+
+    row_hash = hash_of(start_row, column)
+    for pair in tl.static_range(4):
+        draws = mixed(row_hash ^ hash_of(start_column, tile * 4 + pair))
+        for half in tl.static_range(2):
+            block = 2 * pair + half
+            uniform = (((draws >> (16 * half)) & 0xFFFF) | 1).to(tl.float32) * 1.52587890625e-05
+            scale = stochastic_e4m3(nan_min(scales[block] * correction, 448.0), uniform)
+            if PACKED:
+                tl.store(scales_ptr + (as_long(tile) * 8 + block) * num_columns + column, scale_byte(scale, 16).to(tl.uint8))
+                for quarter in tl.static_range(4):
+                    first = block * 16 + quarter * 4
+                    word = nibble(codes[first]) | (nibble(codes[first + 1]) << 4)
+                    word |= (nibble(codes[first + 2]) << 8) | (nibble(codes[first + 3]) << 12)
+                    out = ((as_long(tile) * 8 + block) * 4 + quarter) * num_columns + column
+                    tl.store(codes_ptr + out, word.to(tl.int16))
+            else:
+                for r in tl.static_range(16):
+                    out = as_long(tile) * 128 * num_columns + ((block * 16 + r) * num_columns + column)
+                    tl.store(values_ptr + out, (codes[block * 16 + r] * scale).to(tl.bfloat16))
+
+
+@triton.jit
+def transpose_kernel(
+    x_ptr,  # int16 [rows, columns]
+    out_ptr,  # out: int16 [columns, rows]
+    num_rows,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    across = tl.cdiv(num_columns, COLUMNS)
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    tile = tl.load(x_ptr + as_long(row)[:, None] * num_columns + column[None, :], inside)
+    out = out_ptr + as_long(column)[:, None] * num_rows + row[None, :]
+    tl.store(out, tl.trans(tile), tl.trans(inside))
+
+
+@triton.jit
+def rotated(x_ptr, column, width, signs_ptr, FACTOR: tl.constexpr):
+    """The random Hadamard transform of 128 rows in FP32: a tuple of vectors of columns, not yet rounded to BF16.
+
+    The first level takes the signs along, in FMAs with exact products.
+    """
+    values = ()
+    for r in tl.static_range(0, 128, 2):
+        low = tl.load(x_ptr + (r * width + column)).to(tl.float32) * tl.load(signs_ptr + r)
+        high = tl.load(x_ptr + ((r + 1) * width + column)).to(tl.float32)
+        sign = tl.load(signs_ptr + r + 1)
+        values += (tl.fma(high, sign, low), tl.fma(high, -sign, low))
+    for level in tl.static_range(1, 7):
+        summed = ()
+        for i in tl.static_range(128):
+            if (i >> level) & 1:
+                summed += (values[i - (1 << level)] - values[i],)
+            else:
+                summed += (values[i] + values[i + (1 << level)],)
+        values = summed
+    scaled = ()
+    for i in tl.static_range(128):
+        scaled += (values[i] * FACTOR,)
+    return scaled
+
+
+@triton.jit
+def by_halves(values):
+    """The sum of eight, first half plus second half."""
+    first = values[0] + values[4]
+    second = values[1] + values[5]
+    return (first + (values[2] + values[6])) + (second + (values[3] + values[7]))
+
+
+@triton.jit
+def to_bf16(x):
+    """FP32, rounded to what BF16 holds."""
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def under_sign(magnitude, signed):
+    """`magnitude` under the sign of `signed`; a zero that comes in as -0 has none, for -0 + 0 is +0."""
+    sign = (signed + 0.0).to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nibble(code):
+    """The E2M1 code, with its sign, of a number on the grid."""
+    # Times 2^-126, exponents and subnormals of FP32 are those of E2M1.
+    bits = (code * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    return ((bits >> 22) & 7) | ((bits >> 28) & 8)
+
+
+@triton.jit
+def nearest_e4m3(scale):
+    """`elements.to_e4m3` of 0 to 448: an FP32 sum with 1.5 * 2^23 spacings rounds to the spacing."""
+    binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
+
+
+@triton.jit
+def stochastic_e4m3(scale, uniform):
+    """`elements.round_e4m3_stochastic`."""
+    exponent = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)
+    spacing = exponent.to(tl.float32, bitcast=True) * 0.125
+    per_spacing = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * 8.0  # exact
+    return tl.floor(scale * per_spacing + uniform) * spacing
+
+
+@triton.jit
+def hash_of(start, position):
+    """`rounding._hash_positions`, unsigned."""
+    return mixed(start.to(tl.uint32, bitcast=True) + position.to(tl.uint32) * GOLDEN)
+
+
+@triton.jit
+def mixed(x):
+    """`rounding._mix` of 32 unsigned bits."""
+    x = (x ^ (x >> 16)) * MIX_A
+    x = (x ^ (x >> 15)) * MIX_B
+    return x ^ (x >> 16)
