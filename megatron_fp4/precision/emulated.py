@@ -371,7 +371,7 @@ def fused_sides(
         return None if side is None else FORMATS[side.format].kernels(side, along)
 
     of_columns, of_rows = kernels(columns, "columns"), kernels(rows, "rows")
-    if of_columns is not None and of_columns is of_rows and columns.format == rows.format:
+    if columns and rows and of_columns is not None and of_columns is of_rows and columns.format == rows.format:
         both = of_columns(x, columns, rows, amax_group=amax_group)
         return both, both
     first = None if of_columns is None else of_columns(x, columns, None, amax_group=amax_group)

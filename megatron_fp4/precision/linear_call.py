@@ -172,8 +172,8 @@ class LinearCall:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
-        keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype is BF16, and counts as
-        rounded then (weights).
+        keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype
+        is BF16, and counts as rounded then (weights).
         """
         place = columns or rows
         tensor = "" if place is None else place.tensor
@@ -194,7 +194,9 @@ class LinearCall:
         """What makes x [tokens, in], padded, wgrad's operand in the backward pass."""
         reuse, again = self._reuses("activation"), self.requantizes("activation")
         of_fprop = reuse or again
-        make, make_rows = self.prepare(FPROP_ACTIVATION if of_fprop else None, None if of_fprop else WGRAD_ACTIVATION, x)
+        make, make_rows = self.prepare(
+            FPROP_ACTIVATION if of_fprop else None, None if of_fprop else WGRAD_ACTIVATION, x
+        )
         if of_fprop:
             assert make is not None
             return self.requantized(make(), WGRAD_ACTIVATION) if again else lambda: self.transposed(make())

@@ -36,6 +36,8 @@ from megatron_fp4.precision.selftest import SelfTestError
 from megatron_fp4.precision.token_messages import Gather
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from megatron_fp4.precision.linear_call import LinearContext
 
 # Of each product, other ones at each of a linear's turns.

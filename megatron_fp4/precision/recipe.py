@@ -94,7 +94,7 @@ class Operand:
 
     @property
     def drawn(self) -> bool:
-        """Whether its codes depend on draws: those of its elements (`stochastic`) or of its block scales (`ms_eden`)."""
+        """Whether its codes depend on draws: its elements (`stochastic`) or its block scales (`ms_eden`) do."""
         return self.rounding != "nearest"
 
     @property

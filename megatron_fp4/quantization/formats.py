@@ -38,8 +38,8 @@ class Format:
     fused, special: the kernels on an NVIDIA GPU, where they exist, and others for some operands that those do not make.
         They load Triton when one first starts.
     tensor_scale: whether one FP32 scale lies over the whole tensor. stochastic: whether codes may be rounded so.
-    options: an operand's flags that are this format's. encode_ms_eden: as `encode`, by MS-EDEN, of rotated rows; None: it
-        has none.
+    options: an operand's flags that are this format's.
+    encode_ms_eden: as `encode`, of rotated rows by MS-EDEN, which has no block and no options; None: it has none.
     """
 
     encode: Callable[..., Encoded]

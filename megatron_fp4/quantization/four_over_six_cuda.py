@@ -1,4 +1,4 @@
-"""NVFP4 four over six on an NVIDIA GPU: blocks of one row along the columns, by the kernel of `triton_four_over_six.py`.
+"""NVFP4 four over six on an NVIDIA GPU: blocks of one row along the columns (`triton_four_over_six.py`).
 
 The codes are those of `quantize_nvfp4(..., four_over_six=True)` on a CPU, bit for bit. The kernel writes codes; values
 are unpacked from them.

@@ -80,12 +80,12 @@ class _Rows:
         self.x, self.key = x, side.key
         self.tiles, self.columns = x.shape[0] // GROUP, x.shape[1]
         self.scale = torch.empty((), device=x.device)
-        self.signs = torch.empty(GROUP, device=x.device)
+        self.signs = torch.empty(4, dtype=torch.int32, device=x.device)
         launch(
             "triton_ms_eden.signs_kernel",
             (1,),
             (self.signs, *_device_key(side.signs_key, self.signs)),
-            {"DEVICE_KEY": side.signs_key.device is not None, "SIZE": GROUP, **_OPTIONS},
+            {"DEVICE_KEY": side.signs_key.device is not None, **_OPTIONS},
         )
         self.amax = cuda.gpu.zeros(x.device)
         across = -(-self.columns // _COLUMNS)
@@ -93,7 +93,7 @@ class _Rows:
         launch(
             "triton_ms_eden.measure_kernel",
             (across, min(down, self.tiles)),
-            (x, self.signs, self.amax, self.columns, self.tiles),
+            (x.view(torch.int16), self.signs, self.amax, self.columns, self.tiles),
             {"FACTOR": _FACTOR, "COLUMNS": _COLUMNS, **_OPTIONS},
         )
         if amax_group is not None:
@@ -119,7 +119,17 @@ class _Rows:
         launch(
             "triton_ms_eden.quantize_kernel",
             (-(-self.columns // _COLUMNS) * self.tiles,),
-            (self.x, self.signs, values, codes, scales, self.amax.view(torch.float32), self.scale, *key, self.columns),
+            (
+                self.x.view(torch.int16),
+                self.signs,
+                values,
+                codes,
+                scales,
+                self.amax.view(torch.float32),
+                self.scale,
+                *key,
+                self.columns,
+            ),
             {
                 "FACTOR": _FACTOR,
                 "TOP": _TOP,

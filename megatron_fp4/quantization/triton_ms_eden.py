@@ -1,6 +1,6 @@
 """MS-EDEN along the rows of a tensor as Triton kernels, bit for bit the PyTorch functions of `ms_eden.py`.
 
-A group, the 128 elements that one Hadamard transform mixes, lies within one thread: 128 rows of one column. Butterflies,
+A group, the 128 elements that one Hadamard transform mixes, lies within one thread: 128 rows of a column. Butterflies,
 maxima, sums and scales are then chains of elementwise operations on one vector of columns per row, in the reference's
 order, and nothing is exchanged between threads:
 
@@ -26,7 +26,6 @@ from megatron_fp4.quantization.triton_arithmetic import (
     MIX_A,
     MIX_B,
     as_long,
-    binade_of,
     grid_nearest,
     nan_max,
     nan_min,
@@ -36,26 +35,26 @@ from megatron_fp4.quantization.triton_arithmetic import (
 
 @triton.jit(do_not_specialize=["start_row", "start_column"])
 def signs_kernel(
-    signs_ptr,  # out: FP32 [SIZE] of +-1
+    signs_ptr,  # out: int32 [4], bit i of word j: the sign of element 32 j + i is minus
     key_ptr,  # int32 [2]: what is to be added to the two halves
     start_row,  # halves of the key
     start_column,
     DEVICE_KEY: tl.constexpr,
-    SIZE: tl.constexpr,
 ):
-    """`hadamard.random_signs`."""
+    """`hadamard.random_signs` of 128."""
     if DEVICE_KEY:
         start_row += tl.load(key_ptr)
         start_column += tl.load(key_ptr + 1)
-    position = tl.arange(0, SIZE)
+    position = tl.arange(0, 4)[:, None] * 32 + tl.arange(0, 32)[None, :]
     bits = mixed(hash_of(start_row, tl.zeros_like(position)) ^ hash_of(start_column, position))
-    tl.store(signs_ptr + position, 1.0 - 2.0 * ((bits >> 16) & 1).to(tl.float32))
+    minus = ((bits >> 16) & 1).to(tl.int32) << (position & 31)
+    tl.store(signs_ptr + tl.arange(0, 4), tl.sum(minus, 1))
 
 
 @triton.jit
 def measure_kernel(
-    x_ptr,  # BF16 [tiles * 128, columns]
-    signs_ptr,  # FP32 [128]
+    x_ptr,  # BF16 as int16 [tiles * 128, columns]
+    signs_ptr,  # int32 [4], from signs_kernel
     amax_ptr,  # int32 [1], zero: bits of the largest magnitude of the transformed x
     num_columns,
     num_tiles,
@@ -75,8 +74,8 @@ def measure_kernel(
 
 @triton.jit(do_not_specialize=["start_row", "start_column"])
 def quantize_kernel(
-    x_ptr,  # BF16 [tiles * 128, columns]
-    signs_ptr,  # FP32 [128]
+    x_ptr,  # BF16 as int16 [tiles * 128, columns]
+    signs_ptr,  # int32 [4], from signs_kernel
     values_ptr,  # out, unless packed: BF16 [tiles * 128, columns]
     codes_ptr,  # out, packed: int16 [tiles * 8, 4, columns], a nibble for each of four rows
     scales_ptr,  # out, packed: uint8 [tiles * 8, columns]
@@ -138,24 +137,28 @@ def quantize_kernel(
     correction = tl.where(divisor == 0.0, 1.0, tl.div_rn(by_halves(squares), divisor))
 
     row_hash = hash_of(start_row, column)
+    if PACKED:
+        out_ptr = codes_ptr + as_long(tile) * 32 * num_columns + column
+        scales_ptr += as_long(tile) * 8 * num_columns + column
+    else:
+        out_ptr = values_ptr + as_long(tile) * 128 * num_columns + column
     for pair in tl.static_range(4):
         draws = mixed(row_hash ^ hash_of(start_column, tile * 4 + pair))
         for half in tl.static_range(2):
-            block = 2 * pair + half
             uniform = (((draws >> (16 * half)) & 0xFFFF) | 1).to(tl.float32) * 1.52587890625e-05
-            scale = stochastic_e4m3(nan_min(scales[block] * correction, 448.0), uniform)
+            scale = stochastic_e4m3(nan_min(scales[2 * pair + half] * correction, 448.0), uniform)
             if PACKED:
-                tl.store(scales_ptr + (as_long(tile) * 8 + block) * num_columns + column, scale_byte(scale, 16).to(tl.uint8))
-                for quarter in tl.static_range(4):
-                    first = block * 16 + quarter * 4
-                    word = nibble(codes[first]) | (nibble(codes[first + 1]) << 4)
-                    word |= (nibble(codes[first + 2]) << 8) | (nibble(codes[first + 3]) << 12)
-                    out = ((as_long(tile) * 8 + block) * 4 + quarter) * num_columns + column
-                    tl.store(codes_ptr + out, word.to(tl.int16))
+                store_byte(scales_ptr, scale_byte(scale, 16))
+                scales_ptr += num_columns
+                for r in tl.static_range(pair * 32 + half * 16, pair * 32 + half * 16 + 16, 4):
+                    word = nibble(codes[r]) | (nibble(codes[r + 1]) << 4)
+                    word |= (nibble(codes[r + 2]) << 8) | (nibble(codes[r + 3]) << 12)
+                    store_lower(out_ptr, word)
+                    out_ptr += num_columns
             else:
-                for r in tl.static_range(16):
-                    out = as_long(tile) * 128 * num_columns + ((block * 16 + r) * num_columns + column)
-                    tl.store(values_ptr + out, (codes[block * 16 + r] * scale).to(tl.bfloat16))
+                for r in tl.static_range(pair * 32 + half * 16, pair * 32 + half * 16 + 16):
+                    store_upper(out_ptr, codes[r] * scale)
+                    out_ptr += num_columns
 
 
 @triton.jit
@@ -178,17 +181,16 @@ def transpose_kernel(
 
 @triton.jit
 def rotated(x_ptr, column, width, signs_ptr, FACTOR: tl.constexpr):
-    """The random Hadamard transform of 128 rows in FP32: a tuple of vectors of columns, not yet rounded to BF16.
-
-    The first level takes the signs along, in FMAs with exact products.
-    """
+    """The random Hadamard transform of 128 rows in FP32: a tuple of vectors of columns, not yet rounded to BF16."""
     values = ()
-    for r in tl.static_range(0, 128, 2):
-        low = tl.load(x_ptr + (r * width + column)).to(tl.float32) * tl.load(signs_ptr + r)
-        high = tl.load(x_ptr + ((r + 1) * width + column)).to(tl.float32)
-        sign = tl.load(signs_ptr + r + 1)
-        values += (tl.fma(high, sign, low), tl.fma(high, -sign, low))
-    for level in tl.static_range(1, 7):
+    x_ptr += column
+    for word in tl.static_range(4):
+        signs = tl.load(signs_ptr + word)
+        for r in tl.static_range(32):
+            bits = load_upper(x_ptr)
+            values += ((bits ^ ((signs << (31 - r)) & -2147483648)).to(tl.float32, bitcast=True),)
+            x_ptr += width
+    for level in tl.static_range(7):
         summed = ()
         for i in tl.static_range(128):
             if (i >> level) & 1:
@@ -200,6 +202,37 @@ def rotated(x_ptr, column, width, signs_ptr, FACTOR: tl.constexpr):
     for i in tl.static_range(128):
         scaled += (values[i] * FACTOR,)
     return scaled
+
+
+# Loads and stores of single rows. With its own Triton compiles for minutes: for each it goes over the whole program.
+
+
+@triton.jit
+def load_upper(ptr):
+    """32 bits, the upper 16 from `ptr`."""
+    asm: tl.constexpr = "{ .reg .b16 h; ld.global.b16 h, [$1]; mov.b32 $0, {0, h}; }"
+    return tl.inline_asm_elementwise(asm, "=r,l", [ptr.to(tl.int64)], tl.int32, True, 1)
+
+
+@triton.jit
+def store_byte(ptr, word):
+    """The lowest 8 of 32 bits."""
+    asm: tl.constexpr = "st.global.b8 [$1], $2; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [ptr.to(tl.int64), word], tl.int32, False, 1)
+
+
+@triton.jit
+def store_lower(ptr, word):
+    """The lower 16 of 32 bits."""
+    asm: tl.constexpr = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; st.global.b16 [$1], l; mov.b32 $0, 0; }"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [ptr.to(tl.int64), word], tl.int32, False, 1)
+
+
+@triton.jit
+def store_upper(ptr, value):
+    """FP32 that BF16 holds, as BF16."""
+    asm: tl.constexpr = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; st.global.b16 [$1], h; mov.b32 $0, 0; }"
+    tl.inline_asm_elementwise(asm, "=r,l,f", [ptr.to(tl.int64), value], tl.int32, False, 1)
 
 
 @triton.jit
