@@ -118,9 +118,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_wgrad and ctx.keeps:
             make_x = call.wgrad_activation(call.pad_tokens(call.gathered_unless_sliced(saved[3], "activation")))
         elif needs_wgrad:
-            make_x = functools.partial(backend.operand_from_saved, saved[3:], ctx.layouts[1])
-            if call.requantizes("activation"):
-                make_x = call.requantized(make_x(), WGRAD_ACTIVATION)
+            make_x = functools.partial(call.wgrad_operand, saved[3:], ctx.layouts[1])
         make_dgrad, make_wgrad = call.prepare(
             DGRAD_GRADIENT if needs_dgrad else None,
             WGRAD_GRADIENT if needs_wgrad else None,

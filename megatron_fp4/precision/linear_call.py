@@ -12,6 +12,7 @@ boundaries depend on the model alone, not on how many ranks share the weight.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -202,6 +203,11 @@ class LinearCall:
             return self.requantized(make(), WGRAD_ACTIVATION) if again else lambda: self.transposed(make())
         assert make_rows is not None
         return make_rows
+
+    def wgrad_operand(self, tensors: Sequence[Tensor | None], layout: Any) -> BackendOperand:
+        """wgrad's operand of what the forward pass saved of x: it itself, or fprop's to be quantized again."""
+        operand = self.backend.operand_from_saved(tensors, layout)
+        return self.requantized(operand, WGRAD_ACTIVATION)() if self.requantizes("activation") else operand
 
     def requantizes(self, tensor: str) -> bool:
         """Whether the tensor's operand in the backward pass is made of fprop's codes."""

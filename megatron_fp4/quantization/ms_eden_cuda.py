@@ -54,9 +54,10 @@ class FusedMSEden(Fused):
         return side.ms_eden and side.hadamard == GROUP and side.signs == "fresh" and side.block == (1, BLOCK)
 
     def along_columns(self, *, keep: bool = False) -> Tensor:
-        """BF16 values [n, k = m] in any case."""
-        assert self._along_columns is not None
-        return self._along_columns.values()
+        """BF16 values [n, k = m] in any case, once: the transpose is gone then."""
+        made, self._along_columns = self._along_columns, None
+        assert made is not None, "made before, or not asked for"
+        return made.values()
 
     def along_rows(self, *, keep: bool = False) -> Tensor | PackedColumns:
         """BF16 values [m, k = n], or with `keep` their codes."""
