@@ -22,24 +22,24 @@ class OperandConfig:
     rounding: `nearest`, or `stochastic` where the format has it; of nvfp4 operands of dgrad and wgrad also `ms_eden`:
         elements to nearest, what that took from each group of 128 given back in block scales, which are rounded
         stochastically (Quartet II, arXiv 2601.22813). It goes with `rht: 128` in its GEMM and `rht_signs: fresh`.
-    source: `tensor`; or `forward`: quantize what fprop's codes of the same tensor stand for, transposed, instead of the
-        tensor. Of dgrad's weight and wgrad's activation; the forward pass then keeps codes alone.
     four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
-    four_over_six_error: which error: the sum of `absolute` or of `squared` errors of a block.
     power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
     reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
         product (paper, Fig. 14, "along same dim"). Needs the emulated backend: tensor cores want scales along the
         dot product.
+    source: `tensor`; or `forward`: quantize what fprop's codes of the same tensor stand for, transposed, instead of the
+        tensor. Of dgrad's weight and wgrad's activation; the forward pass then keeps codes alone.
+    four_over_six_error: which error of a block decides: the sum of `absolute` or of `squared` errors.
     """
 
     format: str = "bf16"
     block: str = "1x16"
     rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
-    source: Literal["tensor", "forward"] = "tensor"
     four_over_six: bool = False
-    four_over_six_error: Literal["absolute", "squared"] = "absolute"
     power_of_two_scales: bool = False
     reuse_fprop: bool = False
+    source: Literal["tensor", "forward"] = "tensor"
+    four_over_six_error: Literal["absolute", "squared"] = "absolute"
 
 
 @dataclass(frozen=True, config=STRICT)
