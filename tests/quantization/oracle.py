@@ -144,8 +144,8 @@ def nvfp4_values(codes: np.ndarray, scale: np.ndarray, amax: float, cap: float =
 def _single_precision_error(
     x: np.ndarray, codes: np.ndarray, scale: np.ndarray, amax: np.float32, cap: float, block_rows: int, squared: bool
 ) -> np.ndarray:
-    """Sums of absolute or squared errors as Transformer Engine adds them up: the columns of a block in order, then its rows by
-    halves. Choices that err alike are decided by these roundings."""
+    """Sums of absolute or squared errors as Transformer Engine adds them up: the columns of a block in order, then its
+    rows by halves. Choices that err alike are decided by these roundings."""
     # A tensor that would overflow counts as a smaller one; a power of two moves no digit.
     unit = F32(2.0**-20 if 1e34 < amax < np.inf else 1)
     decoded = E2M1[codes].astype(F32) * _spread(scale, 16).astype(F32) * (amax * unit) / F32(6 * cap)
