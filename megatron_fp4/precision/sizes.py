@@ -37,8 +37,8 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
         fewer = [str(n) for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
         ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
         raise ConfigError(
-            f"{size} output features of {row.linear.title} / parallel.tensor={tensor} are not a multiple of {multiple}, "
-            f"as {row.key}.dgrad.rht={row.recipe.dgrad.rht} needs, which mixes as many; use a multiple of "
+            f"{size} output features of {row.linear.title} / parallel.tensor={tensor} are not a multiple of "
+            f"{multiple}, as {row.key}.dgrad.rht={row.recipe.dgrad.rht} needs, which mixes as many; use a multiple of "
             f"{tensor * multiple}{ranks}, or a smaller transform"
         )
     if refusal := size_refusal([plan], tensor, backend):

@@ -26,7 +26,8 @@ SR = replace(ROW, rounding="stochastic")
 NVFP4 = Recipe("nvfp4", Gemm(ROW, SQUARE), Gemm(SR, SQUARE), Gemm(SR, ROW, 16))
 MX, MX_SR = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
 MX8 = Operand("mxfp8", (1, 32))
-FP8, FP8_SQUARE = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))SIX = replace(ROW, four_over_six=True)
+FP8, FP8_SQUARE = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
+SIX = replace(ROW, four_over_six=True)
 EDEN, AGAIN = replace(ROW, rounding="ms_eden"), replace(ROW, rounding="ms_eden", source="forward")
 
 RECIPES = {
