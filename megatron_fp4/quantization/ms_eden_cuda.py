@@ -75,8 +75,8 @@ class _Rows:
     """The operand [columns, k = rows] of a contiguous BF16 tensor whose maximum behind the transform is known."""
 
     def __init__(self, x: Tensor, side: Side, amax_group: ProcessGroup | None) -> None:
-        if x.shape[0] % GROUP or x.shape[1] % 2:
-            raise ValueError(f"MS-EDEN: shape {tuple(x.shape)} is not whole groups of {GROUP} along the dot product")
+        if x.shape[0] % GROUP or x.shape[1] % BLOCK:
+            raise ValueError(f"MS-EDEN: shape {tuple(x.shape)} is not a multiple of {GROUP} rows and {BLOCK} columns")
         assert side.key is not None and side.signs_key is not None
         self.x, self.key = x, side.key
         self.tiles, self.columns = x.shape[0] // GROUP, x.shape[1]

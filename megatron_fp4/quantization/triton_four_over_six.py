@@ -43,8 +43,6 @@ def quantize_kernel(
     inverse = tl.div_rn(1.0, tensor_scale)
     if tl.program_id(0) == 0:
         tl.store(decode_ptr, tl.div_rn(amax, 1536.0))
-    # Where sums would overflow, 2^-12 of them; squares are of errors near 1.
-    room = tl.where(amax > 1.2676506002282294e30, 0.000244140625, 1.0)
     exponent = (amax.to(tl.int32, bitcast=True) >> 23) & 0xFF
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
     power = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -60,28 +58,51 @@ def quantize_kernel(
     scale_4 = nearest_e4m3(nan_min(base * 1.5, 448.0))
     encode_6 = nan_min(tl.div_rn(1.0, scale_6 * inverse), 3.4028234663852886e38)
     encode_4 = nan_min(tl.div_rn(1.0, scale_4 * inverse), 3.4028234663852886e38)
-    error_6 = error_of(values, scale_6, encode_6, amax * room, room, power, SQUARED)
-    error_4 = error_of(values, scale_4, encode_4, amax * room, room, power, SQUARED)
+    if (amax > 8.673617379884035e-19) & (amax < 1.2676506002282294e30):
+        # Brought near 1 by a power of two nothing overflows or loses digits, and both errors keep their order.
+        error_6 = error_of(values, scale_6, encode_6, amax * power, power, 1.0, SQUARED, True)
+        error_4 = error_of(values, scale_4, encode_4, amax * power, power, 1.0, SQUARED, True)
+    else:
+        # Where sums would overflow, 2^-12 of them; squares are of errors near 1.
+        room = tl.where(amax > 1.2676506002282294e30, 0.000244140625, 1.0)
+        error_6 = error_of(values, scale_6, encode_6, amax * room, room, power, SQUARED, False)
+        error_4 = error_of(values, scale_4, encode_4, amax * room, room, power, SQUARED, False)
     take_4 = error_4 < error_6
     scale = tl.where(take_4, scale_4, scale_6)
     encode = tl.where(take_4, encode_4, encode_6)
-    word = tl.zeros([BLOCKS], tl.int64)
-    for i in tl.static_range(16):
-        code = under_sign(grid_nearest(tl.minimum(tl.abs(values[i]) * encode, 6.0)), values[i])
-        word |= nibble(code).to(tl.int64) << (4 * i)
-    tl.store(codes_ptr + block, word)
+    words = ()
+    for half in tl.static_range(2):
+        word = tl.zeros([BLOCKS], tl.int32)
+        for i in tl.static_range(8):
+            value = values[half * 8 + i]
+            code = under_sign(grid_nearest(tl.minimum(tl.abs(value) * encode, 6.0)), value)
+            word |= nibble(code) << (4 * i)
+        words += (word,)
+    low = words[0].to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(codes_ptr + block, low | (words[1].to(tl.int64) << 32))
     tl.store(scales_ptr + block, scale_byte(scale, 16).to(tl.uint8))
 
 
 @triton.jit
-def error_of(values, scale, encode, amax, room, power, SQUARED: tl.constexpr):
-    """The sum over a block of the absolute or squared errors of rounding to nearest under `scale`."""
+def error_of(values, scale, encode, amax, unit, power, SQUARED: tl.constexpr, NEAR_ONE: tl.constexpr):
+    """The sum over a block of the absolute or squared errors of rounding to nearest under `scale`, in units of `unit`.
+
+    NEAR_ONE: amax is, and decoded values lie between 2^-10 and 2^13 before the division. 1 / 1536, the remainder of its
+    product and one correction give the correctly rounded quotient then (Markstein).
+    """
     error = tl.zeros_like(scale)
     for i in tl.static_range(16):
-        code = grid_nearest(tl.minimum(tl.abs(values[i]) * encode, 6.0))
-        difference = tl.abs(tl.div_rn(code * scale * amax, 1536.0) - tl.abs(values[i]) * room)
+        magnitude = tl.abs(values[i])
+        decoded = grid_nearest(tl.minimum(magnitude * encode, 6.0)) * scale * amax
+        if NEAR_ONE:
+            guess = decoded * 0.0006510416860692203
+            decoded = tl.fma(tl.fma(guess, -1536.0, decoded), 0.0006510416860692203, guess)
+        else:
+            decoded = tl.div_rn(decoded, 1536.0)
+        difference = tl.abs(decoded - magnitude * unit)
         if SQUARED:
-            difference = difference * power
+            if not NEAR_ONE:
+                difference = difference * power
             difference = difference * difference
         error = error + difference
     return error

@@ -38,8 +38,8 @@ def side(device_keys: bool) -> Side:
 
 
 def padded(x: Tensor) -> Tensor:
-    """With rows to a multiple of 128 and columns to one of 2."""
-    return torch.nn.functional.pad(x, (0, x.shape[1] % 2, 0, -x.shape[0] % 128))
+    """With rows to a multiple of 128."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 128))
 
 
 def reference(x: Tensor) -> NVFP4Tensor:
@@ -48,7 +48,8 @@ def reference(x: Tensor) -> NVFP4Tensor:
 
 
 def check(x: Tensor, device_keys: bool) -> None:
-    expected, finite = reference(x), x.isfinite().all()
+    expected = reference(x)
+    finite = expected.amax.isfinite()  # large numbers may overflow in the transform
     values, scale = expected.block_values().bfloat16(), expected.decode_scale()
     along_rows = FusedMSEden(x.cuda(), None, side(device_keys))
     assert same(along_rows.along_rows(), values)
@@ -69,7 +70,7 @@ def test_values_codes_and_scales_of_ms_eden_are_those_of_the_reference(case):
     check(x if case == "fp32 input" else x.bfloat16(), device_keys=False)
 
 
-@pytest.mark.parametrize("rows, columns", [(128, 2), (128, 130), (1280, 1408)])
+@pytest.mark.parametrize("rows, columns", [(128, 16), (128, 144), (1280, 1408)])
 def test_ms_eden_of_other_sizes_and_with_keys_in_memory(rows, columns):
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns)).bfloat16()
     check(x, device_keys=True)
