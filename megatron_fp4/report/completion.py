@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from megatron_fp4.report.metrics import METRICS_FILE
 from megatron_fp4.report.record_file import move_aside
 
-SUMMARY_FILE, PICTURE_FILE = "summary.json", "loss.png"
+SUMMARY_FILE, PICTURE_FILE, REPORT_FILE = "summary.json", "loss.png", "report.html"
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,19 @@ def missing_of(
 
 
 def set_aside_ending(run_dir: Path, *, anew: bool) -> None:
-    """A run that goes on is not finished: rename the summary of an earlier end, and if it begins anew the picture."""
+    """A run that goes on is not finished: rename the summary of an earlier end, and if it begins anew the picture and
+    the page."""
     move_aside(run_dir / SUMMARY_FILE)
     if anew:
         move_aside(run_dir / PICTURE_FILE)
+        move_aside(run_dir / REPORT_FILE)
 
 
 def _look(run_dir: Path, steps: int, validates: bool) -> Missing:
     records = _records(run_dir / METRICS_FILE)
     last = [record for record in records if record.get("step") == steps]
     measured = [record["losses"] for record in last if record.get("kind") == "validation" and record.get("losses")]
-    losses = measured[-1] if measured else {}
+    losses = {name: math.nan if loss is None else loss for name, loss in measured[-1].items()} if measured else {}
     files = []
     if any(record.get("kind") == "step" for record in records) and not (run_dir / PICTURE_FILE).is_file():
         files.append(PICTURE_FILE)
