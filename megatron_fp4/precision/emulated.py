@@ -8,9 +8,10 @@ cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
-`quantization/` (`fp4_cuda.py`, `ms_eden_cuda.py`, ...) and cuBLAS; for operands that those do not make (four-over-six in
-square blocks, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower
-by tens of times. The codes are the same bits everywhere; a warning says once why a device does without the kernels.
+`quantization/` (`fp4_cuda.py`, `ms_eden_cuda.py`, ...) and cuBLAS; for operands that those do not make
+(four-over-six in square blocks, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on
+that device, slower by tens of times. The codes are the same bits everywhere; a warning says once why a device does
+without the kernels.
 
 What it chooses not to do: imitate a tensor core's accumulation order.
 """

@@ -32,7 +32,8 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
             f"{_inputs(row, tensor)} is the input of {row.linear.title} and not a multiple of {multiple}, as "
             f"{_what_demands(row, multiple)} needs; {working} work{ranks}, or choose another format"
         )
-    if row := _split_tile(plan, tensor):
+    if split := _split_tile(plan, tensor):
+        row = split
         multiple, size = block_demands(row.recipe).group_outputs, row.linear.out_features
         fewer = [str(n) for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
         ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
