@@ -19,20 +19,27 @@ class OperandConfig:
     format: `bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`.
     block: elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or
         `16x16`; the format's row says which. Ignored for `bf16`.
-    rounding: `nearest` or `stochastic`, where the format has it.
+    rounding: `nearest`, or `stochastic` where the format has it; of nvfp4 operands of dgrad and wgrad also `ms_eden`:
+        elements to nearest, what that took from each group of 128 given back in block scales, which are rounded
+        stochastically (Quartet II, arXiv 2601.22813). It goes with `rht: 128` in its GEMM and `rht_signs: fresh`.
     four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
     power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
     reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
         product (paper, Fig. 14, "along same dim"). Needs the emulated backend: tensor cores want scales along the
         dot product.
+    source: `tensor`; or `forward`: quantize what fprop's codes of the same tensor stand for, transposed, instead of the
+        tensor. Of dgrad's weight and wgrad's activation; the forward pass then keeps codes alone.
+    four_over_six_error: which error of a block decides: the sum of `absolute` or of `squared` errors.
     """
 
     format: str = "bf16"
     block: str = "1x16"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
     four_over_six: bool = False
     power_of_two_scales: bool = False
     reuse_fprop: bool = False
+    source: Literal["tensor", "forward"] = "tensor"
+    four_over_six_error: Literal["absolute", "squared"] = "absolute"
 
 
 @dataclass(frozen=True, config=STRICT)

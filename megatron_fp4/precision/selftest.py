@@ -247,7 +247,7 @@ def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor
             assert makers[0] and makers[1] and gradients[0] and gradients[1]
             products = (
                 backend.gemm(makers[0](), w_fprop, torch.bfloat16),
-                backend.gemm(gradients[0](), w_dgrad, torch.bfloat16),
+                backend.gemm(gradients[0](), call.dgrad_weight(w_dgrad), torch.bfloat16),
                 backend.gemm(gradients[1](), makers[1](), torch.float32),
             )
             for index in reached:
