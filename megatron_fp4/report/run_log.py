@@ -181,7 +181,7 @@ class RunLog:
         elif step > start:
             how = f"saved step {step}; the same command goes on"
         elif start > 0:
-            how = f"nothing is new since the checkpoint of step {start}; the same command goes on"
+            how = f"nothing is new since step {start} was saved; the same command goes on"
         else:
             how = "there is nothing to save yet; the same command begins again"
         self.console.text(f"stopped after step {step} of {steps} on {why or 'a signal to another rank'}: {how}")
