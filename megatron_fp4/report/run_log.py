@@ -169,7 +169,7 @@ class RunLog:
 
     def stop(self, step: int, why: str | None) -> None:
         """The run is to stop after `step` steps. why: what asked this rank to, None: another rank was asked."""
-        self.metrics.event(step, "stop", signal=str(why))
+        self.metrics.event(step, "stop", signal=why or "a signal to another rank")
         self._told_to_stop = True
 
     def stopped(self, start: int, step: int, why: str | None) -> None:
