@@ -4,8 +4,8 @@
     python scripts/configuration_reference.py --check    exit code 1 if the page is not what it would write
 
 Everything is read from the dataclasses of megatron_fp4/config: types, ranges and defaults from their fields,
-explanations from their docstrings, where `key: text` or `key, other: text` explains keys and what comes first the section. What the
-default run sets otherwise (configs/config.yaml and the groups that it chooses) stands beside the default.
+explanations from their docstrings, where `key: text` or `key, other: text` explains keys and what comes first the
+section. What the default run sets otherwise (configs/config.yaml and the groups that it chooses) stands beside the default.
 """
 
 from __future__ import annotations

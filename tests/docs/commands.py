@@ -1,9 +1,10 @@
 """Whether a command of a page could be started: its script is there and takes these arguments, and what configures a
-run composes and passes the checks that come before one. Nothing is started, and no file but the configuration is needed."""
+run composes and passes the checks that come before one. Nothing is started, and only the configuration is read."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import importlib.util
 import re
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from torch.distributed.run import get_args_parser
 
 import assembly
@@ -49,7 +53,7 @@ def check(command: Command, configs: Path, ranks: int = 0) -> None:
 
     configs: the folder of configuration files. ranks: how many there are, where the command does not say.
     """
-    program, *arguments = (argument for argument in command.arguments if argument != "...")
+    program, *arguments = _without_gaps(command.arguments)
     ranks = ranks or command.world_size
     try:
         if program == "make":
@@ -77,6 +81,17 @@ def check(command: Command, configs: Path, ranks: int = 0) -> None:
         raise WrongCommandError(f"{command}: {error}") from error
 
 
+def _without_gaps(arguments: Sequence[str]) -> list[str]:
+    """`arguments` without `...`, and without an option whose value it stands for."""
+    kept: list[str] = []
+    for argument in arguments:
+        if argument == "..." and kept and kept[-1].startswith("--"):
+            kept.pop()
+        elif argument != "...":
+            kept.append(argument)
+    return kept
+
+
 def configuration(overrides: Sequence[str], configs: Path, ranks: int) -> Config:
     """What `overrides` compose to, checked as a start on `ranks` ranks checks it; raises ConfigError."""
     given = [override for override in overrides if override not in ("--check", "...")]
@@ -89,14 +104,25 @@ def configuration(overrides: Sequence[str], configs: Path, ranks: int) -> Config
 
 @contextmanager
 def quick_composing() -> Iterator[None]:
-    """Hydra reads a recipe's file once, and not again for the target of every command's switch."""
-    real, known = compose._compose, {}
+    """Hydra reads the files of one choice of groups once, and then only sets values, as it does itself."""
+    real = compose._compose
+    known: dict[Any, Any] = {}
+
+    def quick(name: str, overrides: list[str], directory: Path) -> Any:
+        files = [one for one in overrides if "." not in one.partition("=")[0]]
+        key = name, tuple(files), directory
+        if key not in known:
+            known[key] = real(name, files, directory)
+        values = OverridesParser.create().parse_overrides([one for one in overrides if one not in files])
+        found = copy.deepcopy(known[key])
+        ConfigLoaderImpl._apply_overrides_to_config(values, found)
+        return found
 
     def cached(name: str, overrides: list[str], directory: Path) -> Any:
-        key = name, tuple(overrides), directory
-        if overrides or not name.startswith("precision/"):
-            return real(name, overrides, directory)
-        return known[key] if key in known else known.setdefault(key, real(name, overrides, directory))
+        try:
+            return quick(name, overrides, directory)
+        except HydraException:
+            return real(name, overrides, directory)  # which says it in one line
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, "_compose", cached)

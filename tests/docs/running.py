@@ -14,26 +14,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import pytest
+
+import assembly
 import pretrain
 from tests.docs.blocks import ROOT, Block
 from tests.docs.shell import Command, commands_of
 
-# What a checkout has and commands name; `data`, `runs` and the like are the reader's.
-_LINKED = ("pretrain.py", "scripts", "tests", "docs", "Makefile", "inference")
+# What `with: small short` stands for: a model, and a run, of less than a second.
+SIZES = {
+    "small": [
+        "model.pattern=M-*-", "model.hidden_dim=64", "model.ffn_dim=128", "model.num_query_heads=4",
+        "model.head_dim=16", "model.mamba_num_heads=4", "model.mamba_head_dim=32", "model.mamba_state_dim=16",
+        "model.nvfp4_bf16_blocks.last=1",
+    ],
+    "short": [
+        "train.steps=4", "train.global_batch_size=2", "train.micro_batch_size=1", "train.sequence_length=64",
+        "validation.num_samples=2", "validation.interval=2", "checkpoint.interval=2", "logging.interval=1",
+        "logging.tensorboard=false", "data.num_workers=0",
+    ],
+}  # fmt: skip
 
 
 class Session:
     """The blocks of one page, one after the other in `folder`.
 
     in_process: pretrain.py and scripts run in this process, as one rank, which saves the seconds of every start;
-        otherwise each in its own, under torchrun where the page says so.
+        otherwise each in its own, of the copy, under torchrun where the page says so.
     """
 
     def __init__(self, folder: Path, in_process: bool) -> None:
         self.folder, self.in_process = folder, in_process
-        shutil.copytree(ROOT / "configs", folder / "configs")
-        for name in _LINKED:
-            (folder / name).symlink_to(ROOT / name)
+        names = ["configs", "scripts", "pretrain.py"]
+        if not in_process:
+            listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+            names = sorted({name.partition("/")[0] for name in listed.splitlines()} - {".git", ".venv", "runs"})
+        for name in names:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / name, folder / name)
 
     def run(self, block: Block, after: Block | None) -> str:
         """Do what `block` says, and compare with what it, or the block `after` it, says that this prints. Returns what
@@ -60,7 +80,7 @@ class Session:
         if self.in_process and (script := _script(arguments)) is not None:
             code, printed = self._in_here(arguments[script], arguments[script + 1 :])
         else:
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
             bin_ = Path(sys.executable).parent
             environment["PATH"] = f"{bin_}:{environment['PATH']}"
             done = subprocess.run(
@@ -73,20 +93,21 @@ class Session:
         return printed
 
     def _in_here(self, script: str, arguments: list[str]) -> tuple[int, str]:
-        with self._captured() as output:
+        with self._captured() as output, pytest.MonkeyPatch.context() as patch:
+            for module in (assembly, pretrain):
+                patch.setattr(module, "CONFIGS", self.folder / "configs")
             code: object = 0
             if script == "pretrain.py":
                 code = pretrain.main(arguments)
             else:
-                before = sys.argv, signal.getsignal(signal.SIGINT)
-                sys.argv = [script, *arguments]
+                before = signal.getsignal(signal.SIGINT)
+                patch.setattr(sys, "argv", [script, *arguments])
                 try:
                     runpy.run_path(str(self.folder / script), run_name="__main__")
                 except SystemExit as end:
                     code = end.code or 0
                 finally:
-                    sys.argv = before[0]
-                    signal.signal(signal.SIGINT, before[1])
+                    signal.signal(signal.SIGINT, before)
         return int(str(code)), output[0]
 
     def _python(self, block: Block) -> str:
@@ -116,16 +137,25 @@ class Session:
                 output.append(file.read())
 
 
+def filled(command: Command, block: Block) -> Command:
+    """A command that leaves something out, with what the block's marker puts there."""
+    if "..." not in command.arguments or "with" not in block.options:
+        return command
+    return Command((*command.arguments, *_words(block.options["with"])), command.world_size)
+
+
 def shrunk(command: Command, block: Block) -> list[str]:
     """Its arguments, with what the block's marker adds to the configuration of a run."""
     arguments = [*command.arguments]
-    more = [*commands_of(f"pretrain.py {block.options.get('with', '')}", block.name)[0].arguments[1:]]
+    more = _words(block.options.get("with", ""))
     if arguments[0] == "make" and (given := [a for a in arguments if a.startswith("ARGS=")]):
         arguments[arguments.index(given[0])] = " ".join([given[0], *more])
     elif arguments[0] == "make":
         arguments.append(f"ARGS={' '.join(more)}")
     elif "pretrain.py" in arguments or any(a.endswith(("plan_run.py", "profile_step.py")) for a in arguments):
         arguments += more
+    elif any(a.endswith("prepare_data.py") for a in arguments):
+        arguments += ["--workers", "1"]
     return arguments
 
 
@@ -153,6 +183,11 @@ def _plain(line: str, exact: bool) -> str:
         return line.rstrip()
     line = re.sub(r"[─━-]{2,}", "--", re.sub(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?", "#", line))
     return " ".join(line.split())
+
+
+def _words(text: str) -> list[str]:
+    words = commands_of(f"pretrain.py {text}", text)[0].arguments[1:]
+    return [one for word in words for one in SIZES.get(word, [word])]
 
 
 def _script(arguments: list[str]) -> int | None:

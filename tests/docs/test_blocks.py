@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
+from megatron_fp4.config.compose import compose_config
 from tests.docs.blocks import KINDS, OPTIONS, PAGES, ROOT, Block, blocks
 from tests.docs.commands import WrongCommandError, check, configuration, quick_composing
-from tests.docs.running import Session
+from tests.docs.running import Session, filled
 from tests.docs.shell import Command, commands_of
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -37,7 +40,13 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (folder / block.arguments[0]).write_text(block.content)
         for given in block.options.get("given", "").split():
             new, _, old = given.partition("=")
-            shutil.copy(folder / old, folder / new)
+            (folder / new).parent.mkdir(parents=True, exist_ok=True)
+            if old:
+                shutil.copy(folder / old, folder / new)
+            elif "." in new:
+                (folder / new).write_text("- /data/a\n" if new.endswith(".yaml") else tokenizer())
+            else:
+                (folder / new).mkdir(exist_ok=True)
     with quick_composing(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder / "configs"
@@ -64,7 +73,7 @@ def test_its_commands_could_be_started(block: Block, configs: Path) -> None:
     for command in found:
         for path in re.findall(r"checkpoint\.(?:resume|initialize_from)=([\w./]*/[\w./]+)", str(command)):
             (configs.parent / path).mkdir(parents=True, exist_ok=True)
-        check(command, configs, int(block.options.get("ranks", 0)))
+        check(filled(command, block), configs, int(block.options.get("ranks", 0)))
 
 
 @named([block for block in BLOCKS if block.kind in ("overrides", "yaml")])
@@ -77,6 +86,13 @@ def test_its_overrides_compose(block: Block, configs: Path) -> None:
         own = [f"{block.arguments[0]}.{key}={as_hydra(value)}" for key, value in keys.items()]
     assert own
     configuration([*more, *own], configs, int(block.options.get("ranks", 1)))
+
+
+def tokenizer() -> str:
+    """A file with the tokens that fill-in-the-middle names by default, and no other."""
+    empty = Tokenizer(BPE())
+    empty.add_special_tokens(["<|endoftext|>", *(f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix"))])
+    return str(empty.to_str())
 
 
 def as_hydra(value: object) -> str:
@@ -109,6 +125,16 @@ def test_what_is_run_prints_what_the_page_says(page: Path, tmp_path: Path) -> No
     for block, after in zip(found, [*found[1:], None], strict=True):
         if block.kind == "file" or "ci" in block.arguments:
             session.run(block, after)
+
+
+def test_composing_quickly_is_composing() -> None:
+    for overrides in (
+        ["model=transformer_60m", "precision=fp8_block", "train.steps=7", "data.max_epochs={code: 2}"],
+        ["experiment=qaf", "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp8}]", "run.seed=3"],
+    ):
+        slowly = compose_config(overrides, ROOT / "configs")
+        with quick_composing():
+            assert [compose_config(overrides, ROOT / "configs") for _ in range(2)] == [slowly, slowly]
 
 
 def test_wrong_commands_are_seen(configs: Path) -> None:
