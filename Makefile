@@ -3,6 +3,7 @@
 # make test    lint, types, tests
 # make test-fast   the tests without those marked slow, on all cores: less than two minutes on two
 # make lint    lint and types alone
+# make docs    what README and docs show, run as it stands or made short, and compared; minutes
 # make test-gpu   what needs a GPU, with the Python of .venv or else python3 (make test-gpu ARGS="--output results")
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 BATCH := $(if $(filter 1 2,$(NPROC)),,train.micro_batch_size=1)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 0 ? n : 1 )))
 
-.PHONY: setup train test test-fast test-gpu lint format
+.PHONY: setup train test test-fast test-gpu docs lint format
 
 setup: $(VENV)/.installed
 
@@ -46,6 +47,9 @@ test: lint
 
 test-fast: setup
 	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
+
+docs: setup
+	$(BIN)/python tests/docs/run_pages.py $(ARGS)
 
 # Without setup: on a GPU machine torch and the packages for CUDA are the image's.
 test-gpu:

@@ -5,7 +5,8 @@
 
 Everything is read from the dataclasses of megatron_fp4/config: types, ranges and defaults from their fields,
 explanations from their docstrings, where `key: text` or `key, other: text` explains keys and what comes first the
-section. What the default run sets otherwise (configs/config.yaml and the groups that it chooses) stands beside the default.
+section. What the default run sets otherwise (configs/config.yaml and the groups that it chooses) stands beside the
+default.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@
     python scripts/study_numerics.py --checkpoint runs/a/checkpoints/step_00000300
     python scripts/study_numerics.py --quick                          seconds, to see that it works
 
-Tables are printed as Markdown. Pictures are drawn for --page, into `pictures` beside it, or into --pictures. Tensors of a real model come from the tiny model, which is
-trained here for some steps of the built-in data in NVFP4, or from --checkpoint. `--set key=value` changes that run
-(model.vocab_size=512, train.steps=300). The same command on the same machine gives the same numbers; on another, the
-trained model differs in the last bits of its BF16 products, and the captured rows in their last digits.
+Tables are printed as Markdown. Pictures are drawn for --page, into `pictures` beside it, or into --pictures. Tensors of
+a real model come from the tiny model, which is trained here for some steps of the built-in data in NVFP4, or from
+--checkpoint. `--set key=value` changes that run (model.vocab_size=512, train.steps=300). The same command on the same
+machine gives the same numbers; on another, the trained model differs in the last bits of its BF16 products, and the
+captured rows in their last digits.
 """
 
 from __future__ import annotations

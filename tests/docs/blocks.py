@@ -11,9 +11,10 @@
     <!-- doc: shown | because: of an H200 -->  what something printed, or a folder holds; not compared, and why
     <!-- doc: text -->                         no command and no output: a drawing, a formula
 
-`given: configs/model/8b.yaml=configs/model/nemotron_h_8b.yaml tokenizer.json checkpoints/8b` are a copy, a file and a folder
-that a configuration refers to. A comment of its own, `<!-- doc: setup` with commands up to `-->`, is run before the blocks below it, unseen.
-In commands `...` stands for what the page leaves out. A block whose lines begin with `$ ` has its output in it.
+`given: configs/model/8b.yaml=configs/model/nemotron_h_8b.yaml tokenizer.json checkpoints/8b` are a copy, a file and a
+folder that a configuration refers to; `exit: 2` is the code that a command ends with. A comment of its own, `<!-- doc:
+setup` with commands up to `-->`, is run before the blocks below it, unseen. In commands `...` stands for what the page
+leaves out, which `with` puts there. A block whose lines begin with `$ ` has its output in it.
 """
 
 from __future__ import annotations

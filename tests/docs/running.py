@@ -45,6 +45,7 @@ class Session:
 
     def __init__(self, folder: Path, in_process: bool) -> None:
         self.folder, self.in_process = folder, in_process
+        folder.mkdir(exist_ok=True)
         names = ["configs", "scripts", "pretrain.py"]
         if not in_process:
             listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

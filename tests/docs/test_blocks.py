@@ -25,6 +25,21 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 COMMANDS = [block for block in BLOCKS if block.kind in ("run", "check", "setup") and block.language in ("", "bash")]
 
 
+def tokenizer() -> str:
+    """A file with the tokens that fill-in-the-middle names by default, and no other."""
+    empty = Tokenizer(BPE())
+    empty.add_special_tokens(["<|endoftext|>", *(f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix"))])
+    return str(empty.to_str())
+
+
+# What stands in for files that configurations of the pages name, where these have to be readable.
+GIVEN = {
+    "tokenizer.json": tokenizer,
+    "mix.yaml": lambda: "- /data/a\n",
+    "plan.yaml": lambda: "bf16: [blocks.0.mixer.out_proj]\n",
+}
+
+
 def named(found: list[Block]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("block", found, ids=[block.name for block in found])
 
@@ -44,7 +59,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             if old:
                 shutil.copy(folder / old, folder / new)
             elif "." in new:
-                (folder / new).write_text("- /data/a\n" if new.endswith(".yaml") else tokenizer())
+                (folder / new).write_text(GIVEN[Path(new).name]())
             else:
                 (folder / new).mkdir(exist_ok=True)
     with quick_composing(), pytest.MonkeyPatch.context() as patch:
@@ -88,13 +103,6 @@ def test_its_overrides_compose(block: Block, configs: Path) -> None:
     configuration([*more, *own], configs, int(block.options.get("ranks", 1)))
 
 
-def tokenizer() -> str:
-    """A file with the tokens that fill-in-the-middle names by default, and no other."""
-    empty = Tokenizer(BPE())
-    empty.add_special_tokens(["<|endoftext|>", *(f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix"))])
-    return str(empty.to_str())
-
-
 def as_hydra(value: object) -> str:
     """A value in the grammar of Hydra's overrides."""
     if isinstance(value, dict):
@@ -122,9 +130,10 @@ def test_its_python_names_what_is_there(block: Block) -> None:
 def test_what_is_run_prints_what_the_page_says(page: Path, tmp_path: Path) -> None:
     session = Session(tmp_path, in_process=True)
     found = blocks(page)
-    for block, after in zip(found, [*found[1:], None], strict=True):
-        if block.kind == "file" or "ci" in block.arguments:
-            session.run(block, after)
+    with quick_composing():
+        for block, after in zip(found, [*found, None][1:], strict=True):
+            if block.kind == "file" or "ci" in block.arguments:
+                session.run(block, after)
 
 
 def test_composing_quickly_is_composing() -> None:
