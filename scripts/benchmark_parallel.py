@@ -5,9 +5,10 @@
 
 Overrides are those of pretrain.py; the process count is torchrun's. Builds model, FSDP and optimizer as pretrain.py
 does and takes whole steps (forward, backward, reduction, norm, clipping, update) on random tokens. Prints the median
-step, tokens per second, peak memory of the first rank, and with `--against` the efficiency: tokens per second per rank
-over those of that file. For weak scaling let `train.global_batch_size` grow with the ranks; for tensor parallelism keep
-it. Both runs should come from one machine and one hour: clocks differ between cards and days.
+step, tokens per second, peak memory of the first rank, the first step (compiling, tuning), and with `--against` the
+efficiency: tokens per second per rank over those of that file. For weak scaling let `train.global_batch_size` grow with
+the ranks; for tensor parallelism keep it. Both runs should come from one machine and one hour: clocks differ between
+cards and days, and ranks wait for the slowest card.
 """
 
 from __future__ import annotations
@@ -23,21 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from assembly import (
-    backend_of,
-    configure,
-    device_type_of,
-    execution_of,
-    initialized_model,
-    open_graphs,
-    set_determinism,
-)
 from megatron_fp4.config.compose import ConfigError
-from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
-from scripts.compare_memory import random_micro_batches
+from megatron_fp4.parallel.mesh import end_process, leave_distributed
+from scripts.random_run import RandomRun, random_micro_batches
 
 
 def main(arguments: list[str]) -> int:
@@ -67,42 +56,33 @@ def main(arguments: list[str]) -> int:
 
 def measure(overrides: list[str], warmup: int, steps: int) -> dict[str, Any]:
     """Median seconds of a step of this rank and what follows from it."""
-    config = configure(overrides)
-    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
-    set_determinism(config.run.deterministic)
-    mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
-    optimizer = build_optimizer(model, config.optimizer).optimizer
-    graphs = open_graphs(config, mesh, model, controller, print)
-    batches = random_micro_batches(config, mesh, 0)
+    run = RandomRun.open(overrides)
+    mesh, device, plan = run.mesh, run.mesh.device, run.controller.plan
+    batches = random_micro_batches(run.config, mesh, 0)
     seconds, losses = [], []
     for step in range(warmup + steps):
         if step == 1 and device.type == "cuda":  # a graph's memory shows when it is captured, not in replays
             torch.cuda.reset_peak_memory_stats(device)
         dist.barrier()
         began = time.perf_counter()
-        result = train_step(
-            model, optimizer, batches, mesh, clock,
-            step=step, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
-            graphs=graphs,
-        )  # fmt: skip
+        result = run.step(step, batches)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
         losses.append(result.loss)
     median = statistics.median(seconds[warmup:])
-    tokens = config.train.global_batch_size * config.train.sequence_length
     return {
         "overrides": overrides,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "ranks": mesh.world_size,
         "tensor": mesh.tp_size,
         "data": mesh.dp_size,
-        "quantized_linears": f"{controller.plan.num_quantized} of {len(controller.plan.rows)}",
+        "quantized_linears": f"{plan.num_quantized} of {len(plan.rows)}",
         "micro_batches_per_rank": len(batches),
+        "first_step_seconds": seconds[0],
         "seconds": seconds[warmup:],
         "median_seconds": median,
-        "tokens_per_second": tokens / median,
+        "tokens_per_second": run.tokens / median,
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
         "losses": losses,
     }
@@ -116,6 +96,7 @@ def line(found: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     )
     if found["peak_gib"] is not None:
         text += f", {found['peak_gib']:.1f} GiB"
+    text += f", first step {found['first_step_seconds']:.1f} s"
     if baseline is not None:
         ratio = found["tokens_per_second"] / baseline["tokens_per_second"]
         ideal = found["ranks"] / baseline["ranks"]

@@ -25,40 +25,30 @@ import socket
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from assembly import (
     backend_of,
     configure,
-    device_type_of,
-    execution_of,
-    initialized_model,
-    set_determinism,
     sharded_model,
     world_size,
 )
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import (
-    ParallelMesh,
-    build_mesh,
     end_process,
-    init_distributed,
     leave_distributed,
 )
 from megatron_fp4.planning.dry_run import dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
 from models.execution import Execution
 from models.pattern import mixers_of
+from scripts.random_run import RandomRun, random_micro_batches
 
 _GIB = 2**30
 
@@ -145,28 +135,12 @@ def plan(overrides: list[str]) -> dict[str, Any]:
 
 def measure(overrides: list[str]) -> dict[str, Any]:
     """Take two steps on this rank; bytes at the peak of each, and what the allocator reserved."""
-    config = configure(overrides)
-    if device_type_of(config) != "cuda":
-        raise ConfigError(f"run.device={config.run.device}: only the memory of a GPU is counted; leave it at auto")
-    device = init_distributed("cuda", config.parallel.timeout_seconds)
-    set_determinism(config.run.deterministic)
-    mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, _ = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
-    optimizer = build_optimizer(model, config.optimizer).optimizer
+    run = RandomRun.open(overrides, only_on_gpu="the memory that is counted here", with_graphs=False)
+    config, device = run.config, run.mesh.device
     peaks = []
     for step in range(2):
         torch.cuda.reset_peak_memory_stats(device)
-        train_step(
-            model,
-            optimizer,
-            random_micro_batches(config, mesh, step),
-            mesh,
-            clock,
-            step=step,
-            lr=config.optimizer.lr,
-            clip_norm=config.optimizer.clip_norm,
-            reshard=config.parallel.reshard,
-        )
+        run.step(step, random_micro_batches(config, run.mesh, step))
         torch.cuda.synchronize(device)
         peaks.append(torch.cuda.max_memory_allocated(device))
     return {
@@ -176,7 +150,7 @@ def measure(overrides: list[str]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
         "backend": backend_of(config).name,
-        "kernels": kernels(model.execution, config),
+        "kernels": kernels(run.model.execution, config),
     }
 
 
@@ -185,34 +159,6 @@ def kernels(execution: Execution, config: Config) -> dict[str, Any]:
     fused = [kernel.part for mixer in mixers_of(config.model.pattern) for kernel in mixer.fused]
     parts = {part: part in execution.kernels for part in fused}
     return {**parts, "compiled": execution.compiled, "recompute": execution.recompute}
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    index: int
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None
-    num_documents: int | None
-    num_targets: int | None
-
-
-def random_micro_batches(config: Config, mesh: ParallelMesh, step: int) -> list[_MicroBatch]:
-    """This rank's share of a step of random tokens, in pinned memory as the loader's on a GPU; where documents are
-    masked, each row is one."""
-    train, masked = config.train, config.data.documents == "masked"
-    num_documents = train.micro_batch_size if masked else None
-    num_targets = None if config.data.boundary_loss else train.micro_batch_size * train.sequence_length
-    batches = []
-    for index in range(mesh.dp_rank, train.global_batch_size // train.micro_batch_size, mesh.dp_size):
-        generator = torch.Generator().manual_seed(1000 * step + index)
-        shape = (train.micro_batch_size, train.sequence_length + 1)
-        text = torch.randint(config.model.vocab_size, shape, generator=generator)
-        parts = [text[:, :-1].contiguous(), text[:, 1:].contiguous()]
-        parts += [torch.zeros(parts[0].shape, dtype=torch.int32)] if masked else []
-        tokens, targets, *documents = (t.pin_memory() if mesh.device.type == "cuda" else t for t in parts)
-        batches.append(_MicroBatch(index, tokens, targets, next(iter(documents), None), num_documents, num_targets))
-    return batches
 
 
 def table(rows: list[dict[str, Any]]) -> str:

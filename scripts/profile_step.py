@@ -27,23 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from assembly import (
-    backend_of,
-    configure,
-    device_type_of,
-    execution_of,
-    initialized_model,
-    open_graphs,
-    set_determinism,
-)
-from data.cache import default_cache_dir
 from megatron_fp4.config.compose import ConfigError
-from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.autotuning import KernelChoices, rehearsal
-from megatron_fp4.training.optimizer import build_optimizer
-from megatron_fp4.training.step import train_step
-from scripts.compare_memory import random_micro_batches
+from megatron_fp4.parallel.mesh import end_process, leave_distributed
+from scripts.random_run import RandomRun, random_micro_batches
 
 # The first that is found in a kernel's name.
 KINDS = {
@@ -143,20 +129,9 @@ def main(arguments: list[str]) -> int:
 
 def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
     """The report as lines. Raises ConfigError where there is no GPU."""
-    config = configure(overrides)
-    if device_type_of(config) != "cuda":
-        raise ConfigError("a profile of kernels needs a GPU, and this machine has none (or run.device=cpu)")
-    device = init_distributed("cuda", config.parallel.timeout_seconds)
-    set_determinism(config.run.deterministic)
-    mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
-    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
-    optimizer = build_optimizer(model, config.optimizer).optimizer
-    graphs = open_graphs(config, mesh, model, controller, print)
-    pinned = []
-    if mixers := model.autotuned_mixers():
-        rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
-        pinned = KernelChoices().pin(rehearse, default_cache_dir() / "autotuning", resumed=False)
-    batches = random_micro_batches(config, mesh, 0)
+    run = RandomRun.open(overrides, only_on_gpu="a profile of kernels")
+    mesh, device = run.mesh, run.mesh.device
+    batches = random_micro_batches(run.config, mesh, 0)
     seconds = []
     window = profile(activities=[ProfilerActivity.CUDA])
     for step in range(warmup + 2):  # one for the profiler's own start
@@ -167,11 +142,7 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         if last:
             window.start()
         began = time.perf_counter()
-        train_step(
-            model, optimizer, batches, mesh, clock,
-            step=step, lr=config.optimizer.lr, clip_norm=config.optimizer.clip_norm, reshard=config.parallel.reshard,
-            graphs=graphs,
-        )  # fmt: skip
+        run.step(step, batches)
         torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
         if step == 0:
@@ -187,11 +158,10 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         for event in events
         if event.device_type() == cuda and event.duration_ns() > 0
     ]
-    tokens = config.train.global_batch_size * config.train.sequence_length
     title = (
         f"{mesh.world_size} ranks, tensor {mesh.tp_size}: {first}then "
         + ", ".join(f"{s * 1e3:.1f}" for s in seconds[1:])
-        + f" ms (the last one profiled), {tokens / min(seconds[1:]):,.0f} tokens/s, "
+        + f" ms (the last one profiled), {run.tokens / min(seconds[1:]):,.0f} tokens/s, "
         f"{torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB"
     )
     by_name: dict[str, list[int]] = {}
@@ -199,7 +169,7 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
         by_name.setdefault(kernel.name, []).append(kernel.end - kernel.start)
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     names = [f"{sum(times) / 1e6:9.1f} ms {len(times):6} x  {name[:100]}" for name, times in longest]
-    return [*pinned, title, *table(kernels, seconds[-1]), *names]
+    return [*run.said, title, *table(kernels, seconds[-1]), *names]
 
 
 if __name__ == "__main__":
