@@ -94,13 +94,6 @@ def test_the_pages_pictures_are_small() -> None:
     assert all((PAGE.parent / name).stat().st_size < 200_000 for name in pictures)
 
 
-def test_the_pages_example_prints_what_the_page_says() -> None:
-    (example,), (output,) = fenced("python"), fenced("text")
-    done = python("-c", example)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == output
-
-
 def test_the_papers_experiments_are_what_they_say() -> None:
     def recipe(overrides: str) -> list[str]:
         (line,) = [command for command in commands() if command.endswith(overrides)]
