@@ -1,7 +1,8 @@
 """The fenced blocks of README and docs, and what each says of itself in an HTML comment above it, which no reader sees.
 
     <!-- doc: run -->                          commands that `make docs` runs, one page's in one folder after the other
-    <!-- doc: run ci | with: train.steps=2 --> which every run of the tests runs too; overrides that make them short
+    <!-- doc: run ci | with: train.steps=2 --> which every run of the tests runs too; overrides that make them short, and
+                                               `args: --quick`, options for scripts
     <!-- doc: check | because: 8 GPUs -->      commands that are parsed and whose configurations are composed, and why
                                                they are not run; `ranks: 8` where the command does not say how many
     <!-- doc: overrides | with: data=indexed -->   no command, but overrides of one: composed, together with these
@@ -27,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = ("run", "check", "overrides", "yaml", "file", "output", "shown", "text", "setup")
-OPTIONS = {"with", "because", "ranks", "exit", "given"}
+OPTIONS = {"with", "args", "because", "ranks", "exit", "given"}
 _FENCE = re.compile(r"( *)```(\w*)$")
 _MARKER = re.compile(r" *<!-- doc: (.*?) *-->$")
 

@@ -157,6 +157,8 @@ def shrunk(command: Command, block: Block) -> list[str]:
         arguments += more
     elif any(a.endswith("prepare_data.py") for a in arguments):
         arguments += ["--workers", "1"]
+    if "pretrain.py" not in arguments and any(a.startswith(("scripts/", "tests/")) for a in arguments):
+        arguments += _words(block.options.get("args", ""))
     return arguments
 
 
