@@ -1,8 +1,8 @@
 """The fenced blocks of README and docs, and what each says of itself in an HTML comment above it, which no reader sees.
 
     <!-- doc: run -->                          commands that `make docs` runs, one page's in one folder after the other
-    <!-- doc: run ci | with: train.steps=2 --> which every run of the tests runs too; overrides that make them short, and
-                                               `args: --quick`, options for scripts
+    <!-- doc: run ci | with: train.steps=2 --> which every run of the tests runs too; overrides that make them short,
+                                               and `args: --quick`, options for scripts
     <!-- doc: check | because: 8 GPUs -->      commands that are parsed and whose configurations are composed, and why
                                                they are not run; `ranks: 8` where the command does not say how many
     <!-- doc: overrides | with: data=indexed -->   no command, but overrides of one: composed, together with these
