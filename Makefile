@@ -28,9 +28,13 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
+# Ctrl-C reaches make and the shell too: the trap lets the shell wait for the run. Exit code 75 says that it is stopped
+# and saved, which is no error.
+train: TRAIN = $(BIN)/python -m megatron_fp4.launch --standalone --nproc-per-node $(NPROC) pretrain.py $(BATCH) $(ARGS)
 train: setup
 	@WORLD_SIZE=$(NPROC) $(BIN)/python pretrain.py --check $(BATCH) $(ARGS)
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) pretrain.py $(BATCH) $(ARGS)
+	$(info $(TRAIN))
+	@trap : INT; $(TRAIN); code=$$?; [ $$code -eq 75 ] || exit $$code
 
 lint: setup
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from data.kinds import check_kind
 from data.loader import MicroBatchLoader
 from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
 from data.phases import PhaseSchedule
-from data.plan import check_epochs
+from data.plan import check_epochs, check_phases
 from data.validation import ValidationSet, Yardstick
 from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4 import __version__
@@ -28,14 +28,17 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.choice import origin_state
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
 from megatron_fp4.faults.exit_codes import is_users_to_mend
 from megatron_fp4.faults.progress import Progress
+from megatron_fp4.measure.machine import memory_size, peak_memory, peak_tflops
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
@@ -47,6 +50,7 @@ from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
 from megatron_fp4.report.metrics import StepMetrics
+from megatron_fp4.report.run_folder import check_baseline
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
@@ -58,7 +62,7 @@ from megatron_fp4.training.spikes import SpikeGuard
 from megatron_fp4.training.step import StepResult
 from models.execution import Execution
 from models.execution_choice import agreed_execution, choose_execution
-from models.flops import training_flops_per_token
+from models.flops import check_size, training_flops_per_token
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import check_exceptions, check_model, linear_shapes, shared_by_tensor_ranks
@@ -74,6 +78,7 @@ def configure(overrides: list[str]) -> Config:
     check(config, world_size(), device_type)
     check_initialization(config)
     check_exports(config, plans_of(config))
+    check_baseline(config)
     if not config.run.dry:  # before any rank waits for others
         execution_of(config)
         graphs_of(config, backend_of(config))
@@ -86,13 +91,15 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     device_type: what the machine offers, `cuda` or `cpu`.
     """
     check_model(config.model)
+    check_size(config.model)
     validate(config, ranks, device_type, shared_by_tensor_ranks(config.model), check_kind)
     with configuration_errors("data.phases: "):
-        phase_schedule(config, {})
+        check_phases(phase_schedule(config, {}))
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
     plans_of(config)
+    check_resume(config)
 
 
 def plans_of(config: Config) -> tuple[Plan, Plan | None]:
@@ -143,8 +150,8 @@ def recipes_of(config: Config) -> list[Recipe]:
 
 
 def world_size() -> int:
-    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone. Raises ConfigError."""
+    return place_in_run().world_size
 
 
 def device_type_of(config: Config) -> str:
@@ -271,6 +278,8 @@ class Run:
     def step_metrics(self, step: int, result: StepResult, seconds: float) -> StepMetrics:
         """The record of `step` (from 0), which took `seconds`."""
         rate = (self.tokens(step + 1) - self.tokens(step)) / seconds
+        tflops, peak = self.flops_per_token(step) * rate / self.mesh.world_size / 1e12, peak_tflops(self.mesh.device)
+        now_and_then = self.log.active and (step + 1) % self.config.logging.interval == 0
         return StepMetrics(
             step=step + 1,
             tokens=self.tokens(step + 1),
@@ -278,13 +287,15 @@ class Run:
             lr=self.lr(step),
             grad_norm=result.grad_norm,
             tokens_per_second=rate,
-            model_tflops=self.flops_per_token(step) * rate / self.mesh.world_size / 1e12,
+            model_tflops=tflops,
             step_time=seconds,
             skipped=result.skipped,
             phase=self.phase(step),
             plan=self.plan_name,
             data_wait=result.data_wait,
-            epochs=self.epochs(step + 1) if self.log.active and (step + 1) % self.config.logging.interval == 0 else {},
+            epochs=self.epochs(step + 1) if now_and_then else {},
+            mfu=None if peak is None else tflops / peak,
+            peak_memory_gib=peak_memory(self.mesh.device) if now_and_then else None,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -384,7 +395,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
-    log = RunLog(config, active=mesh.rank == 0)
+    log = RunLog(config, active=mesh.rank == 0, memory_size=memory_size(mesh.device))
     return Run(
         config=config,
         mesh=mesh,
@@ -409,7 +420,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         ),
         exports=Exports(config, log, active=mesh.rank == 0, last=last_exportable(config, plans_of(config))),
-        guard=NonFiniteGuard(config.train.max_skipped_steps),
+        guard=NonFiniteGuard(config.train.max_skipped_steps, config.train.steps),
         spikes=SpikeGuard(config.spikes),
         kernels=KernelChoices(),
         graphs_choice=graphs_of(config, backend),

@@ -4,14 +4,22 @@ it would need."""
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
-from assembly import Run, recipes_of, sharded_model, world_size
+import yaml
+
+from assembly import CONFIGS, Run, recipes_of, sharded_model, world_size
 from data.opening import phase_schedule
 from data.plan import planned_use
 from megatron_fp4.checkpoint import drift
 from megatron_fp4.checkpoint.checkpointer import Resumed
+from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.config.schema import Config
+from megatron_fp4.measure.machine import peak_tflops
+from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.report import console as show
+from megatron_fp4.report.page import REPORT_FILE, write_report
+from megatron_fp4.report.run_files import attempt
 from megatron_fp4.report.summary import introduce
 from models.execution_choice import cost_of_determinism, describe_execution
 from models.flops import forward_flops_per_token, parameter_count
@@ -47,15 +55,11 @@ def introduce_run(run: Run, start: int) -> None:
             count = sum(p.numel() for block in own for p in block.parameters())
             parts.append(show.ModelPart(f"{mixer.name} blocks", len(own), count))
     parts += [show.ModelPart("final norm", 1, config.model.hidden_dim), show.ModelPart("head", 1, counts.head)]
-    when, at_step = config.precision.switch.when, switch.at_step
-    switch_step = f"before step {at_step + 1} ({when})" if at_step is not None else when
-    if switch.switched_at is not None:
-        switch_step = f"was before step {switch.switched_at + 1}"
+    decays = run.schedule.decay_start_step < config.train.steps
     facts = {
-        "compute dtype, backend": f"{config.precision.compute_dtype}, {run.backend.name} on {run.mesh.device.type}",
-        "why this backend": run.backend.reason,
-        "switch": when if when == "never" else f"{switch_step}, to {switch.config.target}",
-        "learning rate decays from step": run.schedule.decay_start_step + 1,
+        **computation_facts(run),
+        "precision switch": when_it_switches(switch, config.train.steps),
+        "learning rate decays": f"from step {run.schedule.decay_start_step + 1:,}" if decays else "never",
         "kernels": describe_execution(model.execution, pattern, masked),
         "activation checkpointing": model.execution.recompute,
         "CUDA graphs": run.graphs_choice,
@@ -78,6 +82,36 @@ def introduce_run(run: Run, start: int) -> None:
     console.text(run.bundle.summary())
     if start:
         console.text(f"resumed after step {start} of {config.train.steps}")
+
+
+def computation_facts(run: Run) -> dict[str, str | None]:
+    """In what numbers the run computes and who does that, and what its speed is measured against."""
+    dtype, device, backend = run.config.precision.compute_dtype, run.mesh.device, run.backend
+    quantized = any(plan.num_quantized for plan in run.controller.plans)
+    if backend.name == "emulated":
+        who = f"emulated exactly by {'Triton' if device.type == 'cuda' else 'PyTorch'} kernels ({backend.reason})"
+    else:
+        who = str(backend)
+    peak = peak_tflops(device)
+    return {
+        "compute dtype": f"{dtype} on {device.type}",
+        # Without quantization there is nothing to emulate: PyTorch multiplies.
+        "quantized GEMMs": who if quantized else None,
+        "MFU is relative to": None if peak is None else f"{peak:g} TFLOP/s, this GPU's peak in BF16 (dense)",
+    }
+
+
+def when_it_switches(switch: PrecisionSwitch, steps: int) -> str:
+    """When the precision changes in a run of `steps` steps, or changed, in words."""
+    if switch.switched_at is not None:
+        return f"was before step {switch.switched_at + 1:,}, to {switch.config.target}"
+    if switch.config.when == "never":
+        return "never"
+    if switch.at_step is None:
+        return f"when the gradient noise asks for it, to {switch.config.target}"
+    if switch.at_step >= steps:
+        return f"never: {switch.config.when} is the end of the run"
+    return f"before step {switch.at_step + 1:,} ({switch.config.when}), to {switch.config.target}"
 
 
 def phase_rows(run: Run) -> list[show.PhaseRow]:
@@ -109,3 +143,20 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
     if run.loader.changes:
         run.log.found("data", run.loader.changes, changes=run.loader.changes)
+
+
+def sizes(run: Run) -> dict[str, float]:
+    """What metrics.jsonl says of the model at each start: its parameters, and which share of its FLOPs is in quantized
+    linears before a switch."""
+    forward = forward_flops_per_token(run.config.model, run.config.train.sequence_length).total
+    quantized = run.controller.plans[0].quantized_flops_per_token
+    return {"parameters": parameter_count(run.config.model).total, "quantized_flops": round(quantized / forward, 4)}
+
+
+def say_all(config: Config) -> None:
+    """Write report.html of a run that has finished: the other ranks wait for it no more, and it may fail."""
+    run_dir = Path(config.run.dir)
+    attempt(
+        str(run_dir / REPORT_FILE),
+        lambda: write_report([run_dir], defaults=yaml.safe_load(to_yaml(compose_config([], CONFIGS)))),
+    )

@@ -17,9 +17,11 @@ too many steps in a row were skipped; 4 wrong numbers: hardware or kernels compu
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
-    from megatron_fp4.faults.signals import StopRequest
+    import sys
 
-    STOP = StopRequest().listen()
+    from megatron_fp4.faults.signals import stop_request
+
+    STOP = stop_request(sys.argv[1:])
 
 import logging
 import sys
@@ -38,12 +40,14 @@ from assembly import (
 )
 from data.cache import default_cache_dir
 from inference.in_run import text_samples
-from introduction import introduce_run, print_needs, say_what_differs
+from introduction import introduce_run, print_needs, say_all, say_what_differs, sizes
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.checkpoint.choice import origin_state
+from megatron_fp4.checkpoint.preview import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text
+from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
 from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError
@@ -52,7 +56,7 @@ from megatron_fp4.faults.orders import Orders
 from megatron_fp4.faults.progress import Progress
 from megatron_fp4.faults.run_lock import sole_run
 from megatron_fp4.faults.run_state import RunState
-from megatron_fp4.faults.signals import StopRequest
+from megatron_fp4.faults.signals import SAYS_SOMETHING, StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
@@ -60,11 +64,13 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distr
 from megatron_fp4.precision import selftest
 from megatron_fp4.report.completion import Missing, missing_of
 from megatron_fp4.report.summary import summarize
+from megatron_fp4.report.time_ledger import TimeLedger
 from megatron_fp4.training.autotuning import rehearsal
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
+from preflight import check_samples, print_check
 
 
 def main(arguments: list[str]) -> int:
@@ -81,7 +87,7 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
     overrides = [argument for argument in arguments if argument != "--check"]
     run_dir = None
     try:
-        if {"--help", "-h", "--version", "--check"} & {*arguments}:
+        if {*SAYS_SOMETHING} & {*arguments}:
             signals.decline()
         if "--help" in arguments or "-h" in arguments:
             print(help_text(CONFIGS))
@@ -93,13 +99,15 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
             run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
         config = configure(overrides)
         if "--check" in arguments:
-            return 0
+            return print_check(config)
         if config.run.dry:
             signals.decline()
             return print_needs(config)
+        check_launch()
         return pretrain(config, signals)
     except (ConfigError, DivergedError, WrongNumbersError, selftest.SelfTestError) as error:
-        return explain(error, run_dir)
+        signals.hush()
+        return explain(error, run_dir, lambda: signals.requested)
 
 
 def pretrain(config: Config, signals: StopRequest) -> int:
@@ -112,14 +120,24 @@ def pretrain(config: Config, signals: StopRequest) -> int:
     mesh = build_mesh(config.parallel, device)
     first_rank = mesh.rank == 0
     logging.basicConfig(level=logging.INFO if first_rank else logging.WARNING, format="%(message)s")
-    with sole_run(run_dir), RunState(run_dir, first_rank, progress) as state, progress.watched(run_dir, timeout):
+    ledger = TimeLedger(run_dir, progress, began=signals.began, device=device, ranks=mesh.world_size, active=first_rank)
+    with (
+        sole_run(run_dir),
+        RunState(run_dir, first_rank, progress) as state,
+        progress.watched(run_dir, timeout),
+        ledger,
+    ):
         progress.at(0, "build")
         run = build(config, mesh, progress)
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
-        return run_to_end(run, orders, state)
+        code = ledger.ended(run_to_end(run, orders, state))
+        signals.over()
+        if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
+            say_all(config)
+        return code
 
 
-def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
+def run_to_end(run: Run, orders: Orders, state: RunState) -> ExitCode:
     """Resume, train, save, summarize; returns the exit code."""
     config, mesh, log, run_dir = run.config, run.mesh, run.log, Path(run.config.run.dir)
     run.progress.at(0, "load")
@@ -144,6 +162,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
         world_size=mesh.world_size,
         optimizer=run.optimizer.name,
         plan=plan,
+        **sizes(run),
         resume=config.checkpoint.resume,
         origin=origin_state(run.checkpointer.origin),
         initialized_from=origin_state(run.checkpointer.initialized_from),
@@ -167,6 +186,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
     ):
         run.exports.begin(start)
         steps_done, losses = train(run, start, orders, window) if missing is None else complete(run, missing)
+        run.progress.at(steps_done, "save")
         run.checkpointer.finish()
         take_note_of_saves(run)
         exported = run.exports.finish(steps_done, lambda: orders.stop, mesh.device, run.progress)
@@ -175,6 +195,7 @@ def run_to_end(run: Run, orders: Orders, state: RunState) -> int:
             log.stop(steps, orders.why_stop)
     run.progress.at(steps_done, "end")
     if steps_done < steps or not exported:
+        log.stopped(start, steps_done, orders.why_stop)
         return state.ended(ExitCode.STOPPED, steps_done, orders.why_stop or "a request to another rank")
     if first_rank:
         bits, switched_at = run.bits_per_byte(losses), run.controller.switch.switched_at
@@ -213,6 +234,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
                 **run.step_settings(step),
             )
+        run.progress.waited(result.data_wait)
         measurements.write(step)
         run.guard.observe(result, done, lambda: run.beside_graphs(diagnose_nonfinite, batch))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
@@ -363,18 +385,11 @@ def resume(run: Run) -> int:
             if begun is not None:
                 run.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
         if later := checkpointer.steps_after(start):
-            raise ConfigError(
-                f"checkpoint.resume={settings.resume} starts from step {start}, but {checkpointer.root} already has "
-                f"checkpoints up to step {max(later)}, which the run would overwrite; choose another run.dir"
-            )
+            raise ConfigError(would_overwrite(settings.resume, start, checkpointer.root, max(later)))
     if resumed is not None:
         with configuration_errors(f"checkpoint.resume={settings.resume} starts from step {start}: "):
             run.load_state_dict(resumed.trainer)
-            if run.samples(start) != run.loader.consumed_samples:
-                raise ConfigError(
-                    f"its {start} steps took {run.loader.consumed_samples} samples, which in this run would have been "
-                    f"{run.samples(start)}; restore train.global_batch_size and the batches of the phases up to there"
-                )
+            check_samples(run.phases, start, run.loader.consumed_samples)
         say_what_differs(run, resumed)
     run.check_epochs()
     return start

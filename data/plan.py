@@ -40,6 +40,20 @@ def planned_use(schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> list
     return plan
 
 
+# A run of fewer is a trial, in which a short share may come to nothing.
+_TRIAL_STEPS = 10
+
+
+def check_phases(schedule: PhaseSchedule) -> None:
+    """Raise ValueError for a phase that never comes, because its length rounds to no step."""
+    for index, span in enumerate(schedule.spans):
+        if span.end_step <= span.first_step and schedule.num_steps >= _TRIAL_STEPS:
+            raise ValueError(
+                f"phase {index} ({span.name}) gets none of the {schedule.num_steps:,} steps: its length rounds to 0; "
+                "make it longer, raise train.steps, or leave the phase out"
+            )
+
+
 def check_epochs(
     schedule: PhaseSchedule, sources: Mapping[str, Samples], limit: float | Mapping[str, float] | None
 ) -> None:

@@ -118,11 +118,11 @@ class Attention(Mixer):
         """Which of PyTorch's, or ours."""
         tiled = "attention" in execution.kernels
         if masked:
-            kernel = "Flash of variable length" if execution.compiled else "its own choice, with a mask"
+            kernel = "Flash of variable length" if execution.compiled else "PyTorch's SDPA with a mask"
             return [f"attention within documents: {'Triton' if tiled else kernel}"]
-        kernel = "SDPA, cuDNN, else Flash" if execution.compiled else "SDPA, its own choice"
+        kernel = "SDPA by cuDNN, or else Flash" if execution.compiled else "PyTorch's SDPA"
         if torch.are_deterministic_algorithms_enabled() and torch.cuda.is_available():
-            kernel = "cuDNN forward, Triton backward (deterministic)" if tiled else "SDPA, Flash (deterministic)"
+            kernel = "cuDNN forward, Triton backward (deterministic)" if tiled else "SDPA by Flash (deterministic)"
         return [f"attention: {kernel}"]
 
     @classmethod

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.config.schema import ConfigError, ModelConfig
 from models.pattern import MIXERS, linear_shapes
 
 
@@ -74,3 +74,18 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
         + sum(MIXERS[letter].other_parameters(config) for letter in config.pattern),
         head=config.vocab_size * config.hidden_dim,
     )
+
+
+# A hundred times the largest model that anybody trains; beyond it sizes leave 64 bits somewhere.
+_MOST_PARAMETERS = 10**14
+
+
+def check_size(config: ModelConfig) -> None:
+    """Raise ConfigError for a model, checked otherwise, that nobody can have meant."""
+    counts = parameter_count(config)
+    if counts.total > _MOST_PARAMETERS:
+        part, count = max(vars(counts).items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"model={config.name} has {counts.total:,} parameters, {count:,} of them in its {part}, more than any run "
+            f"can hold ({_MOST_PARAMETERS:.0e}); lower model.hidden_dim={config.hidden_dim} or what it is multiplied by"
+        )

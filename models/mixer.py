@@ -7,6 +7,7 @@ them by name. Class methods answer from the configuration alone, before anything
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -131,7 +132,8 @@ def check_multiple(config: ModelConfig, name: str, of: str, what: str) -> None:
     are) that work."""
     size, divisor = getattr(config, name), getattr(config, of)
     if size % divisor:
-        works = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+        works = ", ".join(map(str, sorted({*small, *(size // n for n in small)})))
         raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; {what} that work: {works}")
 
 

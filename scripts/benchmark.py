@@ -6,14 +6,14 @@
 Prints a table and writes everything, with the most expensive kernels of each model, as JSON. Parts:
 
     ceilings    copy bandwidth (read and written bytes) and the BF16 GEMM rate: what kernels are to be held against
-    optimizers  one update of the first model's parameters by each AdamW that is installed
+    optimizer   one update of the first model's parameters
     linears     one linear of 8192 tokens, forward and backward, all three GEMMs, through `quantized_linear`
     models      forward and backward of one micro-batch through the model that pretrain.py builds, without optimizer
 
 A linear's time is that of the GPU with its queue full, as in the middle of a model; `eager` is alone, with the time
 Python takes to launch its kernels. A model's iteration is a step's with one micro-batch: weights gathered and
-quantized, gradients reduced. Times are medians after warming up (mamba-ssm's kernels try out variants for up to a
-minute). Ratios compare times of this run; single figures differ between machines and days.
+quantized, gradients reduced. Times are medians after warming up, with mamba-ssm's kernels tuned before. Ratios compare
+times of this run; single figures differ between machines and days.
 
     --kernels torch              the reference path
     --recompute selective        activation checkpointing
@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.training.optimizer import build_optimizer
 from models.execution_choice import describe_execution
 from models.flops import parameter_count, training_flops_per_token
+from scripts.random_run import pin_kernels
 
 LINEARS: tuple[tuple[int, int, int], ...] = ((8192, 4096, 21504), (8192, 2048, 6144))  # tokens, in, out
 SMALL_LINEARS: tuple[tuple[int, int, int], ...] = ((64, 64, 128),)
@@ -125,8 +126,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         name: recipe_from_config(configure((f"precision={name}",), options, device_type).precision)
         for name in precisions
     }
-    # First, because Transformer Engine finds its own cuDNN only before attention has loaded PyTorch's.
-    report["optimizers"] = optimizer_rows(cases[0], mesh, options)
+    report["optimizer"] = optimizer_row(cases[0], mesh, options)
     shapes = SMALL_LINEARS if options.small else LINEARS
     report["linears"] = [row for shape in shapes for row in linear_rows(shape, recipes, mesh.device, options)]
     report["models"] = []
@@ -201,26 +201,18 @@ def linear_rows(
     return rows
 
 
-def optimizer_rows(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One update by every implementation that runs here."""
+def optimizer_row(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> dict[str, Any]:
+    """One update of all parameters."""
     config = configure(case.overrides, options, mesh.device.type)
     model, _ = initialized_model(config, mesh, RunClock(seed=0), execution_of(config), backend_of(config))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
-    rows: list[dict[str, Any]] = []
-    for implementation in ("torch", "transformer_engine", "apex"):
-        try:
-            built = build_optimizer(model, replace(config.optimizer, implementation=implementation))
-        except ConfigError as error:
-            rows.append({"implementation": implementation, "milliseconds": None, "reason": str(error)})
-            continue
-        milliseconds = median_milliseconds(built.optimizer.step, mesh.device, options.iterations, 2)
-        rows.append({"implementation": implementation, "milliseconds": milliseconds, "name": built.name})
-        del built
-        free(mesh.device)
-    del model, parameter
+    built = build_optimizer(model, config.optimizer)
+    milliseconds = median_milliseconds(built.optimizer.step, mesh.device, options.iterations, 2)
+    row = {"name": built.name, "milliseconds": milliseconds}
+    del model, parameter, built
     free(mesh.device)
-    return rows
+    return row
 
 
 def free(device: torch.device) -> None:
@@ -232,12 +224,14 @@ def free(device: torch.device) -> None:
 
 def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argparse.Namespace) -> dict[str, Any]:
     """Time, memory and kernels of one model in one precision."""
-    config = configure((*case.overrides, f"precision={precision}"), options, mesh.device.type)
+    rows, length = case.micro_batch_size, case.sequence_length
+    shape = (f"train.micro_batch_size={rows}", f"train.global_batch_size={rows}", f"train.sequence_length={length}")
+    config = configure((*case.overrides, *shape, f"precision={precision}"), options, mesh.device.type)
     clock = RunClock(seed=0)
     model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    pin_kernels(model, config, mesh.device)
     generator = torch.Generator().manual_seed(0)
-    size = (case.micro_batch_size, case.sequence_length + 1)
-    text = torch.randint(0, config.model.vocab_size, size, generator=generator).to(mesh.device)
+    text = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator).to(mesh.device)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     losses: list[Tensor] = []
 
@@ -330,11 +324,12 @@ def table(report: dict[str, Any]) -> str:
         f"{'linear, forward and backward':<34}{'recipe':<10}{'weights':<9}{'ms':>9}{'ratio':>8}{'TFLOP/s':>9}"
         f"{'eager':>9}",
     ]
-    optimizers = [
-        f"{row['implementation']} {row['milliseconds']:.2f} ms" if row["milliseconds"] else f"{row['implementation']} -"
-        for row in report["optimizers"]
-    ]
-    lines.insert(1, f"AdamW, one update of {report['models'][0]['parameters']:,} parameters: {', '.join(optimizers)}")
+    update = report["optimizer"]
+    lines.insert(
+        1,
+        f"{update['name']}, one update of {report['models'][0]['parameters']:,} parameters: "
+        f"{update['milliseconds']:.2f} ms",
+    )
     for row in report["linears"]:
         tokens, inner, outer = row["shape"]
         weights = "kept" if row["weights_kept"] else "new"

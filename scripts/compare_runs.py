@@ -1,8 +1,9 @@
 """Runs beside each other, the first being what the others are held against.
 
-    python scripts/compare_runs.py runs/bf16 runs/nvfp4 --output gap.png
+    python scripts/compare_runs.py BF16=runs/bf16 "NVFP4 with switch=runs/nvfp4" --output gap.png
 
-Prints a Markdown table of last losses, their gaps in percent and throughput; draws losses and gaps over steps.
+A folder alone goes by its own name. Prints a Markdown table of last losses, their gaps in percent and throughput;
+draws losses and gaps over steps.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_fp4.report.comparison import comparison_rows, comparison_table, plot_comparison, read_run
+from megatron_fp4.report.comparison import comparison_rows, comparison_table, plot_comparison, read_runs
 
 
 def main() -> None:
     """Compare the runs named on the command line; exit code 2, with a line on stderr, if they cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run_dir", nargs="+", help="folders of runs; the first is what the others are held against")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "run", nargs="+", metavar="[NAME=]FOLDER", help="runs; the first is what the others are held against"
+    )
     parser.add_argument("--output", help="where to draw the picture (default: nowhere)")
     options = parser.parse_args()
     try:
-        runs = [read_run(run_dir) for run_dir in options.run_dir]
+        runs = read_runs(options.run)
         print(comparison_table(comparison_rows(runs)))
         if options.output:
             print(plot_comparison(runs, options.output))

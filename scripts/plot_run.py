@@ -1,24 +1,32 @@
-"""Draw a run: `python scripts/plot_run.py runs/default` writes runs/default/loss.png and, if the run measured what
-quantization does to it (precision.diagnostics.interval), runs/default/diagnostics.png."""
+"""Draw runs into their folders: loss.png; if a run measured what quantization does to it
+(precision.diagnostics.interval), diagnostics.png; and if it kept a ledger of its wall time, goodput.png.
+
+    python scripts/plot_run.py runs/default
+    python scripts/plot_run.py runs/nvfp4 --baseline BF16=runs/bf16        another run beside it in loss.png
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from megatron_fp4.report.charts import plot_goodput
 from megatron_fp4.report.heatmap import plot_heatmap
 from megatron_fp4.report.plot import plot_loss
 
 
 def main() -> None:
     """Plot every run named on the command line; exit code 2, with a line on stderr, if one cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", nargs="+", help="folder of a run, with its metrics.jsonl")
-    for run_dir in parser.parse_args().run_dir:
+    parser.add_argument("--baseline", metavar="[NAME=]FOLDER", help="a run to draw beside it (default: none)")
+    options = parser.parse_args()
+    for run_dir in options.run_dir:
         try:
-            print(plot_loss(run_dir))
-            if (heatmap := plot_heatmap(run_dir)) is not None:
-                print(heatmap)
+            print(plot_loss(run_dir, options.baseline))
+            for picture in (plot_heatmap(run_dir), plot_goodput(run_dir)):
+                if picture is not None:
+                    print(picture)
         except (FileNotFoundError, ValueError) as error:
             print(error, file=sys.stderr)
             sys.exit(2)

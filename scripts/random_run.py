@@ -63,6 +63,14 @@ def random_micro_batches(config: Config, mesh: ParallelMesh, step: int) -> list[
     return batches
 
 
+def pin_kernels(model: HybridModel, config: Config, device: torch.device) -> list[str]:
+    """Choose the model's tuned kernels as a run does; what it says of it."""
+    if mixers := model.autotuned_mixers():
+        rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
+        return KernelChoices().pin(rehearse, default_cache_dir() / "autotuning", resumed=False)
+    return []
+
+
 @dataclass
 class RandomRun:
     """Model, optimizer and mesh of a configuration, ready to take steps.
@@ -95,10 +103,7 @@ class RandomRun:
         model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
         optimizer = build_optimizer(model, config.optimizer).optimizer
         graphs = open_graphs(config, mesh, model, controller, print) if with_graphs else None
-        said: list[str] = []
-        if mixers := model.autotuned_mixers():
-            rehearse = rehearsal(mixers, config, [config.train.sequence_length], device)
-            said = KernelChoices().pin(rehearse, default_cache_dir() / "autotuning", resumed=False)
+        said = pin_kernels(model, config, device)
         return cls(config, mesh, clock, model, controller, optimizer, graphs, said)
 
     def step(self, number: int, batches: Sequence[RandomMicroBatch]) -> StepResult:

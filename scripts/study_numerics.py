@@ -21,8 +21,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import matplotlib
-
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts.study.exactness import study_exactness
@@ -60,7 +58,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
     options = parse(arguments)
-    matplotlib.rcParams["font.size"] = 11
     pictures = options.pictures or (options.page.parent / "pictures" if options.page else None)
     study = Study(QUICK if options.quick else Size(), pictures, options.set, options.checkpoint)
     try:

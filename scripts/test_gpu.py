@@ -85,7 +85,7 @@ STEPS = (
     tests("GPU tests: runs that recheck themselves", "test_recheck_cuda", but="test_the_proof_of_this_machine"),
     tests("GPU tests: Transformer Engine", "test_transformer_engine", needs=("transformer_engine",)),
     tests("GPU tests: the backend torch", "test_torch_backend"),
-    tests("GPU tests: models and optimizers", "test_model_kernels", "test_model_optimizer", needs=FUSED),
+    tests("GPU tests: models", "test_model_kernels", needs=FUSED),
     tests("GPU tests: masked documents", "test_documents", needs=FUSED),
     tests("GPU tests: deterministic attention", "test_tiled_attention"),
     tests("GPU tests: CUDA graphs, no drain", "test_cuda_graphs", "test_step_without_drain", needs=FUSED),

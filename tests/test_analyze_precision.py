@@ -36,6 +36,7 @@ SMALL = [
     "precision.diagnostics.interval=2",
     "validation.interval=0",
     "logging.tensorboard=false",
+    "logging.report=false",
     "run.device=cpu",
 ]
 

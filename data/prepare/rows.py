@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from data.prepare.compressed import Watch
 from data.prepare.huge import Limit
@@ -17,8 +15,18 @@ _ROWS_AT_ONCE = 1000
 _PARQUET_ROWS_AT_ONCE = 128  # of any size each; the reader unpacks them at once
 
 
+def package(name: str, what: str) -> Any:
+    """A package that not everybody installs; `what` needs it. Raises ValueError, with the remedy, where it is not."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        extra = name.partition(".")[0].replace("pyarrow", "parquet")
+        raise ValueError(f'{what} needs a package ({error}); pip install "megatron_fp4[{extra}]"') from error
+
+
 def parquet_tasks(path: Path, field: str, limit: Limit, watch: Watch) -> Iterator[Task]:
     """A Parquet file: its column `field`. Raises ValueError if it is damaged or none."""
+    pq = package("pyarrow.parquet", str(path))
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             rows, size = file.metadata.num_rows, path.stat().st_size
@@ -34,7 +42,7 @@ def parquet_tasks(path: Path, field: str, limit: Limit, watch: Watch) -> Iterato
                     yield _values(batch.column(0))
 
             yield from row_tasks(str(path), columns(), field, limit)
-    except (pa.ArrowException, OSError) as error:
+    except (package("pyarrow", str(path)).ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ValueError(
@@ -73,8 +81,7 @@ def is_saved_folder(name: str) -> bool:
 
 def saved_folder_tasks(name: str, split: str | None, field: str, limit: Limit, watch: Watch) -> Iterator[Task]:
     """A folder that `datasets` saved, or a split or slice of it (`train[:1%]`). Raises ValueError if it is damaged."""
-    import datasets
-
+    datasets = package("datasets", name)
     where = " ".join(filter(None, (name, split)))
     try:
         found = datasets.load_from_disk(name)
@@ -115,7 +122,7 @@ def _values(column: Any) -> list[Any]:
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        values = column.cast(pa.large_binary()).to_pylist()
+        values = column.cast(package("pyarrow", "text that is not UTF-8").large_binary()).to_pylist()
         return [None if value is None else value.decode("utf-8", "surrogateescape") for value in values]
 
 
@@ -131,8 +138,7 @@ def hub_tasks(name: str, split: str, field: str, subset: str | None, limit: Limi
     A whole split streams; a slice (`train[:1%]`) is first loaded into the cache of `datasets`, which alone can slice.
     Raises ValueError for whatever it raises.
     """
-    import datasets
-
+    datasets = package("datasets", name)
     where = " ".join(filter(None, (name, subset, split)))
 
     def columns() -> Iterator[list[Any]]:

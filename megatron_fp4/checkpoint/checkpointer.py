@@ -25,7 +25,7 @@ from torch import nn
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.choice import Damage, Origin, choose
-from megatron_fp4.checkpoint.identity import identity_differences
+from megatron_fp4.checkpoint.identity import identity_differences, other_run
 from megatron_fp4.checkpoint.initialize import (
     check_begun_from,
     initialize_weights,
@@ -382,13 +382,9 @@ class Checkpointer:
         )
         if not differences:
             return
-        listing = "; ".join(differences)
         if not allow_mismatch:
-            raise ValueError(
-                f"{folder} belongs to another run: {listing}. Set these back, choose another run.dir, or resume "
-                "anyway with checkpoint.allow_mismatch=true"
-            )
-        self._log(logging.WARNING, f"resuming from {folder} although it differs: {listing}")
+            raise ValueError(other_run(folder, differences))
+        self._log(logging.WARNING, f"resuming from {folder} although it differs: {'; '.join(differences)}")
 
     def _log(self, level: int, message: str) -> None:
         if self._mesh.rank == 0:

@@ -102,7 +102,7 @@ def choose(root: Path, resume: str, together: Together, load: Load, check: Check
         return replace(chosen, damaged=_settle(root, chosen.damaged, together, latest=chosen.folder))
     evidence = together.first("look for an earlier run", lambda: earlier_run(root, branch=given is not None))
     if evidence.found:
-        raise ResumeRefusedError(_nothing_left(root, evidence, given))
+        raise ResumeRefusedError(nothing_left(root, evidence, given))
     if given is None:
         if evidence.steps:
             _log(logging.WARNING, f"{root.parent}: an earlier start made {evidence.steps} steps and no checkpoint; "
@@ -312,7 +312,8 @@ def _log(level: int, message: str) -> None:
         logger.log(level, message)
 
 
-def _nothing_left(root: Path, evidence: Evidence, given: Path | None) -> str:
+def nothing_left(root: Path, evidence: Evidence, given: Path | None) -> str:
+    """The refusal of a start that finds traces of an earlier run and no checkpoint. given: `checkpoint.resume`."""
     remedies = [f"restore {root}"]
     if given is None:
         remedies.append("start from step 0 with checkpoint.resume=never, which moves the records aside")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_fp4.config.schema import Config
@@ -43,6 +44,14 @@ def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -
         if before != now:
             lines.append(f"{name}: {before!r} in the checkpoint, {now!r} now")
     return lines
+
+
+def other_run(folder: Path, differences: Sequence[str]) -> str:
+    """The refusal of a checkpoint that another run made."""
+    return (
+        f"{folder} belongs to another run: {'; '.join(differences)}. Set these back, choose another run.dir, or resume "
+        "anyway with checkpoint.allow_mismatch=true"
+    )
 
 
 def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

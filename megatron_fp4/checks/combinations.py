@@ -6,10 +6,14 @@ wrong with a value alone the schema refuses (`megatron_fp4/config/schema.py`); p
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
+import netrc
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megatron_fp4.checks.effects import validate_prompts, validate_replay, validate_spikes
 from megatron_fp4.config.file_mode import umask_of
@@ -35,6 +39,7 @@ def validate(
     """
     _mesh(config, world_size, shared)
     _batch(config, world_size)
+    _tokens(config)
     _reduction(config, world_size)
     _schedule(config)
     _data(config.data, check_kind)
@@ -116,6 +121,23 @@ def _batch(config: Config, world_size: int) -> None:
         )
 
 
+def _tokens(config: Config) -> None:
+    """What kernels and records count in 32 and 64 bits."""
+    train = config.train
+    tokens = train.micro_batch_size * train.sequence_length
+    if tokens >= 2**31:
+        raise ConfigError(
+            f"train.micro_batch_size={train.micro_batch_size} x train.sequence_length={train.sequence_length} = "
+            f"{tokens:,} tokens are more than kernels can count (2,147,483,647); lower one of them"
+        )
+    largest = max((phase.global_batch_size or train.global_batch_size for phase in config.data.phases), default=1)
+    if (tokens := train.steps * largest * train.sequence_length) >= 10**18:
+        raise ConfigError(
+            f"train.steps={train.steps} of {largest:,} x {train.sequence_length:,} tokens are {tokens:.2g} tokens, "
+            "more than a run can count (1e18); lower train.steps, the batch or the sequence length"
+        )
+
+
 def _reduction(config: Config, world_size: int) -> None:
     parallel, train = config.parallel, config.train
     if parallel.reduce_gradients == "once":
@@ -187,14 +209,6 @@ def _paths_and_device(config: Config, device_type: str) -> None:
         umask_of(config.run.file_mode)
     if config.run.device == "cuda" and device_type != "cuda":
         raise ConfigError("run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu")
-    resume = config.checkpoint.resume
-    # A branch goes on with its own checkpoints also when its parent is gone; the start sees whether they are its own.
-    has_own = any(Path(config.run.dir, "checkpoints").glob("step_*"))
-    if resume not in ("auto", "never") and not (Path(resume).is_dir() or has_own):
-        raise ConfigError(
-            f"checkpoint.resume={resume} is no checkpoint folder; give auto, never or the path of one, such "
-            f"as {config.run.dir}/checkpoints/..."
-        )
     tokenizer, table = config.data.tokenizer, config.precision.bf16_blocks.file
     if tokenizer is not None and not tokenizer.startswith("tiktoken:") and not Path(tokenizer).exists():
         raise ConfigError(f"data.tokenizer={tokenizer}: there is no such file or folder; correct the path, or set null")
@@ -232,13 +246,30 @@ def _local_checkpoints(config: Config) -> None:
         )
 
 
+def _installed(module: str) -> bool:
+    """A folder of that name in the path, such as the one that wandb writes, is no package."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
+
+
 def _looking_inside(config: Config, device_type: str) -> None:
-    for key, wanted, module, other in (
-        ("logging.tensorboard=true", config.logging.tensorboard, "tensorboard", "false"),
-        (f"logging.wandb={config.logging.wandb}", config.logging.wandb != "disabled", "wandb", "disabled"),
+    for key, wanted, module, install, other in (
+        ("logging.tensorboard=true", config.logging.tensorboard, "tensorboard", "tensorboard", "false"),
+        (
+            f"logging.wandb={config.logging.wandb}",
+            config.logging.wandb != "disabled",
+            "wandb",
+            '"megatron_fp4[wandb]"',
+            "disabled",
+        ),
     ):
-        if wanted and importlib.util.find_spec(module) is None:
-            raise ConfigError(f"{key} needs the package {module}; pip install {module}, or set {other}")
+        if wanted and not _installed(module):
+            raise ConfigError(f"{key} needs the package {module}; pip install {install}, or set {other}")
+    if config.logging.wandb == "online" and not _has_wandb_key():
+        raise ConfigError(
+            "logging.wandb=online needs a key, and none is found in WANDB_API_KEY or ~/.netrc; run `wandb login` once, "
+            "export WANDB_API_KEY=..., or set offline (`wandb sync` sends it later) or disabled"
+        )
     steps = config.logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= config.train.steps):
         raise ConfigError(
@@ -249,8 +280,23 @@ def _looking_inside(config: Config, device_type: str) -> None:
         raise ConfigError("logging.memory_history=true records CUDA allocations, and this run is on a CPU; use false")
 
 
+def _has_wandb_key() -> bool:
+    """Whether wandb can log in on this machine. Only the first rank logs, and wandb's own WANDB_MODE overrules."""
+    if os.environ.get("RANK", "0").strip() != "0" or os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if path and netrc.netrc(os.path.expanduser(path)).authenticators(host):
+                return True
+    return False
+
+
 def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def _data_parallel_sizes(size: int, micro: int, ranks: int) -> str:

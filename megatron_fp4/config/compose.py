@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from megatron_fp4.config.environment import as_saved, environment_texts
 from megatron_fp4.config.errors import choose, explain, explain_value, unknown_key
+from megatron_fp4.config.gone import why_gone, without_gone
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.schema import Config, ConfigError
 
@@ -46,6 +47,8 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
             raise ConfigError(
                 f"{override}: Hydra's own settings have no effect here; drop it (the output folder is run.dir)"
             )
+        if why := why_gone(override.lstrip("+").partition("=")[0]):
+            raise ConfigError(f"{override}: {why}")
     return _whole(_compose("config", overrides, directory), overrides, directory)
 
 
@@ -63,6 +66,8 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
     directory = Path(config_dir).resolve()
     for override in overrides:
         key, separator, _ = override.partition("=")
+        if why := why_gone(key):
+            raise ConfigError(f"{override}: {why}")
         if not separator or key.startswith(("+", "~")) or ("." not in key and key != "precision"):
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
     changes = [override for override in overrides if not override.startswith("precision=")]
@@ -186,7 +191,9 @@ def _changed(keys: Mapping[str, Any], changes: list[str], directory: Path) -> An
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """`as_saved` of a `Config` without what composing adds: recipes of exceptions, the precision after a switch."""
+    """`as_saved` of a `Config`, of an earlier version too, without what composing adds: recipes of exceptions, the
+    precision after a switch."""
+    keys = without_gone(keys)
     precision = dict(keys.get("precision", {}))
     given = [field.name for field in fields(ExceptionConfig)]
     if isinstance(exceptions := precision.get("exceptions", []), list):  # and no text that makes the list

@@ -24,6 +24,7 @@ from omegaconf.errors import (
 )
 from pydantic import ValidationError
 
+from megatron_fp4.config.gone import why_gone
 from megatron_fp4.config.schema import Config
 
 _HELP = "`python pretrain.py --help` lists every key and option"
@@ -39,8 +40,12 @@ def explain_value(error: ValidationError, keys: Mapping[str, Any], directory: Pa
     location = _without_branches([*path, *first["loc"]])
     value = _value_at(keys, location[len(path) :])
     for file in sorted(directory.rglob("*.yaml")):
-        with contextlib.suppress(yaml.YAMLError):  # a broken file that the run does not read
-            if _value_at(yaml.safe_load(file.read_text()), location[file.parent.name == location[0] :]) == value:
+        with contextlib.suppress(yaml.YAMLError, ValueError, OSError):  # a broken file that the run does not read
+            text = file.read_text()
+            if (
+                str(location[-1]) in text
+                and _value_at(yaml.safe_load(text), location[file.parent.name == location[0] :]) == value
+            ):
                 return f"{file}: {_wrong_value(first['type'], location, value)}"
     return _wrong_value(first["type"], location, value)
 
@@ -85,7 +90,7 @@ def _wrong_value(wrong: str, location: Sequence[str | int], value: Any) -> str:
         hint = typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
         return f"{key}={shown(value)} is not known; choose one of {', '.join(map(str, typing.get_args(hint)))}"
     if wrong in _RANGE:
-        return f"{key}={shown(value)} is out of range; give {_range(hint)}{_such_as(location)}"
+        return f"{key}={shown(value)} is out of range; give {_range(hint, wrong)}{_such_as(location)}"
     return f"{key}={shown(value)}: expected {_describe(hint)}"
 
 
@@ -105,16 +110,21 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
     fault. directory: the folder of config files.
     """
     if isinstance(error, OverrideParseException):
-        return _unparsable(error.override or "")
+        return _unparsable(error.override or "", overrides)
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
-        where = f"{mark.name}, line {mark.line + 1}" if mark else str(directory)
+        where = f"{mark.name}, line {mark.line + 1}" if mark else str(getattr(error, "name", directory))
         return f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'unreadable'}); correct that line"
     if isinstance(error, MissingConfigException):
         return _missing_option(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"{_not_text(directory)} is no text in UTF-8, so no config file; choose another, or remove it"
     file = re.match(r"In '([^']+)':", str(error))
-    prefix = f"{directory / file[1]}.yaml: " if file else ""
-    cause = _omegaconf_cause(error)
+    path = directory / f"{file[1]}.yaml" if file else None
+    prefix = f"{path}: " if file else ""
+    if path is not None and (wrong := _no_mapping(path)):
+        return f"{path} {wrong}"
+    cause = None if "Could not append" in str(error) else _omegaconf_cause(error)
     if cause is None:
         return prefix + _hydra_line(str(error), overrides)
     key = str(cause.full_key or "")
@@ -136,12 +146,39 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
     return f"{prefix}{_override_of(key, overrides) or key}: {_first_line(str(cause))}; {_HELP}"
 
 
+def _not_text(directory: Path) -> Path:
+    """The first config file that is not UTF-8; the folder if none can be found."""
+    for file in sorted(directory.rglob("*.yaml")):
+        try:
+            file.read_text()
+        except UnicodeDecodeError:
+            return file
+        except OSError:
+            continue
+    return directory
+
+
+def _no_mapping(path: Path) -> str | None:
+    """What a config file has instead of keys; None if it has keys, or cannot be read."""
+    with contextlib.suppress(yaml.YAMLError, ValueError, OSError):
+        content = yaml.safe_load(path.read_text())
+        if content is not None and not isinstance(content, Mapping):
+            what = "a list" if isinstance(content, list) else f"the text {str(content)[:40]!r}"
+            return f"holds {what} instead of keys; write `key: value` on a line each"
+    return None
+
+
 def unknown_key(key: str) -> str:
     """The line for a key that does not exist, with the closest ones that do."""
+    if why := why_gone(key):
+        return why
     parts = _parts(key)
     known = list(_keys(Config, ""))
     leaf = parts[-1]
     same_leaf = [name for name in known if name.split(".")[-1] == leaf]
+    for end in range(len(parts) - 1, 0, -1):
+        if (above := ".".join(parts[:end])) in known and _is_plain(_type_at(parts[:end])):
+            return f"{key} is not a key: {above} is {_describe(_type_at(parts[:end]))}, and nothing lies below it"
     parent = _type_at(parts[:-1])
     siblings = list(_hints(parent)) if is_dataclass(parent) else []
     stem = key[: -len(leaf)]
@@ -155,7 +192,17 @@ def unknown_key(key: str) -> str:
     return f"{key} is not a key; {_HELP}"
 
 
-def _unparsable(override: str) -> str:
+def _is_plain(hint: Any) -> bool:
+    """Whether a key of this type has no keys below it."""
+    return not is_dataclass(hint) and all(typing.get_origin(branch) not in (list, dict) for branch in _branches(hint))
+
+
+def _unparsable(override: str, overrides: Sequence[str]) -> str:
+    key, separator, value = (part.strip() for part in override.partition("="))
+    if separator and re.fullmatch(r"[\w.@]+", key) and f"{key}={value}" != override:
+        return f"{override!r} has blanks around the equals sign; write {key}={value}"
+    if not separator and "=" in overrides:
+        return f"{override!r} has blanks around its equals sign; write key=value as one word, as in train.steps=100"
     if override.startswith("-"):
         return f"{override} is not an option; overrides are written key=value, as in train.steps=100; {_HELP}"
     if "=" not in override:
@@ -185,6 +232,10 @@ def _hydra_line(message: str, overrides: list[str]) -> str:
     if ambiguous:
         key, _, value = ambiguous[1].partition("=")
         return f"{ambiguous[1]} gives several values; give one, or write a list as {key}=[{value}]"
+    if "item is already at" in message or "Could not append" in message:
+        for override in overrides:
+            if override.startswith("+") and not override.startswith("++"):
+                return f"{override}: {override[1:].split('=')[0]} is a key already; write {override[1:]}, without +"
     twice = re.match(r"(\S+) appears more than once", message)
     if twice:
         return f"+{twice[1]}: a {twice[1]} is chosen already; write {twice[1]}=... without the plus sign"
@@ -245,7 +296,13 @@ def _type_at(location: Sequence[str | int]) -> Any:
 
 
 def _describe(hint: Any) -> str:
-    simple = {int: "an integer", float: "a number", bool: "true or false", str: "text", types.NoneType: "null"}
+    simple = {
+        int: "an integer, such as 1000, 1e3, 10k or 2M",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        types.NoneType: "null",
+    }
     if hint in simple:
         return simple[hint]
     if is_dataclass(hint):
@@ -254,20 +311,23 @@ def _describe(hint: Any) -> str:
     if origin is typing.Annotated:
         return _describe(arguments[0])
     if origin is typing.Literal:
-        return f"one of {', '.join(map(str, arguments))}"
+        return f"one of {', '.join(map(str, arguments))}" if len(arguments) > 1 else f"the word {arguments[0]}"
     if origin is list:
         return f"a list like [...] whose elements are {_describe(arguments[0])}"
     if origin is dict:
-        return f"a mapping like {{name: ...}} of {_describe(arguments[1])}"
+        return f"a mapping like {{name: {_describe(arguments[1])}}}"
     return " or ".join(map(_describe, arguments)) or "another type"
 
 
-def _range(hint: Any) -> str:
-    """The bounds of an annotated number: `1 or more`, `above 0 and at most 1`."""
+def _range(hint: Any, wrong: str) -> str:
+    """The bounds of an annotated number: `1 or more`, `above 0 and at most 1`; of one that has a bound only because no
+    larger number makes sense, the one that was overstepped (wrong: pydantic's name for which)."""
     words = {"ge": "{} or more", "gt": "a number above {}", "le": "at most {}", "lt": "below {}"}
     numbers = [branch for branch in _branches(hint) if typing.get_origin(branch) is typing.Annotated]
     marks = [mark for number in numbers for field in number.__metadata__ for mark in getattr(field, "metadata", ())]
     bounds = {name: getattr(mark, name) for mark in marks for name in words if hasattr(mark, name)}
+    if bounds.get("le", 0) > 1 and "ge" in bounds:
+        return f"at most {bounds['le']:,}" if wrong == "less_than_equal" else f"{bounds['ge']} or more"
     if bounds.keys() == {"ge", "le"}:
         return f"a number between {bounds['ge']} and {bounds['le']}"
     return " and ".join(words[name].format(bound) for name, bound in bounds.items()) or "a finite number"

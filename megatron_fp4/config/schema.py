@@ -5,6 +5,7 @@ cannot be constructed. `megatron_fp4/config/compose.py` makes one `Config` of th
 command line, and `megatron_fp4/checks/` refuses combinations that cannot run. Below `pretrain.py` no OmegaConf object
 exists.
 
+Integers may be written 1000, 1_000, 1e3, 1k, 1.5M, 2B (or 2G) or 1T: k, M, B, G and T are powers of a thousand.
 Units: `*_dim` and `num_*` are counts, sequence lengths and vocabularies are in tokens, batch sizes in sequences,
 intervals in steps unless the name says otherwise.
 """
@@ -25,10 +26,15 @@ from megatron_fp4.config.strict import (
     AutoSwitch,
     Beta,
     Integer,
+    LearningRate,
     NotNegative,
+    NumWorkers,
     PathOrPaths,
     Positive,
     PositiveShare,
+    Prefetch,
+    Seconds,
+    Seed,
     Share,
 )
 
@@ -204,8 +210,8 @@ class DataConfig:
     boundary_loss: bool = True
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
-    num_workers: AtLeastZero = 1
-    prefetch: AtLeastOne = 2
+    num_workers: NumWorkers = 1
+    prefetch: Prefetch = 2
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -260,17 +266,14 @@ class OptimizerConfig:
 
     lr: the peak learning rate. beta1, beta2, eps: of Adam. weight_decay: decoupled, multiplied with the learning rate.
     clip_norm: the gradient's norm over all parameters is scaled down to it; 0: never.
-    implementation: `torch`, `transformer_engine` or `apex` (training/optimizer.py). Their checkpoints are
-        interchangeable, their roundings differ.
     """
 
-    lr: Positive = 2e-3
+    lr: LearningRate = 2e-3
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     clip_norm: NotNegative = 1.0
-    implementation: Literal["torch", "transformer_engine", "apex"] = "torch"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -346,6 +349,8 @@ class LoggingConfig:
     wandb: `online`, `offline`, `disabled`. wandb_project: that the run belongs to there.
     profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`; empty:
         none. memory_history: record CUDA allocations on rank 0. Both write into run.dir (training/profiling.py).
+    baseline: the folder of another run, or `name=folder`, which loss.png and report.html show beside this one, with the
+        gap to it (null: none). report: write report.html, a page about the run, when it has finished.
     """
 
     interval: AtLeastOne = 10
@@ -354,6 +359,8 @@ class LoggingConfig:
     wandb_project: str = "megatron_fp4"
     profile_steps: list[Integer] = field(default_factory=list)
     memory_history: bool = False
+    baseline: str | None = None
+    report: bool = True
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -376,7 +383,7 @@ class ParallelConfig:
     replicate: AtLeastOne = 1
     reshard: bool = False
     reduce_gradients: Literal["once", "each"] = "once"
-    timeout_seconds: AtLeastOne = 600
+    timeout_seconds: Seconds = 600
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -411,7 +418,7 @@ class RunConfig:
     """
 
     dir: str = "runs/default"
-    seed: AtLeastZero = 1234
+    seed: Seed = 1234
     device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = True
     replay_interval: AtLeastZero = 0

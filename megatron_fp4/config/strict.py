@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
+
+# Powers of a thousand, as the field writes tokens and parameters: 10k is 10,000.
+_POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+# Beyond it, floats skip whole numbers.
+_EXACT = 2.0**53
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("true and false are no numbers")  # pydantic would read 1 and 0
+    if isinstance(value, str) and re.fullmatch(r"[^_]\S*[kKMBGT]", value):
+        return float(_with_power(value))
     return value
 
 
 def _integer(value: Any) -> Any:
+    """Also 1e3 (a float, as YAML and Hydra read it), and text such as 10k or 1_000."""
+    if isinstance(value, str):
+        value = _with_power(value)
+        if value != value.to_integral_value():
+            raise ValueError("no integer")
+        return int(value)
     if isinstance(value, float):
-        raise ValueError("a number with a decimal point is no integer")  # pydantic would read 2.0 as 2
+        if not abs(value) < _EXACT or value != int(value):
+            raise ValueError("no integer")
+        return int(value)
     return _number(value)
+
+
+def _with_power(text: str) -> Decimal:
+    """The number that a text such as 10k, 1.5M, 1e3 or 1_000 is. Raises ValueError."""
+    digits, power = (text[:-1], _POWERS[text[-1]]) if text[-1:] in _POWERS else (text, 1)
+    try:
+        number = Decimal(digits.strip())
+    except InvalidOperation:
+        raise ValueError("no number") from None
+    if not number.is_finite() or abs(number.adjusted()) > 30:
+        raise ValueError("no number that a setting can have")
+    return number * power
 
 
 def _path_or_paths(value: Any) -> Any:
@@ -32,8 +61,15 @@ def _switch(value: Any) -> Any:
 
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
-AtLeastOne = Annotated[Integer, Field(ge=1)]
-AtLeastZero = Annotated[Integer, Field(ge=0)]
+MOST = 10**9
+"""What no count, size or interval can sensibly exceed: sizes multiply, and products must be numbers of 64 bits."""
+AtLeastOne = Annotated[Integer, Field(ge=1, le=MOST)]
+AtLeastZero = Annotated[Integer, Field(ge=0, le=MOST)]
+Seed = Annotated[Integer, Field(ge=0, le=2**32 - 1)]
+NumWorkers = Annotated[Integer, Field(ge=0, le=256)]
+Prefetch = Annotated[Integer, Field(ge=1, le=1024)]
+Seconds = Annotated[Integer, Field(ge=1, le=10**7)]
+LearningRate = Annotated[Number, Field(gt=0, le=10)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, le=1)]

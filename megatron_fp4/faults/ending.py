@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -21,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
 from megatron_fp4.faults.run_state import note_refusal
+from megatron_fp4.faults.said_once import report_to_torchrun, say_once
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 
 # Seconds for a process group to end.
@@ -32,6 +34,10 @@ def run_program(body: Callable[[], int]) -> NoReturn:
     faulthandler.enable()  # where a crash in C was
     try:
         code = body()
+    except KeyboardInterrupt:  # of a program that does not listen, such as --check: a person knows why it ends
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        end_process(128 + signal.SIGINT)
     except BaseException as error:
         say(error)
         if notes := getattr(error, "__notes__", None):
@@ -80,17 +86,18 @@ def say(error: BaseException) -> None:
         error._said = True  # type: ignore[attr-defined]
 
 
-def explain(error: Exception, run_dir: str | None) -> ExitCode:
-    """Say in one line why a run ended by a foreseen error, which all ranks have; returns the exit code.
+def explain(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
+    """Say in one line why a run ended by a foreseen error; returns the exit code. Of the ranks that have the error one
+    says it (said_once.py).
 
-    run_dir: where to write down a refusal that came before the run had its folder, None for nowhere.
+    run_dir: where to write down a refusal that came before the run had its folder, None for nowhere. ended: whether
+    this process was asked to end.
     """
-    code = exit_code_of(error)
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"pretrain.py: {error}", file=sys.stderr, flush=True)
+    code, line = exit_code_of(error), f"pretrain.py: {error}"
+    if say_once(line, ended):
         if code is ExitCode.REFUSED and run_dir is not None:
             note_refusal(Path(run_dir), str(error))
-    record_for_torchrun(error)
+        report_to_torchrun(line)
     return code
 
 

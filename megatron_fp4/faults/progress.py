@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -46,10 +46,21 @@ class Place(NamedTuple):
     since: float
 
 
+class Observer(Protocol):
+    """Who wants to hear of every phase as it begins, and of the wait for a step's data (`StepResult.data_wait`)."""
+
+    def at(self, step: int, phase: str) -> None:
+        """As `Progress.at`."""
+
+    def waited(self, seconds: float) -> None:
+        """As `Progress.waited`."""
+
+
 class Progress:
     """Where this rank is; watched and written down inside `with progress.watched(...)`."""
 
     def __init__(self) -> None:
+        self.observer: Observer | None = None
         self.place = Place(0, "start", 0, time.time())
         self._watch: _Watch | None = None
 
@@ -58,6 +69,13 @@ class Progress:
         phases in the same order."""
         order = self.place.order + 1 if step == self.place.step else 0
         self.place = Place(step, phase, order, time.time())
+        if self.observer is not None:
+            self.observer.at(step, phase)
+
+    def waited(self, seconds: float) -> None:
+        """The rank that waited longest for the data of this step waited so long."""
+        if self.observer is not None:
+            self.observer.waited(seconds)
 
     def alive(self) -> None:
         """This rank gets on within its phase."""

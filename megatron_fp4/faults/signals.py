@@ -25,6 +25,7 @@ from typing import NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 SECOND_AFTER = 5.0
+SAYS_SOMETHING = ("--help", "-h", "--version", "--check")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -38,7 +39,7 @@ class StopRequest:
         self.began = time.monotonic()
         self.received: signal.Signals | None = None
         self._first_at = 0.0
-        self._said = False
+        self._said = self._hushed = self._over = False
         self._previous: dict[signal.Signals, object] = {}
         self._parent = os.getppid()
         self._wakeup: tuple[int, int, int] | None = None
@@ -74,12 +75,23 @@ class StopRequest:
             os.close(writer)  # which ends the thread
             self._wakeup = None
 
+    def hush(self) -> None:
+        """Say nothing of signals any more: the run ends by itself, and has said why."""
+        self._hushed = True
+
     def decline(self) -> None:
         """This program has no steps to stop after: from now on signals do what they did before, one that has already
         come included."""
         self.close()
         if self.received is not None:
             os.kill(os.getpid(), self.received)
+
+    def over(self) -> None:
+        """The run has ended and everything is written: a signal that comes while the process leaves changes nothing.
+
+        torchrun sends TERM to whoever is still there when another worker has left, which is no second signal.
+        """
+        self._over = True
 
     def __enter__(self) -> StopRequest:
         return self.listen()
@@ -108,7 +120,7 @@ class StopRequest:
     def _watch(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
             for number in numbers:
-                if number not in SIGNALS:  # SIGCHLD of loader workers, for instance
+                if self._over or number not in SIGNALS:  # SIGCHLD of loader workers, for instance
                     continue
                 if self.received is not None and self._said:
                     self._again(number)
@@ -128,8 +140,19 @@ class StopRequest:
         os._exit(128 + number)
 
     def _say(self, text: str) -> None:
-        if int(os.environ.get("RANK", 0)) == 0:
-            os.write(2, f"pretrain.py: {text}\n".encode())
+        if not self._hushed and os.environ.get("RANK", "0").strip() == "0":  # a wrong value is refused elsewhere
+            # On a terminal the cursor is behind a progress bar and "^C", which give way to the line.
+            begin = "\r\x1b[2K" if os.isatty(2) else ""
+            os.write(2, f"{begin}pretrain.py: {text}\n".encode())
+
+
+def stop_request(arguments: list[str]) -> StopRequest:
+    """For a program with these command line arguments: listens, unless they only have it say something. Such a program
+    ends by Ctrl-C as any command does."""
+    if {*arguments} & {*SAYS_SOMETHING}:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return StopRequest()
+    return StopRequest().listen()
 
 
 def _under_torchrun() -> bool:

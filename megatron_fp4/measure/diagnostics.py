@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
@@ -85,23 +86,36 @@ def diagnostics_record(found: Mapping[str, LinearMeasurement]) -> Record:
     return {"linears": linears, "blocks": blocks}
 
 
-def diagnostics_scalars(record: Record) -> dict[str, float]:
-    """A record as flat names and numbers for TensorBoard and wandb: `diagnostics/<quantity>/<linear>[.<operand>]`.
+# The larger a quantity the worse it is, but for these.
+_BETTER_LARGE = ("snr_db", "gradient_to_noise")
 
-    Largest magnitude and root mean square are left to `metrics.jsonl`; their ratio, the crest, is here.
+
+def diagnostics_scalars(record: Record) -> dict[str, float]:
+    """A record as a few curves for TensorBoard and wandb, `quantization_<quantity>/<operand or GEMM>_<median or worst>`
+    over all linears; of gradient-to-noise ratios over all linears and all blocks.
+
+    What each linear has is in `metrics.jsonl`, of which `scripts/plot_run.py` makes a picture. Largest magnitude and
+    root mean square are left out; their ratio, the crest, is here.
     """
-    scalars: dict[str, float] = {}
-    for name, linear in record["linears"].items():
+    found: dict[tuple[str, str], list[float]] = {}
+    for linear in record["linears"].values():
         for operand, statistics in linear["operands"].items():
             for quantity in ("snr_db", "zeroed", "saturated", "crest", "crest_rht"):
                 if quantity in statistics:
-                    scalars[f"diagnostics/{quantity}/{name}.{operand}"] = statistics[quantity]
+                    found.setdefault((quantity, operand), []).append(statistics[quantity])
         for gemm, error in linear["gemms"].items():
-            scalars[f"diagnostics/error/{name}.{gemm}"] = error
+            found.setdefault(("error", gemm), []).append(error)
     for part in ("linears", "blocks"):
-        for name, values in record[part].items():
+        for values in record[part].values():
             if "gradient_to_noise" in values:
-                scalars[f"diagnostics/gradient_to_noise/{name}"] = values["gradient_to_noise"]
+                found.setdefault(("gradient_to_noise", part), []).append(values["gradient_to_noise"])
+    scalars: dict[str, float] = {}
+    for (quantity, name), every in found.items():
+        if not (numbers := [number for number in every if not math.isnan(number)]):
+            continue
+        worst = min if quantity in _BETTER_LARGE else max
+        scalars[f"quantization_{quantity}/{name}_median"] = median(numbers)
+        scalars[f"quantization_{quantity}/{name}_worst"] = worst(numbers)
     return scalars
 
 

@@ -13,6 +13,7 @@ from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwid
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.report import console as show
 from megatron_fp4.report.console import RunConsole
+from megatron_fp4.report.words import counted, long_time, with_unit
 from models.execution_choice import describe_execution
 from models.flops import parameter_count, training_flops_per_token
 
@@ -33,7 +34,8 @@ def print_plan(
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
     console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, world_size, dry)))
-    console.table(messages_table(dry))
+    if any(message.ranks > 1 for message in dry.messages):
+        console.table(messages_table(dry))
     times = [(phase, step_time(config, world_size, dry, phase, recipes)) for phase in phases]
     console.table(time_table(times, config, world_size))
     console.table(show.facts_table("Work and time", time_facts(config, world_size, times)))
@@ -62,7 +64,7 @@ def memory_facts(config: Config, world_size: int, dry: DryRun) -> dict[str, obje
 
 def messages_table(dry: DryRun) -> Table:
     """The collectives of a step of the largest batch."""
-    title = f"Collectives of a step, per rank ({dry.micro_batches} micro-batches)"
+    title = f"Collectives of a step, per rank ({counted(dry.micro_batches, 'micro-batch', 'micro-batches')})"
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("collective", "over", "ranks"):
         table.add_column(name)
@@ -98,8 +100,12 @@ def time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, w
             parts = (time.compute, time.exposed, time.hidden, time.host, time.seconds)
             rate = f"{tokens / time.seconds / world_size:,.0f}"
             batch = f"{tokens // phase.sequence_length:,} x {phase.sequence_length:,}"
-            table.add_row(phase.name, batch, *(f"{1e3 * seconds:,.0f}" for seconds in parts), time.bound, rate)
+            table.add_row(phase.name, batch, *(_milliseconds(seconds) for seconds in parts), time.bound, rate)
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def time_facts(config: Config, world_size: int, times: Sequence[tuple[PlannedPhase, StepTime]]) -> dict[str, object]:
@@ -117,9 +123,9 @@ def time_facts(config: Config, world_size: int, times: Sequence[tuple[PlannedPha
     ]
     per_token = training_flops_per_token(config.model, length)
     return {
-        "model FLOPs per token (forward and backward)": f"{per_token:.4g}",
-        "model FLOPs of the run": f"{flops:.4g}",
+        "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
+        "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",
         "utilization assumed, while computing": f"{run.dry_mfu:.0%} of {run.dry_peak_tflops:g} TFLOP/s per rank",
-        "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none needed",
-        "time of the run": f"{sum(phase.num_steps * time.seconds for phase, time in times) / 86400:.3g} days",
+        "bandwidth assumed, of a rank": ", ".join(bandwidths) or "none: nothing is sent",
+        "time of the run": long_time(sum(phase.num_steps * time.seconds for phase, time in times)),
     }

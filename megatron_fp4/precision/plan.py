@@ -206,10 +206,10 @@ def _refuse_covered(exceptions: Sequence[ExceptionConfig], shapes: Sequence[Line
 
 def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, listed: frozenset[str]) -> str:
     """Why a linear stays in BF16, or an empty string if it does not."""
-    if shape.block < bf16.first:
-        return f"block {shape.block} is one of the first {bf16.first}"
-    if shape.block >= num_blocks - bf16.last:
-        return f"block {shape.block} is one of the last {bf16.last}"
+    first, last = shape.block < bf16.first, shape.block >= num_blocks - bf16.last
+    for end, of_it, count in (("first", first, bf16.first), ("last", last, bf16.last)):
+        if of_it:
+            return f"block {shape.block} is " + (f"one of the {end} {count}" if count > 1 else f"the {end}")
     for pattern in bf16.names:
         if fnmatch.fnmatchcase(shape.name, pattern):
             return f"its name matches {pattern}"
@@ -219,11 +219,17 @@ def _bf16_reason(shape: LinearShape, bf16: Bf16BlocksConfig, num_blocks: int, li
 def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{key}.bf16_blocks.file={path} cannot be read: {error}") from error
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{key}.bf16_blocks.file={path} cannot be read ({' '.join(str(error).split())}); give a plan file as "
+            "scripts/analyze_precision.py writes it"
+        ) from error
     names = content.get("bf16") if isinstance(content, dict) else None
     if not isinstance(names, list):
-        raise ValueError(f"{key}.bf16_blocks.file={path} has no list of linears under the key `bf16`")
+        raise ValueError(
+            f"{key}.bf16_blocks.file={path} has no list of linears under the key `bf16`; give a "
+            "plan file as scripts/analyze_precision.py writes it"
+        )
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"{key}.bf16_blocks.file={path} lists {unknown[0]!r}, which is no linear of this model; was the file "

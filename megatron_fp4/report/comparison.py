@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 
-from megatron_fp4.report.metrics import records_of_run, steps_of
-from megatron_fp4.report.picture import COLORS, open_frame, picture
+from megatron_fp4.report.picture import INK, legend_below, look, open_frame, picture, step_axis
 from megatron_fp4.report.plot import smooth, training_losses
+from megatron_fp4.report.run_folder import RunFolder, open_run
 
 # Of a run's steps: what its last training loss is the mean of.
 _LAST_FRACTION = 0.02
@@ -41,27 +42,40 @@ class RunCurve:
 
 
 def read_run(run_dir: str | Path) -> RunCurve:
-    """The curve of the run in `run_dir`.
+    """The curve of the run in `run_dir`, a folder or `name=folder`.
 
     Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
-    records = records_of_run(run_dir)
-    steps = steps_of(records, run_dir)
-    numbers, losses = training_losses(steps)
-    validation: dict[str, dict[int, float]] = {}
-    for record in records:
-        for source, loss in record.get("losses", {}).items() if record["kind"] == "validation" else ():
-            if loss is not None:
-                validation.setdefault(source, {})[record["step"]] = loss
+    return curve_of(open_run(run_dir))
+
+
+def curve_of(run: RunFolder) -> RunCurve:
+    """What a comparison needs of `run`."""
+    numbers, losses = training_losses(run.steps)
+    speeds = [record["tokens_per_second"] for record in run.steps if record.get("tokens_per_second") is not None]
     return RunCurve(
-        name=Path(run_dir).resolve().name,
+        name=run.name,
         steps=numbers,
         loss=losses,
-        validation=validation,
-        switches=[r["step"] for r in records if r["kind"] == "event" and r["event"] == "switch"],
-        tokens=steps[-1]["tokens"],
-        tokens_per_second=statistics.median(record["tokens_per_second"] for record in steps),
+        validation=run.validation,
+        switches=[event["step"] for event in run.events if event["event"] == "switch"],
+        tokens=run.steps[-1]["tokens"],
+        tokens_per_second=statistics.median(speeds) if speeds else float("nan"),
     )
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[RunCurve]:
+    """`read_run` of each. Raises ValueError too if two have the same name, which no picture could tell apart."""
+    runs = [read_run(folder) for folder in folders]
+    check_names([run.name for run in runs])
+    return runs
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ValueError if two runs are called the same."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two runs are called {name}; give them names of their own: NAME=FOLDER")
 
 
 def comparison_rows(runs: Sequence[RunCurve]) -> list[dict[str, Any]]:
@@ -119,34 +133,48 @@ def plot_comparison(runs: Sequence[RunCurve], target: str | Path) -> Path:
     as dots that of the validation losses averaged over sources. Switches of precision are marked.
     """
     first, target = runs[0], Path(target)
-    settings = {"figsize": (10, 7.2), "dpi": 150, "sharex": True, "height_ratios": (3, 2)}
-    with picture(target, 2, 1, **settings) as (_, (above, below)):
+    settings = {"figsize": (10, 7.6), "dpi": 150, "sharex": True, "height_ratios": (3, 2)}
+    with picture(target, 2, 1, **settings) as (figure, (above, below)):
         for index, run in enumerate(runs):
-            color = COLORS[index % len(COLORS)]
-            above.plot(run.steps, smooth(run.loss), color=color, linewidth=1.5, label=run.name)
+            style = look(index)
+            above.plot(run.steps, smooth(run.loss), label=f"{run.name}: training", **style.line(linewidth=1.5))
             for step in run.switches:
                 for axes in (above, below):
-                    axes.axvline(step, color=color, linewidth=1.0, linestyle=":")
-            if index:
-                count = min(len(run.loss), len(first.loss))
-                gap = 100 * (run.loss[:count] - first.loss[:count]) / first.loss[:count]
-                below.plot(run.steps[:count], smooth(gap), color=color, linewidth=1.5, label=f"{run.name}: training")
-                points = _validation_gaps(run, first)
-                below.plot(
-                    list(points), list(points.values()), color=color, linestyle="none", marker="o", markersize=4,
-                    label=f"{run.name}: validation",
-                )  # fmt: skip
+                    axes.axvline(step, color=style.color, linewidth=1.0, linestyle=":")
+        draw_gaps(below, runs)
         finite = first.loss[np.isfinite(first.loss)]
         above.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
-        above.set_ylabel("training loss, smoothed (nats per token)")
-        above.set_title(f"{', '.join(run.name for run in runs)}", loc="left")
-        below.axhline(0, color=COLORS[0], linewidth=1.0)
-        below.set_ylabel(f"loss above {first.name} (%)")
+        above.set_ylabel("training loss, smoothed\n(nats per token)")
+        switched = "; dotted: precision switches" if any(run.switches for run in runs) else ""
+        above.set_title(f"{', '.join(run.name for run in runs)}{switched}")
         below.set_xlabel("step")
+        step_axis(below, max(run.steps[-1] for run in runs))
         for axes in (above, below):
             open_frame(axes)
-            axes.legend(frameon=False)
+        legend_below(figure, (above, below))
     return target
+
+
+def draw_gaps(axes: Axes, runs: Sequence[RunCurve], first_look: int = 0) -> None:
+    """How far each run is above the first, in percent of its loss: a curve for training, markers for validation.
+
+    first_look: the number of the first run's look; those of the others follow.
+    """
+    first = runs[0]
+    axes.axhline(0, color=INK, linewidth=1.0)
+    for index, run in enumerate(runs[1:], start=1):
+        style = look(first_look + index)
+        _, of_run, of_first = np.intersect1d(run.steps, first.steps, return_indices=True)
+        gap = 100 * (run.loss[of_run] - first.loss[of_first]) / first.loss[of_first]
+        # No label: the curve of the same run above it has one.
+        axes.plot(run.steps[of_run], smooth(gap), **style.line(linewidth=1.5))
+        points = _validation_gaps(run, first)
+        if points:
+            axes.plot(
+                list(points), list(points.values()), color=style.color, linestyle="none", marker=style.marker,
+                markersize=5.5, label=f"{run.name}: validation, mean of the sources",
+            )  # fmt: skip
+    axes.set_ylabel(f"loss above {first.name} (%)")
 
 
 def _validation_gaps(run: RunCurve, first: RunCurve) -> dict[int, float]:

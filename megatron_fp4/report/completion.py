@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def _look(run_dir: Path, steps: int, validates: bool) -> Missing:
     records = _records(run_dir / METRICS_FILE)
     last = [record for record in records if record.get("step") == steps]
     measured = [record["losses"] for record in last if record.get("kind") == "validation" and record.get("losses")]
-    losses = measured[-1] if measured else {}
+    losses = {name: math.nan if loss is None else loss for name, loss in measured[-1].items()} if measured else {}
     files = []
     if any(record.get("kind") == "step" for record in records) and not (run_dir / PICTURE_FILE).is_file():
         files.append(PICTURE_FILE)

@@ -18,12 +18,16 @@ from typing import TextIO
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import Progress, ProgressColumn, Task, TaskID
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report.metrics import StepMetrics
+from megatron_fp4.report.words import counted, short_seconds, short_time, with_unit
+from megatron_fp4.report.words import short_number as short_number
 
 _FILE_WIDTH = 120
 
@@ -66,7 +70,8 @@ class RunConsole:
     """Shows a run on one rank; on the others (`active=False`) every method does nothing.
 
     total_steps: of the whole run. start_step: steps done before this start. interval: steps between plain lines.
-    stream: where to; a terminal gets the live bar. Use it as a context manager around the loop.
+    stream: where to; a terminal gets the live bar. memory_size: what the device has, in GiB, where a share of it is to
+    be shown. Use it as a context manager around the loop.
     """
 
     total_steps: int
@@ -74,6 +79,7 @@ class RunConsole:
     interval: int = 10
     active: bool = True
     stream: TextIO = field(default_factory=lambda: sys.stdout)
+    memory_size: float | None = None
 
     def __post_init__(self) -> None:
         # A file has no width, and rich would fold tables to 80 columns.
@@ -81,24 +87,17 @@ class RunConsole:
         self._console = _Output(file=self.stream, width=width, highlight=False, soft_wrap=not self.stream.isatty())
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._validation = ""
         # Of the steps since the last line, or on a terminal of the last hundred.
         self._waits: deque[float] = deque(maxlen=100 if self.stream.isatty() else None)
         self._first_step = self.start_step
         self._first_step_at: float | None = None
+        self._memory: float | None = None
 
     def __enter__(self) -> RunConsole:
         if self.active and self.stream.isatty():
-            self._progress = Progress(
-                TextColumn("[bold]{task.fields[phase]}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                console=self._console,
-                expand=True,
-            )
+            self._progress = Progress(_Line(self._console), console=self._console)
             self._task = self._progress.add_task(
-                "train", total=self.total_steps, completed=self.start_step, phase="", numbers="starting"
+                "train", total=self.total_steps, completed=self.start_step, phase="", numbers={"starting": "starting"}
             )
             self._progress.start()
         return self
@@ -121,7 +120,8 @@ class RunConsole:
             self._print(text, markup=False)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a training step: on the bar each one, as a line every `interval` steps, the last and skipped ones."""
+        """Show a training step: on the bar each one, as a line with the time of day every `interval` steps, the last
+        and skipped ones."""
         if not self.active:
             return
         if self._first_step_at is None:
@@ -133,7 +133,8 @@ class RunConsole:
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, phase=metrics.phase, numbers=numbers)
         elif metrics.step % self.interval == 0 or metrics.step == self.total_steps or metrics.skipped:
-            self.text(f"step {metrics.step}/{self.total_steps}  {metrics.phase}  {numbers}")
+            line = "  ".join([f"step {metrics.step}/{self.total_steps}", metrics.phase, *numbers.values()])
+            self.text(f"{time.strftime('%H:%M:%S')}  {line}")
             self._waits.clear()
 
     def validation(
@@ -141,7 +142,6 @@ class RunConsole:
     ) -> None:
         """Show validation losses by source, in nats per token, and for each byte of text where that is known."""
         bits = {source: f" ({value:.4f} bits/byte)" for source, value in (bits_per_byte or {}).items()}
-        self._validation = f"  val {sum(losses.values()) / len(losses):.4f}" if losses else ""
         each = "  ".join(f"{source} {loss:.4f}{bits.get(source, '')}" for source, loss in losses.items())
         self.text(f"validation after step {step}: {each}")
 
@@ -155,13 +155,26 @@ class RunConsole:
         except OSError:  # a full disk behind `>` must not end training; metrics.jsonl has it all
             del self._console._buffer[:]
 
-    def _numbers(self, metrics: StepMetrics) -> str:
-        skipped = f"  SKIPPED ({'a spike' if metrics.spike else 'not finite'})" if metrics.skipped else ""
-        return (
-            f"loss {metrics.loss:.4f}{self._validation}  lr {metrics.lr:.2e}  grad {metrics.grad_norm:.2f}  "
-            f"{short_number(metrics.tokens_per_second)} tok/s  {metrics.model_tflops:.3g} TFLOP/s  "
-            f"{wait_for_data(self._waits)}  ETA {self._eta(metrics)}{skipped}"
-        )
+    def _numbers(self, metrics: StepMetrics) -> dict[str, str]:
+        """The numbers of a line, in order, under names for `_IMPORTANCE`."""
+        numbers = {
+            "loss": f"loss {metrics.loss:.4f}",
+            "lr": f"lr {metrics.lr:.2e}",
+            "grad": f"grad {metrics.grad_norm:.2f}",
+            "rate": f"{short_number(metrics.tokens_per_second)} tok/s",
+            "flops": f"{metrics.model_tflops:.3g} TFLOP/s",
+        }
+        if metrics.mfu is not None:
+            numbers["mfu"] = f"MFU {metrics.mfu:.1%}"
+        self._memory = metrics.peak_memory_gib or self._memory
+        if self._memory is not None:
+            share = f" ({self._memory / self.memory_size:.0%})" if self.memory_size else ""
+            numbers["memory"] = f"mem {self._memory:.3g} GiB{share}"
+        numbers["wait"] = wait_for_data(self._waits)
+        numbers["eta"] = f"ETA {self._eta(metrics)}"
+        if metrics.skipped:
+            numbers["skipped"] = f"SKIPPED ({'a spike' if metrics.spike else 'not finite'})"
+        return numbers
 
     def _eta(self, metrics: StepMetrics) -> str:
         assert self._first_step_at is not None
@@ -171,18 +184,49 @@ class RunConsole:
         return short_time((time.monotonic() - self._first_step_at) / done * (self.total_steps - metrics.step))
 
 
+# Which numbers a narrow terminal shows: as many of these as fit.
+_IMPORTANCE = ("starting", "skipped", "loss", "eta", "rate", "mfu", "memory", "flops", "lr", "wait", "grad")
+# Columns of the bar at least, and of the name of a phase at most; with fewer than this there is no name.
+_BAR, _PHASE, _ROOM_FOR_A_PHASE = 12, 12, 60
+
+
+class _Line(ProgressColumn):
+    """Phase, bar, step and numbers on one line: the bar takes what the numbers leave, of which those that fit are
+    shown."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def render(self, task: Task) -> Table:
+        """The line at the terminal's present width."""
+        width, total = self._console.width, int(task.total or 0)
+        step = f"{int(task.completed):>{len(str(total))}}/{total}"
+        phase: str = task.fields["phase"] if width >= _ROOM_FOR_A_PHASE else ""
+        phase = phase if len(phase) <= _PHASE else phase[: _PHASE - 1] + "…"
+        room = width - len(step) - (len(phase) + 1 if phase else 0) - 1
+        numbers: dict[str, str] = task.fields["numbers"]
+        shown: set[str] = set()
+        for name in _IMPORTANCE:
+            if name in numbers and room - len(numbers[name]) - 2 >= _BAR:
+                shown.add(name)
+                room -= len(numbers[name]) + 2
+        line = Table.grid()
+        texts = [f"  {text}" for name, text in numbers.items() if name in shown]
+        bar = ProgressBar(total=total, completed=task.completed, width=max(1, room))
+        # An empty column would be a cell wide.
+        parts = [*([Text(f"{phase} ", style="bold")] if phase else []), bar, Text(f" {step}"), Text("".join(texts))]
+        for _ in parts:
+            line.add_column(no_wrap=True)
+        line.add_row(*parts)
+        return line
+
+
 def wait_for_data(waits: Iterable[float]) -> str:
     """Seconds that steps waited for data, as their median and the longest but one in a hundred."""
     ordered = sorted(waits)
     p50, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.99))
     return f"data wait {short_seconds(p50)}, p99 {short_seconds(p99)}"
-
-
-def short_seconds(seconds: float) -> str:
-    """A short time to three digits, e.g. 1.24 s or 310 ms; 0 ms below a tenth of one."""
-    if seconds < 1e-4:
-        return "0 ms"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 class _Output(Console):
@@ -195,7 +239,7 @@ class _Output(Console):
 def model_table(name: str, pattern: str, parts: Sequence[ModelPart], flops_per_token: float) -> Table:
     """The model by kinds of parts. flops_per_token: model FLOPs of forward and backward together."""
     total = sum(part.parameters for part in parts)
-    table = _table(f"Model {name}: {total:,} parameters, {short_number(flops_per_token)}FLOP per token", pattern)
+    table = _table(f"Model {name}: {total:,} parameters, {with_unit(flops_per_token, 'FLOP')} per token", pattern)
     _columns(table, "part", "count>", "parameters>", "share>", "detail")
     for part in parts:
         share = f"{part.parameters / total:.1%}" if total else "-"
@@ -241,19 +285,23 @@ def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, n
     tokens = train.global_batch_size * train.sequence_length
     table = _table("Batch")
     _columns(table, "quantity", "value>", "how")
+    words = {"replicate": "replica", "shards": "shard"}
     copies = [(key, size) for key, size in reversed(parallel.sizes.items()) if key != "tensor"]
-    words = {"replicate": "replicas"}
-    axes = [*((words.get(key, key), size) for key, size in copies), ("shards", parallel.shards(world_size))]
-    mesh = " x ".join(f"{size} {name}" for name, size in [*axes, ("tensor-parallel", parallel.tensor)])
-    table.add_row("ranks", str(world_size), mesh)
-    table.add_row("data-parallel ranks", str(ranks), " x ".join(name for name, _ in axes))
+    spread = [(words.get(key, key), size) for key, size in [*copies, ("shards", parallel.shards(world_size))]]
+    axes = [counted(size, name) for name, size in spread if size > 1]
+    mesh = [*axes, *([f"{parallel.tensor} tensor-parallel"] if parallel.tensor > 1 else [])]
+    table.add_row("ranks", f"{world_size:,}", " x ".join(mesh) or "one process has the whole model")
+    table.add_row(
+        "data-parallel ranks", f"{ranks:,}", " x ".join(axes) or ("all see the same batch" if world_size > 1 else "")
+    )
     table.add_row(
         "micro-batches per step and rank",
-        str(accumulation),
-        f"{train.global_batch_size} sequences / ({train.micro_batch_size} x {ranks} ranks)",
+        f"{accumulation:,}",
+        f"{counted(train.global_batch_size, 'sequence')} / ({train.micro_batch_size} x {counted(ranks, 'rank')})",
     )
-    table.add_row("tokens per step", f"{tokens:,}", f"{train.global_batch_size} x {train.sequence_length}")
-    table.add_row("tokens of the run", f"{num_tokens:,}", f"{train.steps:,} steps")
+    how = f"{counted(train.global_batch_size, 'sequence')} x {train.sequence_length:,}"
+    table.add_row("tokens per step", f"{tokens:,}", how)
+    table.add_row("tokens of the run", f"{num_tokens:,}", counted(train.steps, "step"))
     return table
 
 
@@ -280,35 +328,13 @@ def phases_table(rows: Sequence[PhaseRow], most: int = 16) -> Table:
 
 
 def facts_table(title: str, facts: Mapping[str, object]) -> Table:
-    """Names and values, such as the final summary of a run."""
+    """Names and values, such as the final summary of a run; what is None is left out."""
     table = _table(title)
     _columns(table, "what", "value")
     for name, value in facts.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+        if value is not None:
+            table.add_row(name, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
     return table
-
-
-def short_number(value: float) -> str:
-    """Three digits and a letter: 12345 -> 12.3k; what is not finite stays itself."""
-    if not math.isfinite(value):
-        return str(value)
-    for limit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        # 999,999 rounds to 1000 thousands, which is a million.
-        if abs(value) >= limit * 0.9995:
-            return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}"
-
-
-def short_time(seconds: float) -> str:
-    """45s, 3m20s, 5h07m or 12d03h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 def _ranges(numbers: Sequence[int], sequence: Sequence[int]) -> str:

@@ -4,7 +4,8 @@
 
     run         once per start: the step it starts from, and whatever facts about the run the caller gives (total
                 steps, where the decay starts, ...), for those who read the file without the configuration
-    step        one training step: the fields of `StepMetrics`; `epochs` every `logging.interval` steps
+    step        one training step: the fields of `StepMetrics`; `epochs` and `peak_memory_gib` every `logging.interval`
+                steps, `mfu` where the device's peak is known
     validation  `losses`, one per source (nats per token), and `loss`, their mean; `bits_per_byte`, one per source
                 whose bytes of text are known
     diagnostics, gradient_noise
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_fp4.report.curves import step_curves, validation_curves
 from megatron_fp4.report.record_file import (
     EMPTY,
     UNFINISHED,
@@ -38,7 +40,8 @@ from megatron_fp4.report.record_file import (
     move_aside,
     record_of,
 )
-from megatron_fp4.report.views import TensorBoardView, WandbSettings, WandbView
+from megatron_fp4.report.tensorboard_view import TensorBoardView
+from megatron_fp4.report.wandb_view import ID_FILE, WandbSettings, WandbView
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class StepMetrics:
     phase: name of the data phase. plan: name of the precision plan in effect. epochs: how often the run has been
     through each source so far; empty in most steps.
     data_wait: seconds for which the rank that waited longest waited for its micro-batches (`StepResult`).
+    mfu: model_tflops over what the device could do in BF16; None where that is not known. peak_memory_gib: of the first
+    rank since it began (measure/machine.py); None in most steps.
     """
 
     step: int
@@ -71,6 +76,8 @@ class StepMetrics:
     plan: str
     data_wait: float = 0.0
     epochs: dict[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
 
     @property
     def spike(self) -> bool:
@@ -85,8 +92,8 @@ class MetricsWriter:
     steps are cut, so that the file has each step once, and lines that are no records are set aside. 0 is a fresh
     start, which moves records of an earlier run in the same folder aside (`metrics.jsonl.1`, ...) instead of mixing
     with them.
-    wandb_mode: `online`, `offline` or `disabled`. wandb_run_id: as `wandb_run_id` was when the checkpoint was made, so
-    that the run continues as one; None starts a new one. config: the configuration as it is saved, shown by wandb.
+    wandb_mode: `online`, `offline` or `disabled`. wandb_run_id: as `wandb_run_id` was at an earlier start, so that
+    the run continues as one; None starts a new one. config: the configuration as it is saved, shown by wandb.
 
     What fails while writing is said and tried again; no method raises for it. `sync` may be called from any thread,
     the others belong to one.
@@ -111,7 +118,7 @@ class MetricsWriter:
         self.wandb_run_id = wandb_run_id
         self._tensorboard: TensorBoardView | None = None
         self._wandb: WandbView | None = None
-        self._closed, self._repaired = False, Cut()
+        self._closed, self._repaired, self._last_step = False, Cut(), resume_step
         if not active:
             return
         directory = Path(run_dir)
@@ -122,6 +129,7 @@ class MetricsWriter:
                 self._repaired = cut_after(self.path, resume_step)
             else:
                 move_aside(self.path)
+                move_aside(directory / ID_FILE)
 
         self._file = RecordFile(self.path, prepare)
         if tensorboard:
@@ -136,8 +144,6 @@ class MetricsWriter:
             settings = WandbSettings(wandb_mode, wandb_project, wandb_run_id, config)
             self._wandb = WandbView(directory, settings)
             self.wandb_run_id = self._wandb.run_id
-            if self._wandb.offline_because is not None:
-                self.event(resume_step, "wandb_offline", reason=self._wandb.offline_because)
 
     def run(self, step: int, **facts: Any) -> None:
         """Record a start from `step` steps done, with facts about the run (JSON values)."""
@@ -146,12 +152,11 @@ class MetricsWriter:
     def step(self, metrics: StepMetrics) -> None:
         """Record one training step."""
         record = asdict(metrics)
-        if not metrics.epochs:
-            del record["epochs"]
+        for name in ("epochs", "mfu", "peak_memory_gib"):
+            if record[name] in (None, {}):
+                del record[name]
         self._write({"kind": "step", **record})
-        names = ("loss", "lr", "grad_norm", "tokens_per_second", "model_tflops", "step_time", "data_wait", "tokens")
-        curves = {f"train/{name}": record[name] for name in names}
-        self._show({**curves, **{f"epochs/{name}": epochs for name, epochs in metrics.epochs.items()}}, metrics.step)
+        self._show(step_curves(metrics), metrics.step)
 
     def validation(
         self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float] | None = None
@@ -163,9 +168,7 @@ class MetricsWriter:
         mean = sum(losses.values()) / len(losses) if losses else math.nan
         record = {"kind": "validation", "step": step, "tokens": tokens, "loss": mean, "losses": losses}
         self._write(record | ({"bits_per_byte": bits_per_byte} if bits_per_byte else {}))
-        self._show({f"validation/{source}": loss for source, loss in losses.items()}, step)
-        if bits_per_byte:
-            self._show({f"bits_per_byte/{source}": bits for source, bits in bits_per_byte.items()}, step)
+        self._show(validation_curves(losses, bits_per_byte), step)
 
     def record(self, step: int, kind: str, values: dict[str, Any], scalars: dict[str, float]) -> None:
         """Record a measurement of another kind after `step` steps: `values` (JSON), and what of it makes curves."""
@@ -201,11 +204,13 @@ class MetricsWriter:
         if not self.active or self._closed:
             return
         self._closed = True
+        self._file.sync()  # before the wait for wandb, in which a scheduler may lose its patience
+        if self._wandb is not None:
+            self._wandb.close()
+            self._tell_wandb(self._last_step)
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -217,6 +222,7 @@ class MetricsWriter:
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.active:
+            self._last_step = record["step"]
             self._file.write(_json(record))
             self._tell_repair(record["step"])
 
@@ -237,6 +243,12 @@ class MetricsWriter:
             self._tensorboard.show(values, step)
         if self._wandb is not None:
             self._wandb.show(values, step)
+            self._tell_wandb(step)
+
+    def _tell_wandb(self, step: int) -> None:
+        """Record what wandb's thread has found out meanwhile."""
+        for reason in self._wandb.news() if self._wandb is not None else []:
+            self.event(step, "wandb_offline", reason=reason)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
@@ -294,14 +306,15 @@ def steps_of(records: list[dict[str, Any]], run_dir: str | Path) -> list[dict[st
 
 
 def _json(value: Any) -> str:
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
+    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """A JSON value with `None` for each number in it that is not finite: JSON has none for NaN and infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

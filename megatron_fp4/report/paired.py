@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from megatron_fp4.report.metrics import records_of_run
-from megatron_fp4.report.picture import COLORS, open_frame, picture
+from megatron_fp4.report.picture import BLACK, INK, legend_below, look, open_frame, picture
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
     """
     base_name, *others = groups
     base, target = groups[base_name], Path(target)
-    with picture(target, 1, 1, figsize=(9, 4.8), dpi=150) as (_, axes):
+    with picture(target, 1, 1, figsize=(9, 5.2), dpi=150) as (figure, axes):
         width = {
             tokens: [run.losses[tokens] for run in base if tokens in run.losses]
             for tokens in sorted({tokens for run in base for tokens in run.losses})
@@ -137,24 +137,28 @@ def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
         if noise:
             edge = [100 * (s.deviation or 0.0) / s.mean for s in noise.values()]
             axes.fill_between(
-                [t / 1e6 for t in noise], [-e for e in edge], edge, color="#000000", alpha=0.07, linewidth=0,
+                [t / 1e6 for t in noise], [-e for e in edge], edge, color=BLACK, alpha=0.07, linewidth=0,
                 label=f"{base_name}: one standard deviation over seeds",
             )  # fmt: skip
-        axes.axhline(0, color="#000000", linewidth=1.0)
-        for name, color, marker in zip(others, (*COLORS[1:], COLORS[0]), "osD^vPX", strict=False):
+        axes.axhline(0, color=INK, linewidth=1.0)
+        for index, name in enumerate(others, start=1):
+            style = look(index)
             by_tokens = {tokens: list(at.values()) for tokens, at in gaps(groups[name], base).items()}
             means = {tokens: spread(at) for tokens, at in by_tokens.items()}
             count = max(s.count for s in means.values())
             axes.errorbar(
                 [t / 1e6 for t in means], [s.mean for s in means.values()], [s.error or 0.0 for s in means.values()],
-                color=color, marker=marker, markersize=5, linewidth=1.5, capsize=4 if count > 1 else 0,
+                capsize=4 if count > 1 else 0, **style.points(linewidth=1.5),
                 label=f"{name}, {count} seed{'s' if count > 1 else ''}",
             )  # fmt: skip
             if count > 1:
                 for tokens, at in by_tokens.items():
-                    axes.plot([tokens / 1e6] * len(at), at, color=color, linestyle="none", marker=".", alpha=0.45)
+                    axes.plot(
+                        [tokens / 1e6] * len(at), at, color=style.color, linestyle="none", marker=style.marker,
+                        markersize=3, alpha=0.5,
+                    )  # fmt: skip
         axes.set_xlabel("tokens (millions)")
         axes.set_ylabel(f"held-out loss above {base_name} of the same seed (%)")
-        axes.legend(frameon=False)
         open_frame(axes)
+        legend_below(figure, axes)
     return target

@@ -20,19 +20,23 @@ from megatron_fp4.report.completion import set_aside_ending
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.report.run_files import attempt, replace_text
+from megatron_fp4.report.wandb_view import known_run_id
 from megatron_fp4.training.spikes import Spike
 
 
 class RunLog:
     """The metrics and the console of one run, on its first rank; silent on the others (`active=False`).
 
-    The console prints from the start. Metrics are recorded between `open` and the end of a `with` around the training
+    memory_size: of the device, in GiB, if the console is to show the share of it that is taken. The console prints from
+    the start. Metrics are recorded between `open` and the end of a `with` around the training
     loop; before that nothing of an earlier start is touched.
     """
 
-    def __init__(self, config: Config, active: bool) -> None:
+    def __init__(self, config: Config, active: bool, memory_size: float | None = None) -> None:
         self.config, self.active = config, active
-        self.console = RunConsole(config.train.steps, interval=config.logging.interval, active=active)
+        self.console = RunConsole(
+            config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
+        )
         self._wandb_run_id: str | None = None
         self._found: list[tuple[str, dict[str, Any]]] = []
 
@@ -59,13 +63,15 @@ class RunLog:
                 f"{run_dir}: another name for the summary of its end",
                 partial(set_aside_ending, run_dir, anew=start == 0),
             )
+        # Another run's checkpoint has that run's id.
+        of_checkpoint = None if facts.get("origin") else self._wandb_run_id
         self.metrics = MetricsWriter(
             run_dir,
             resume_step=start,
             tensorboard=settings.tensorboard,
             wandb_mode=settings.wandb,
             wandb_project=settings.wandb_project,
-            wandb_run_id=self._wandb_run_id,
+            wandb_run_id=known_run_id(run_dir, of_checkpoint) if start else None,
             config=as_saved(self.config),
             active=self.active,
         )
@@ -158,8 +164,20 @@ class RunLog:
         self.metrics.event(step, "export_failed", error=error, command=command)
         self.console.event(step, f"NOT EXPORTED, going on without: {error}; by hand: {command}")
 
-    def stop(self, step: int, signal: object) -> None:
-        """The run stops after `step` steps on a signal to this rank, or (None) to another."""
-        self.metrics.event(step, "stop", signal=str(signal))
+    def stop(self, step: int, why: str | None) -> None:
+        """The run is to stop after `step` steps. why: what asked this rank to, None: another rank was asked."""
+        self.metrics.event(step, "stop", signal=str(why))
+
+    def stopped(self, start: int, step: int, why: str | None) -> None:
+        """Say how the run stands now that it has stopped after `step` steps and everything is written. start: the steps
+        that were done when it began. why: as for `stop`."""
         steps = self.config.train.steps
-        self.console.text(f"stopped after step {step} of {steps} on {signal or 'a signal to another rank'}")
+        if step == steps:
+            how = f"saved step {step}, but not its export, which the same command makes"
+        elif step > start:
+            how = f"saved step {step}; the same command goes on"
+        elif start > 0:
+            how = f"nothing is new since the checkpoint of step {start}; the same command goes on"
+        else:
+            how = "there is nothing to save yet; the same command begins again"
+        self.console.text(f"stopped after step {step} of {steps} on {why or 'a signal to another rank'}: {how}")

@@ -12,7 +12,8 @@ from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report import console as show
 from megatron_fp4.report.completion import SUMMARY_FILE
 from megatron_fp4.report.console import RunConsole
-from megatron_fp4.report.metrics import METRICS_FILE
+from megatron_fp4.report.goodput import goodput_of
+from megatron_fp4.report.metrics import METRICS_FILE, finite
 from megatron_fp4.report.plot import plot_loss
 from megatron_fp4.report.run_files import attempt, replace_text
 
@@ -75,23 +76,41 @@ def summarize(
     export: the folder of the last checkpoint's export, if there is one.
     """
     run_dir = Path(config.run.dir)
+    # What is shown is worded for a person; what is written keeps its keys.
     facts: dict[str, Any] = {
         "steps": config.train.steps,
         "tokens": num_tokens,
         "precision switched before step": None if switched_at is None else switched_at + 1,
     }
+    shown: dict[str, object] = dict(facts)
     for name, loss in losses.items():
-        facts[f"validation loss, {name} (nats)"] = round(loss, 4)
+        measured = {f"validation loss, {name} (nats)": loss}
         if name in bits_per_byte:
-            facts[f"validation loss, {name} (bits per byte)"] = round(bits_per_byte[name], 4)
-        facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
-        facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
+            measured[f"validation loss, {name} (bits per byte)"] = bits_per_byte[name]
+        measured[f"unigram entropy, {name} (nats)"] = entropy[name]
+        below = entropy[name] - loss
+        shown |= {what: f"{value:.4f}" for what, value in measured.items()}
+        shown[f"{'above' if below < 0 else 'below'} unigram entropy, {name}"] = f"{abs(below):.4f}"
+        measured[f"below unigram entropy, {name}"] = below
+        facts |= {what: round(value, 4) for what, value in measured.items()}
     if export is not None:
-        facts["exported as"] = f"{export.parent.name}/{export.name}"
-    text = json.dumps({"finished": True, **facts}, indent=1) + "\n"
-    attempt(str(run_dir / "loss.png"), lambda: plot_loss(run_dir))
+        facts["exported as"] = shown["exported as"] = f"{export.parent.name}/{export.name}"
+    if (goodput := attempt("the goodput", lambda: goodput_of(run_dir))) is not None:
+        facts["goodput"] = shown["goodput"] = str(goodput)
+    text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
+    attempt(str(run_dir / "loss.png"), lambda: _draw(run_dir, config.logging.baseline))
     # Last: a summary that is there says that the run is finished.
     attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
     names = (METRICS_FILE, "loss.png", "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
-    facts["files"] = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
-    console.table(show.facts_table("Finished", facts))
+    shown["files"] = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
+    console.table(show.facts_table("Finished", shown))
+
+
+def _draw(run_dir: Path, baseline: str | None) -> None:
+    try:
+        plot_loss(run_dir, baseline)
+    except (OSError, ValueError):
+        if baseline is None:
+            raise
+        plot_loss(run_dir)
+        raise  # the picture is there, without the baseline: which is said

@@ -17,11 +17,13 @@ class NonFiniteError(DivergedError):
 class NonFiniteGuard:
     """Counts steps that were skipped because they were not finite; the counters belong into the checkpoint.
 
-    max_skipped_steps: this many in a row end the run. consecutive: since the last update; spikes (spikes.py) neither
+    max_skipped_steps: this many in a row end the run. num_steps: of the run, which also ends so if none of them made an
+    update (None: of unknown length). consecutive: since the last update; spikes (spikes.py) neither
     count nor end the row. total: since the run began. without_update: steps since the last update, spikes included.
     """
 
     max_skipped_steps: int
+    num_steps: int | None = None
     consecutive: int = 0
     total: int = 0
     without_update: int = 0
@@ -37,7 +39,7 @@ class NonFiniteGuard:
 
     def observe(self, result: StepResult, step: int, diagnose: Callable[[], str]) -> None:
         """Count `result`, after `step` steps done, itself included; raise NonFiniteError with what `diagnose` says once
-        too many in a row were skipped.
+        too many in a row were skipped, or all steps of the run.
 
         All ranks see the same results, so all call `diagnose` together: it may use collectives.
         """
@@ -49,9 +51,11 @@ class NonFiniteGuard:
             return
         self.consecutive += 1
         self.total += 1
-        if self.consecutive >= self.max_skipped_steps:
+        none = step == self.num_steps and self.without_update >= step
+        if none or self.consecutive >= self.max_skipped_steps:
+            end = "the run ends without an update: " if none else ""
             raise NonFiniteError(
-                f"{self.consecutive} steps in a row were not finite, up to step {step} (loss {result.loss}, gradient "
+                f"{end}{self.consecutive} steps in a row were not finite, up to step {step} (loss {result.loss}, gradient "
                 f"norm {result.grad_norm}): weights and optimizer are those after step {step - self.without_update}. "
                 f"{diagnose()}"
             )

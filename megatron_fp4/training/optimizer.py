@@ -1,8 +1,9 @@
 """AdamW over the sharded FP32 parameters, which are themselves the master weights.
 
 Each rank updates its own shards; moments are FP32 DTensors placed like their parameter. Which implementation runs
-is in `BuiltOptimizer.name`, for the log. Torch's is the default because it is the fastest: on an H200 it updates the
-1.29 billion parameters of the 1.2B model in 10.4 ms, Transformer Engine's kernel in 10.8 ms (scripts/benchmark.py).
+is in `BuiltOptimizer.name`, for the log: torch's fused one. The multi-tensor kernels of Transformer Engine and apex are
+not used: on an H200 torch's updates the 1.29 billion parameters of the 1.2B model in 10.4 ms (scripts/benchmark.py),
+Transformer Engine's took 10.8 ms, and only torch's can leave out an update without the host waiting for the norm.
 
 The moments exist from the start instead of from the first update: a run that does not fit in memory fails at once,
 and a checkpoint has the same tensors before the first update, after it, and when every step so far was skipped.
@@ -17,13 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron_fp4.config.schema import ConfigError, OptimizerConfig
-from megatron_fp4.training.multi_tensor_adam import MultiTensorAdamW, apex_kernel, transformer_engine_kernel
-
-_KERNELS = {
-    "transformer_engine": ("AdamW by Transformer Engine's multi-tensor kernel", transformer_engine_kernel),
-    "apex": ("AdamW by apex's multi-tensor kernel", apex_kernel),
-}
+from megatron_fp4.config.schema import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -39,27 +34,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> BuiltOptimizer
 
     Call it after `model` has been sharded and its parameters hold values: it takes the parameters as they are.
     The learning rate starts at config.lr; `set_lr` changes it.
-    Raises ConfigError if `config.implementation` names one that is not there.
     """
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
-    optimizer: torch.optim.Optimizer
-    if config.implementation == "torch":
-        name = "torch.optim.AdamW (fused)"
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-    else:
-        name, load = _KERNELS[config.implementation]
-        try:
-            if not all(parameter.is_cuda for parameter in model.parameters()):
-                raise ImportError("the parameters are not on CUDA")
-            applier, kernel = load()
-        except (ImportError, OSError) as error:
-            raise ConfigError(
-                f"optimizer.implementation={config.implementation} cannot run: {error}; use torch"
-            ) from error
-        optimizer = MultiTensorAdamW(groups, lr=config.lr, betas=betas, eps=config.eps, applier=applier, kernel=kernel)
-    # Torch's kernel reads the step on the device, the others get it as a number from the host.
-    _create_moments(optimizer, step_on_host=config.implementation != "torch")
-    return BuiltOptimizer(optimizer, name)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+    _create_moments(optimizer)
+    return BuiltOptimizer(optimizer, "torch.optim.AdamW (fused)")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -108,8 +87,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step_unless` works: torch's fused AdamW reads on the device whether it is to update, the kernels of
-    Transformer Engine and apex do not."""
+    """Whether `step_unless` works: torch's fused AdamW reads on the device whether it is to update, others do not."""
     return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
 
 
@@ -124,11 +102,11 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
 
 
-def _create_moments(optimizer: torch.optim.Optimizer, step_on_host: bool) -> None:
+def _create_moments(optimizer: torch.optim.Optimizer) -> None:
     """What AdamW's first step would create: see torch.optim.Adam._init_group with fused=True."""
     for parameter in optimizer_parameters(optimizer):
         optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device="cpu" if step_on_host else parameter.device),
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }

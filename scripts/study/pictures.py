@@ -3,97 +3,84 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from megatron_fp4.precision.recipe import GEMMS
+from megatron_fp4.report.picture import BLACK, legend_below, look, open_frame, picture
 from scripts.study.errors import FORMATS, UNCOMMON
 from scripts.study.tables import short
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart; markers differ too.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def draw_curves(axes: Axes, x: list[Any], curves: dict[str, list[float]], xlabel: str, ylabel: str, title: str) -> None:
     """One line a curve over `x`, and the labels."""
-    for (name, values), colour, marker in zip(curves.items(), _COLOURS, _MARKERS, strict=False):
-        axes.plot(x, values, marker=marker, color=colour, label=name)
+    for index, (name, values) in enumerate(curves.items()):
+        axes.plot(x, values, label=name, **look(index).points())
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.set_title(title, loc="left")
+    axes.set_title(title)
     axes.grid(alpha=0.3, which="both")
 
 
 def draw_formats(found: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
     """SNR of each format (nearest), a row a tensor."""
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     names, formats = list(found), [f for f in FORMATS if f not in UNCOMMON]
-    for form, colour, marker in zip(formats, _COLOURS, _MARKERS, strict=False):
-        values = [found[name][form]["snr_db"] for name in names]
-        axes.plot(values, range(len(names)), marker, color=colour, markersize=8, label=form, alpha=0.9)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("signal to noise, dB (right is better)")
-    axes.set_title("Rounding to nearest: error of each format", loc="left")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=5, frameon=False, columnspacing=1, handletextpad=0.2)
-    save(figure, path)
+    with _page_picture(path, figsize=(9, 6)) as (figure, axes):
+        for index, form in enumerate(formats):
+            values, style = [found[name][form]["snr_db"] for name in names], look(index)
+            axes.plot(values, range(len(names)), style.marker, color=style.color, markersize=8, label=form, alpha=0.9)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel("signal to noise, dB (right is better)")
+        axes.set_title("Rounding to nearest: error of each format")
+        axes.grid(alpha=0.3)
+        legend_below(figure, axes)
 
 
 def draw_hadamard(
     gains: dict[str, list[float]], errors: dict[str, list[float]], sizes: tuple[int, ...], path: Path
 ) -> None:
     """Gain of the ordinary tokens, and error of dW, over the transform's size."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5.5), layout="constrained")
     ticks, xlabel = [str(size) if size else "none" for size in sizes], "size of the Hadamard transform"
-    left.axhline(1, color="black", linewidth=1, linestyle=":")
-    title = "What is left of the ordinary tokens' part of dW"
-    draw_curves(left, ticks, gains, xlabel, "gain (1: nothing lost systematically)", title)
-    draw_curves(right, ticks, errors, xlabel, "relative error of dW", "Error of dW (four draws averaged)")
-    right.set_ylim(0)
-    handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    save(figure, path)
+    with _page_picture(path, 1, 2, figsize=(12, 5.5)) as (figure, (left, right)):
+        left.axhline(1, color=BLACK, linewidth=1, linestyle=":")
+        title = "What is left of the ordinary tokens' part of dW"
+        draw_curves(left, ticks, gains, xlabel, "gain (1: nothing lost systematically)", title)
+        draw_curves(right, ticks, errors, xlabel, "relative error of dW", "Error of dW (four draws averaged)")
+        right.set_ylim(0)
+        legend_below(figure, right)
 
 
 def draw_means(counts: list[int], curves: dict[str, list[float]], path: Path) -> None:
     """Error of the mean of n quantizations, beside the line 1/sqrt(n)."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     xlabel = "n, quantizations of the same tensor that are averaged"
-    draw_curves(axes, counts, curves, xlabel, "relative error of the mean", "NVFP4 1x16 of a Gaussian tensor")
-    start = curves["stochastic"][0]
-    axes.plot(counts, [start / math.sqrt(n) for n in counts], ":", color="black", label="1/sqrt(n)")
-    axes.loglog()
-    axes.legend()
-    save(figure, path)
+    with _page_picture(path, figsize=(8, 5)) as (figure, axes):
+        draw_curves(axes, counts, curves, xlabel, "relative error of the mean", "NVFP4 1x16 of a Gaussian tensor")
+        start = curves["stochastic"][0]
+        axes.plot(counts, [start / math.sqrt(n) for n in counts], ":", color=BLACK, label="1/sqrt(n)")
+        axes.loglog()
+        legend_below(figure, axes)
 
 
 def draw_layers(errors: dict[str, dict[str, float]], path: Path) -> None:
     """Errors of the three products, a group a linear."""
-    figure, axes = plt.subplots(figsize=(11, 5), layout="constrained")
-    for i, product in enumerate(GEMMS):
-        places = [place + 0.27 * (i - 1) for place in range(len(errors))]
-        axes.bar(places, [one[product] for one in errors.values()], 0.25, color=_COLOURS[i], label=product)
-    axes.set_xticks(range(len(errors)), [short(name) for name in errors], rotation=35, ha="right")
-    axes.set_ylabel("relative error of the product")
-    axes.set_title("Every linear in NVFP4: error of its products against BF16", loc="left")
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend(ncols=3, loc="upper left")
-    axes.set_ylim(0, 1.2 * max(max(one.values()) for one in errors.values()))
-    save(figure, path)
+    with _page_picture(path, figsize=(11, 5)) as (figure, axes):
+        for i, product in enumerate(GEMMS):
+            places = [place + 0.27 * (i - 1) for place in range(len(errors))]
+            heights = [one[product] for one in errors.values()]
+            # Hatched differently, for a page in grey.
+            axes.bar(places, heights, 0.25, color=look(i).color, hatch=("", "///", "...")[i], edgecolor="white",
+                     linewidth=0, label=product)  # fmt: skip
+        axes.set_xticks(range(len(errors)), [short(name) for name in errors], rotation=35, ha="right")
+        axes.set_ylabel("relative error of the product")
+        axes.set_title("Every linear in NVFP4: error of its products against BF16")
+        open_frame(axes)
+        legend_below(figure, axes)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write and close; without the version of the library that drew it, so that the bytes stay the same."""
+def _page_picture(path: Path, *grid: int, **settings: Any) -> AbstractContextManager[Any]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100, metadata={"Software": None})
-    plt.close(figure)
+    return picture(path, *grid, dpi=100, **settings)

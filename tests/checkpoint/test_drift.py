@@ -109,3 +109,11 @@ def test_a_longer_run_decays_again_and_stays_switched() -> None:
 )
 def test_consequences_of_a_configuration_of_another_version(before: dict[str, Any]) -> None:
     assert consequences(before, config(), PrecisionSwitch(), start=3) == []
+
+
+def test_a_key_that_is_gone_is_told_if_it_had_another_value() -> None:
+    before = saved()
+    before["optimizer"]["implementation"] = "torch"
+    assert configuration_changes(before, config()) == []
+    before["optimizer"]["implementation"] = "apex"
+    assert configuration_changes(before, config()) == [Change("optimizer.implementation", "apex", "torch")]

@@ -222,14 +222,26 @@ def test_data():
 @pytest.mark.parametrize(
     ("module", "changes", "message"),
     [
-        ("wandb", {"logging.wandb": "offline"}, "logging.wandb=offline needs the package wandb; pip install wandb"),
+        (
+            "wandb",
+            {"logging.wandb": "offline"},
+            'logging.wandb=offline needs the package wandb; pip install "megatron_fp4[wandb]", or set disabled',
+        ),
         ("tensorboard", {}, "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set"),
     ],
-)  # fmt: skip
+)
 def test_a_log_whose_package_is_missing(module, changes, message, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     assert refusal(changes).startswith(message)
     validate(changed(composed(), {"logging.tensorboard": False}), 1, "cpu")
+
+
+def test_a_folder_called_wandb_is_no_package(tmp_path, monkeypatch):
+    """wandb itself leaves one where it ran."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert "needs the package wandb" in refusal({"logging.wandb": "offline", "logging.tensorboard": False})
 
 
 def test_a_file_mode_that_is_none():

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, to_yaml
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.precision_schema import ComposedException, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
@@ -377,3 +379,26 @@ def test_help_lists_groups_options_keys_and_examples():
     assert "precision.fprop.weight:  format=nvfp4" in text
     assert "Examples:" in text
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("override", ["optimizer.implementation=apex", "+optimizer.implementation=torch"])
+def test_a_key_that_is_gone_is_refused_with_the_remedy(override):
+    with pytest.raises(ConfigError, match=r"optimizer.implementation.* is no key any more: .*; leave it out$"):
+        make(override)
+    with pytest.raises(ConfigError, match="is no key any more"):
+        config_from_saved(as_saved(make()), [override.lstrip("+")], CONFIGS)
+
+
+def test_a_key_that_is_gone_is_refused_in_files_too(tmp_path):
+    shutil.copytree(CONFIGS, tmp_path / "configs")
+    (tmp_path / "configs" / "optimizer" / "mine.yaml").write_text("implementation: apex\n")
+    with pytest.raises(ConfigError, match=r"optimizer\.implementation is no key any more"):
+        compose_config(["optimizer=mine"], tmp_path / "configs")
+
+
+@pytest.mark.parametrize("value", ["torch", "apex"])
+def test_what_was_saved_with_a_key_that_is_gone_is_read(value):
+    saved = json.loads(json.dumps(as_saved(make())))
+    saved["optimizer"]["implementation"] = value
+    assert config_from_saved(saved, ["train.steps=7"], CONFIGS).train.steps == 7
+    assert saved["optimizer"]["implementation"] == value

@@ -115,7 +115,7 @@ def test_parts_check_themselves_where_code_makes_them() -> None:
     assert asdict(TrainConfig(steps=7))["steps"] == 7
     for make in (
         lambda: TrainConfig(steps=0),
-        lambda: OptimizerConfig(implementation="sgd"),  # type: ignore[arg-type]
+        lambda: OptimizerConfig(implementation="torch"),  # type: ignore[call-arg]
         lambda: ModelConfig(hiden_dim=64),  # type: ignore[call-arg]
     ):
         with pytest.raises(ValidationError):

@@ -26,6 +26,7 @@ TINY = [
     "model.mamba_num_heads=4", "model.mamba_head_dim=16", "model.mamba_state_dim=16",
     "precision.bf16_blocks.first=0", "precision.bf16_blocks.last=1", "precision.switch.when=never",
     "validation.num_samples=2", "checkpoint.asynchronous=false", "logging.tensorboard=false",
+    "logging.report=false",
 ]  # fmt: skip
 
 

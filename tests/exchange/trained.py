@@ -33,6 +33,7 @@ TRANSFORMER = [
 _RUN = [
     "train.global_batch_size=2", "train.micro_batch_size=1", "train.sequence_length=32", "train.steps=3",
     "validation.num_samples=2", "checkpoint.asynchronous=false", "checkpoint.keep=0", "run.device=cpu",
+    "logging.report=false",
 ]  # fmt: skip
 
 

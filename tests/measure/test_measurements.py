@@ -61,7 +61,7 @@ def test_a_measured_run_is_the_same_run_and_is_recorded_by_steps_done() -> None:
         assert train(run, measurements, 3) == losses
         assert [(step, kind) for step, kind, *_ in kept.seen] == [(1, "diagnostics"), (3, "diagnostics")]
         assert list(kept.seen[0][2]["linears"]) == LINEARS
-        assert kept.seen[0][3]["diagnostics/gradient_to_noise/blocks.1"] > 0
+        assert kept.seen[0][3]["quantization_gradient_to_noise/blocks_worst"] > 0
 
 
 def test_gradient_noise_is_recorded_and_told() -> None:

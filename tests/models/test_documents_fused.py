@@ -127,5 +127,5 @@ def test_the_rehearsal_runs_the_kernels_with_documents(mesh, monkeypatch):
 
 def test_the_log_says_what_runs():
     assert "attention within documents: Flash of variable length" in describe_execution(fused_on_a_cpu(), "*-", True)
-    assert "attention within documents: its own choice, with a mask" in describe_execution(Execution(), "*", True)
+    assert "attention within documents: PyTorch's SDPA with a mask" in describe_execution(Execution(), "*", True)
     assert "within documents" not in describe_execution(Execution(), "*")

@@ -77,7 +77,7 @@ def test_attention_in_tiles_is_taken_where_it_can_be(monkeypatch, kernels):
 
 def test_the_log_says_what_runs():
     assert "scan: mamba-ssm, convolution: torch" in describe_execution(Execution(SCAN, torch_compile), "M-")
-    assert describe_execution(dataclasses.replace(PLAIN), "*-").startswith("attention: SDPA, its own choice")
+    assert describe_execution(dataclasses.replace(PLAIN), "*-").startswith("attention: PyTorch's SDPA")
 
 
 @pytest.mark.parametrize(("cores", "ranks", "compilers"), [(64, 4, 8), (16, 4, 4), (2, 4, 1), (96, 1, 8)])

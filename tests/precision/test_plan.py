@@ -85,8 +85,8 @@ def test_without_exceptions_every_linear_follows_the_run():
 def test_first_and_last_blocks_stay_in_bf16_with_both_linears():
     plan = plan_of(Bf16BlocksConfig(first=1, last=2))
     assert in_bf16(plan) == {
-        "0.in_proj": "block 0 is one of the first 1",
-        "0.out_proj": "block 0 is one of the first 1",
+        "0.in_proj": "block 0 is the first",
+        "0.out_proj": "block 0 is the first",
         "4.in_proj": "block 4 is one of the last 2",
         "4.out_proj": "block 4 is one of the last 2",
         "5.up_proj": "block 5 is one of the last 2",
@@ -140,7 +140,7 @@ def test_the_first_exception_counts_and_a_run_in_bf16_can_have_some():
     }  # fmt: skip
     plan = plan_of(Bf16BlocksConfig(first=1), BF16, [excepted(["*.out_proj"], "mxfp8")])
     assert [row.linear.block for row in plan.rows if row.recipe.quantized] == [2, 4]
-    assert given(plan)["0.out_proj"] == ("bf16", "block 0 is one of the first 1")
+    assert given(plan)["0.out_proj"] == ("bf16", "block 0 is the first")
 
 
 def test_exceptions_that_match_nothing_are_refused_unless_the_model_lacks_such_blocks():

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_fp4.report.comparison import comparison_rows, comparison_table, read_run
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from megatron_fp4.report.comparison import comparison_rows, comparison_table, read_run, read_runs
+from megatron_fp4.report.run_folder import named_run
+from scripts import compare_runs
 
 
 def write_run(folder: Path, losses: list[float | None], validation: dict[int, dict[str, float]], speed: float) -> Path:
@@ -47,19 +46,43 @@ def test_gaps_are_relative_to_the_first_run(runs):
     assert "| fp4 | 2.1000 | +5.00% | 2.0200 | +1.00% | 3.9600 | -1.00% |" in table
 
 
-@pytest.mark.slow
-def test_the_command_prints_and_draws(runs, tmp_path):
+def test_runs_go_by_the_names_that_a_person_gave(runs, tmp_path):
+    named = read_runs([f"BF16={runs[0]}", f"NVFP4, then BF16={runs[1]}", runs[1]])
+    assert [run.name for run in named] == ["BF16", "NVFP4, then BF16", "fp4"]
+    odd = tmp_path / "lr=1e-3"
+    odd.mkdir()
+    assert named_run(odd) == ("lr=1e-3", odd)
+    for wrong in ("=runs/a", "name=", " =x"):
+        with pytest.raises(ValueError, match="NAME=FOLDER"):
+            named_run(wrong)
+    with pytest.raises(ValueError, match=r"two runs are called bf16; give them names of their own: NAME=FOLDER"):
+        read_runs([runs[0], runs[0]])
+
+
+@pytest.fixture
+def compare(monkeypatch, capsys):
+    """The command: its exit code, output and errors."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["compare_runs.py", *map(str, arguments)])
+        try:
+            compare_runs.main()
+        except SystemExit as end:
+            return int(end.code or 0), *capsys.readouterr()
+        return 0, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_prints_and_draws(runs, tmp_path, compare):
     picture = tmp_path / "gap.png"
-    command = [sys.executable, "scripts/compare_runs.py", *map(str, runs), "--output", str(picture)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "+5.00%" in done.stdout and picture.read_bytes().startswith(b"\x89PNG")
+    code, output, errors = compare(runs[0], f"NVFP4={runs[1]}", "--output", picture)
+    assert code == 0, errors
+    assert "+5.00%" in output and "| NVFP4 |" in output and picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_mistakes_are_one_line(runs, tmp_path):
+def test_mistakes_are_one_line(runs, tmp_path, compare):
     shorter = write_run(tmp_path / "short", [4.0, 3.0], {}, 1.0)
     for folder, words in ((shorter, "short ended at step 2 and bf16 at 4"), (tmp_path / "none", "does not exist")):
-        command = [sys.executable, "scripts/compare_runs.py", str(runs[0]), str(folder)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+        code, _, errors = compare(runs[0], folder)
+        assert code == 2 and words in errors and len(errors.splitlines()) == 1

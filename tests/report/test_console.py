@@ -1,5 +1,6 @@
 import io
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,10 +19,9 @@ from megatron_fp4.report.console import (
     model_table,
     phases_table,
     plan_table,
-    short_number,
-    short_time,
 )
 from megatron_fp4.report.metrics import StepMetrics
+from megatron_fp4.report.words import counted, long_time, short_number, short_seconds, short_time, with_unit
 
 
 class Terminal(io.StringIO):
@@ -48,7 +48,8 @@ def run(stream, steps, **options):
 
 def test_plain_lines_every_interval_and_at_the_end():
     lines = run(io.StringIO(), range(1, 26)).splitlines()
-    assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
+    assert [line.split()[1:3] for line in lines] == [["step", "10/25"], ["step", "20/25"], ["step", "25/25"]]
+    assert all(re.match(r"[0-2]\d:[0-5]\d:[0-5]\d  step ", line) for line in lines)  # the time of day
     for part in ("broad", "loss 3.2500", "lr 1.00e-03", "grad 1.50", "41.2k tok/s", "0.0213 TFLOP/s", "ETA"):
         assert part in lines[0]
     assert "\x1b" not in "".join(lines)
@@ -83,7 +84,7 @@ def test_a_skipped_step_is_shown_at_once():
     assert "SKIPPED" in stream.getvalue()
 
 
-def test_validation_loss_is_repeated_on_later_lines():
+def test_validation_is_shown_once():
     stream = io.StringIO()
     with RunConsole(total_steps=25, interval=1, stream=stream) as console:
         console.step(metrics(1))
@@ -91,8 +92,23 @@ def test_validation_loss_is_repeated_on_later_lines():
         console.step(metrics(2))
     first, validation, second = stream.getvalue().splitlines()
     assert validation == "validation after step 1: code 2.0000  prose 4.0000"
-    assert "val" not in first
-    assert "val 3.0000" in second
+    assert "val" not in first and "val" not in second
+
+
+def test_a_line_says_how_much_memory_and_of_what_the_peak():
+    """Memory is measured now and then; a line in between has what was the most so far."""
+    stream = io.StringIO()
+    with RunConsole(total_steps=25, interval=1, stream=stream, memory_size=139.8) as console:
+        console.step(metrics(1))
+        console.step(replace(metrics(2), peak_memory_gib=61.25, mfu=0.4156))
+        console.step(metrics(3))
+    first, second, third = stream.getvalue().splitlines()
+    assert "GiB" not in first and "MFU" not in first
+    assert "TFLOP/s  MFU 41.6%  mem 61.2 GiB (44%)  data wait" in second
+    assert "mem 61.2 GiB (44%)" in third and "MFU" not in third
+    console = RunConsole(total_steps=25, interval=1, stream=(stream := io.StringIO()))
+    console.step(replace(metrics(1), peak_memory_gib=0.75))
+    assert "mem 0.75 GiB  data wait" in stream.getvalue()
 
 
 def test_bits_per_byte_stand_beside_their_loss():
@@ -102,13 +118,31 @@ def test_bits_per_byte_stand_beside_their_loss():
     assert stream.getvalue() == "validation after step 1: code 2.0000  prose 4.0000 (1.2500 bits/byte)\n"
 
 
-def test_a_terminal_gets_a_bar_with_the_numbers(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")
+# What the last state of the bar shows, from narrow to wide.
+@pytest.mark.parametrize(
+    ("width", "shown", "hidden"),
+    [
+        (40, ["loss 3.2500", "ETA 0s"], ["tok/s", "intermediat"]),
+        (80, ["intermediat… ", "loss 3.2500", "41.2k tok/s", "ETA 0s"], ["grad", "data wait"]),
+        (120, ["loss 3.2500", "lr 1.00e-03", "41.2k tok/s", "0.0213 TFLOP/s", "mem 0.75 GiB", "ETA 0s"], ["wait"]),
+        (160, ["lr 1.00e-03", "grad 1.50", "data wait 0 ms, p99 0 ms", "ETA 0s"], []),
+    ],
+)
+def test_a_terminal_gets_a_bar_and_the_numbers_that_fit(monkeypatch, width, shown, hidden):
+    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
-    output = run(Terminal(), range(1, 26))
-    assert "25/25" in output
-    assert "loss 3.2500" in output
-    assert "ETA 0s" in output
+    stream = Terminal()
+    with RunConsole(total_steps=25, stream=stream) as console:
+        for step in range(1, 26):
+            console.step(replace(metrics(step), phase="intermediate_phase", peak_memory_gib=0.75))
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    last = [line for line in re.split(r"[\r\n]", plain) if "25/25" in line][-1]
+    assert len(last) <= width
+    assert last.count("━") >= 12
+    for text in shown:
+        assert text in last
+    for text in hidden:
+        assert text not in last
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
@@ -125,7 +159,7 @@ def test_other_ranks_show_nothing(stream):
 def test_model_table_adds_up():
     parts = [ModelPart("embedding", 1, 250), ModelPart("Mamba-2", 3, 750, "8 heads x 64")]
     text = shown(model_table("tiny", "M-*-M-", parts, flops_per_token=2.5e7))
-    for part in ("tiny: 1,000 parameters, 25MFLOP per token", "M-*-M-", "75.0%", "8 heads x 64"):
+    for part in ("tiny: 1,000 parameters, 25 MFLOP per token", "M-*-M-", "75.0%", "8 heads x 64"):
         assert part in text
 
 
@@ -200,6 +234,16 @@ def test_batch_table():
     assert " 6 " in accumulation
 
 
+def test_batch_table_of_one_process_has_no_axes_of_size_one():
+    train = TrainConfig(steps=1, global_batch_size=1, micro_batch_size=1, sequence_length=64)
+    text = shown(batch_table(train, ParallelConfig(), world_size=1, num_tokens=64))
+    for part in ("one process has the whole model", "1 sequence / (1 x 1 rank)", "1 sequence x 64", "1 step\n"):
+        assert part in re.sub(" +\n", "\n", text)
+    assert "replica" not in text and "shard" not in text
+    text = shown(batch_table(train, ParallelConfig(tensor=2), world_size=2, num_tokens=64))
+    assert "2 tensor-parallel" in text and "all see the same batch" in text and "1 shard" not in text
+
+
 def test_phases_table_shows_tokens_and_epochs_by_source():
     rows = [
         PhaseRow(
@@ -223,8 +267,8 @@ def test_phases_of_many_sources_show_those_gone_through_most():
 
 
 def test_facts_table():
-    text = shown(facts_table("Done", {"tokens": 1234567, "loss": "3.21", "resumed": True}))
-    assert "1,234,567" in text
+    text = shown(facts_table("Done", {"tokens": 1234567, "loss": "3.21", "resumed": True, "switched": None}))
+    assert "1,234,567" in text and "switched" not in text and "None" not in text
     assert "True" in text
 
 
@@ -242,6 +286,36 @@ def test_short_number(value, text):
 )
 def test_short_time(seconds, text):
     assert short_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (4e-5, "0 ms"), (0.0004, "0.4 ms"), (0.31, "310 ms"), (0.9996, "1 s"), (1.236, "1.24 s")],
+)
+def test_short_seconds(seconds, text):
+    assert short_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.6, "600 ms"),
+        (42, "42 s"),
+        (204, "3.4 minutes"),
+        (18360, "5.1 hours"),
+        (3.15e6, "36.5 days"),
+        (1e9, "31.7 years"),
+    ],
+)
+def test_long_time(seconds, text):
+    assert long_time(seconds) == text
+
+
+def test_units_and_counts():
+    assert with_unit(2.38e7, "FLOP") == "23.8 MFLOP" and with_unit(850, "FLOP") == "850 FLOP"
+    assert with_unit(3e18, "FLOP") == "3 EFLOP"
+    assert [counted(number, "batch", "batches") for number in (0, 1, 2500)] == ["0 batches", "1 batch", "2,500 batches"]
+    assert counted(1, "step") == "1 step" and counted(2, "step") == "2 steps"
 
 
 class FailingStream(io.StringIO):

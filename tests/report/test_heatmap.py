@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from megatron_fp4.report.heatmap import heatmap_values, plot_heatmap
+from megatron_fp4.report.heatmap import SCALES, Scale, heatmap_values, plot_heatmap
 
 NAMES = [f"blocks.{block}.mixer.{name}" for block in range(3) for name in ("in_proj", "out_proj")]
 
@@ -63,3 +65,36 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
     for wrong in ("wgrad_gradient.snr", "bgrad.error", "snr_db", "wgrad_gradient"):
         with pytest.raises(ValueError, match="is no quantity of the diagnostics"):
             plot_heatmap(tmp_path, [wrong])
+
+
+def test_a_colour_means_the_same_number_in_every_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs whose errors lie elsewhere, and of an outlier: the limits stay, and values beyond them are said."""
+    seen: list[Any] = []
+    monkeypatch.setattr(plt, "close", lambda figure: seen.append(figure))
+    for folder, errors in (("low", [0.05, 0.06]), ("high", [0.3, 0.9])):
+        (tmp_path / folder).mkdir()
+        _write(tmp_path / folder, [_record(100 * i, NAMES, error) for i, error in enumerate(errors)])
+        plot_heatmap(tmp_path / folder, ["wgrad.error"])
+    low, high = (next(child for child in figure.axes[0].collections if child.cmap) for figure in seen)
+    assert list(low.norm.boundaries) == list(high.norm.boundaries) == list(SCALES["error"].bounds)
+    assert low.colorbar.extend == "neither" and high.colorbar.extend == "max"
+    assert "measured: 0.05 to 0.06" in seen[0].axes[0].get_title(loc="left")
+    assert seen[0].axes[1].get_ylabel() == "error / product (norms)"
+
+
+def test_what_was_not_measured_has_no_colour_of_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(plt, "close", lambda figure: seen.append(figure))
+    _write(tmp_path, [_record(1, NAMES, 0.1), _record(2, NAMES, None)])
+    plot_heatmap(tmp_path, ["wgrad.error"])
+    (mesh,) = [child for child in seen[0].axes[0].collections if child.cmap]
+    assert mesh.get_array().mask.tolist() == [[False, True]] * len(NAMES)
+    assert seen[0].axes[0].patches[0].get_hatch() == "////"
+    assert [text.get_text() for text in seen[0].legends[0].get_texts()] == [
+        "not quantized, not measured, or not finite"
+    ]
+
+
+@pytest.mark.parametrize("scale", SCALES.values())
+def test_scales_rise(scale: Scale) -> None:
+    assert scale.unit and all(low < high for low, high in pairwise(scale.bounds))

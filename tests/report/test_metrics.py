@@ -3,6 +3,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import types
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_fp4.report import metrics as metrics_module
-from megatron_fp4.report import record_file, views
+from megatron_fp4.report import record_file, wandb_view
 from megatron_fp4.report.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
-from megatron_fp4.report.views import TensorBoardView, WandbView
+from megatron_fp4.report.tensorboard_view import TensorBoardView
+from megatron_fp4.report.wandb_view import ID_FILE, WandbView, known_run_id
 
 
 def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
@@ -53,7 +55,9 @@ def test_every_line_is_an_object_of_its_kind(tmp_path):
         records = read_metrics(tmp_path / METRICS_FILE)
     assert [record["kind"] for record in records] == ["run", "step", "validation", "event"]
     assert records[0] == {"kind": "run", "step": 0, "total_steps": 10, "decay_start": 8}
-    assert set(records[1]) == {"kind", *vars(metrics(1))} and records[1]["epochs"] == {"code": 0.5}
+    assert set(records[1]) == {"kind", *vars(metrics(1))} - {"mfu", "peak_memory_gib"} and records[1]["epochs"] == {
+        "code": 0.5
+    }
     assert records[2] == {
         "kind": "validation",
         "step": 1,
@@ -199,14 +203,43 @@ def test_tensorboard_has_the_numbers_and_hides_what_resume_cut(tmp_path):
         writer.event(5, "switch", target="bf16")
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+    assert [(event.step, event.value) for event in events.Scalars("loss/train")] == [
         (1, 9.0),
         (2, 8.0),
         (3, 7.0),
         (4, 6.0),
         (5, 1.0),
     ]
-    assert [event.value for event in events.Scalars("validation/code")] == [2.5]
+    assert [event.value for event in events.Scalars("loss/validation_code")] == [2.5]
+    assert [event.value for event in events.Scalars("loss/validation")] == [2.5]
+
+
+def test_curves_are_in_a_few_groups(tmp_path):
+    """What TensorBoard reads back of a run that shows all that there is; both make a group of a name's first part."""
+    with MetricsWriter(tmp_path) as writer:
+        writer.step(replace(metrics(1), epochs={"code": 0.5, "prose": 0.25}, mfu=0.4, peak_memory_gib=61.5))
+        writer.validation(1, 4096, {"code": 2.0, "prose": 4.0}, {"code": 0.75})
+        writer.record(1, "diagnostics", {"linears": {}}, {"quantization_error/wgrad_worst": 0.125})
+    (record, *_) = read_metrics(tmp_path / METRICS_FILE)
+    assert (record["mfu"], record["peak_memory_gib"]) == (0.4, 61.5)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
+    assert {name.partition("/")[0] for name in shown} == {
+        "loss", "bits_per_byte", "optimizer", "speed", "memory", "data", "quantization_error",
+    }  # fmt: skip
+    expected = {
+        "loss/train": 3.0,
+        "loss/validation": 3.0,
+        "loss/validation_prose": 4.0,
+        "bits_per_byte/code": 0.75,
+        "optimizer/skipped": 0.0,
+        "speed/mfu": 0.4,
+        "memory/peak_gib": 61.5,
+        "data/epochs_prose": 0.25,
+        "quantization_error/wgrad_worst": 0.125,
+    }
+    assert {name: shown[name] for name in expected} == pytest.approx(expected)
 
 
 def test_a_tensorboard_that_fails_is_said_once_and_begun_again(tmp_path, monkeypatch, caplog):
@@ -234,7 +267,7 @@ def test_a_tensorboard_that_fails_is_said_once_and_begun_again(tmp_path, monkeyp
     assert len(said) == 2 and "LOGGING FAILED, training goes on: TensorBoard" in said[0] and "works again" in said[1]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(4, 0.5), (5, 0.5)]
+    assert [(event.step, event.value) for event in events.Scalars("loss/train")] == [(4, 0.5), (5, 0.5)]
 
 
 @pytest.mark.slow
@@ -292,7 +325,7 @@ def test_texts_are_recorded_and_shown(tmp_path, monkeypatch):
     (shown,) = board.Tensors("text/1/text_summary")
     # A code block of Markdown: the text as it is.
     assert shown.tensor_proto.string_val[0].decode() == "    def| f(x):\n        é" and shown.step == 1
-    table = fake.values[-1]["text"]
+    table = fake.values[-1]["text/samples"]
     assert table == (["prompt", "text", "ended"], [["def", " f(x):\n    é", False], ["", None, False]])
     with MetricsWriter(tmp_path / "other", active=False) as writer:
         writer.texts(1, SAMPLES)
@@ -300,28 +333,36 @@ def test_texts_are_recorded_and_shown(tmp_path, monkeypatch):
 
 
 class FakeWandb(types.ModuleType):
-    """wandb as far as a run uses it. refuse: what `init` raises online."""
+    """wandb as far as a run uses it. refuse: what `init` raises online. hangs: what of it does not come back until
+    `back` is set. dies_at: the step in which its service dies, to be back after so many more tries."""
 
-    def __init__(self, refuse: Exception | None = None) -> None:
+    def __init__(self, refuse: Exception | None = None, hangs: str = "", dies_at: int = 0, tries: int = 0) -> None:
         super().__init__("wandb")
-        self.refuse, self.starts, self.logged, self.values, self.broken = refuse, [], [], [], False
-        self.hang = threading.Event()
-        self.hang.set()
+        self.refuse, self.hangs, self.dies_at, self.tries = refuse, hangs, dies_at, tries
+        self.starts, self.logged, self.values, self.told, self.keys = [], [], [], [], ["a key"]
+        self.back = threading.Event()
 
     def Settings(self, **settings):
         return settings
 
+    def login(self, prompt):
+        assert not prompt, "would ask on the terminal"
+        return bool(self.keys)
+
     def init(self, *, mode, dir, id, **rest):
-        self.starts.append((mode, rest))
+        self.come_back("init")
+        self.starts.append((mode, id, rest))
         if mode == "online" and self.refuse is not None:
             raise self.refuse
         return types.SimpleNamespace(
-            id=id or "new", dir=f"{dir}/wandb/{mode}-run-1-{id or 'new'}/files", log=self.log, finish=self.finish
+            id=id, dir=f"{dir}/wandb/{mode}-run-1-{id}/files", log=self.log, finish=partial(self.come_back, "finish")
         )
 
     def log(self, values, step):
-        if self.broken:
-            raise ConnectionError("the service has gone")
+        self.come_back("log")
+        if self.tries and step >= self.dies_at:
+            self.tries -= 1
+            raise ConnectionResetError("Connection lost")
         self.logged.append(step)
         self.values.append(values)
 
@@ -329,69 +370,116 @@ class FakeWandb(types.ModuleType):
         return columns, data
 
     def teardown(self):
-        self.torn_down = True
+        raise ConnectionResetError("Connection lost")  # as the real one does once its service is gone
 
-    def finish(self):
-        self.hang.wait(60)
+    def come_back(self, where):
+        if self.hangs == where:
+            self.back.wait(60)
 
 
-@pytest.mark.parametrize("error", [TimeoutError("90 s"), RuntimeError("CommError:\nno route")])
+@pytest.mark.parametrize("error", [TimeoutError("90 s"), RuntimeError("CommError:\nno route"), None])
 def test_wandb_that_does_not_answer_is_offline_with_the_way_to_send_it(tmp_path, monkeypatch, caplog, error):
     fake = FakeWandb(refuse=error)
+    if error is None:
+        fake.keys.clear()
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online", wandb_run_id="abc") as writer:
         writer.step(metrics(1))
-    assert [mode for mode, _ in fake.starts] == ["online", "offline"] and fake.logged == [1]
-    assert writer.wandb_run_id == "abc"
-    assert fake.starts[0][1]["settings"]["init_timeout"] + fake.starts[0][1]["settings"]["login_timeout"] <= 90
-    event, _ = read_metrics(tmp_path / METRICS_FILE)
-    assert event["event"] == "wandb_offline"
-    assert event["reason"].endswith(f"send it later: wandb sync {tmp_path}/wandb/offline-run-1-abc")
+    assert [mode for mode, *_ in fake.starts] == (["offline"] if error is None else ["online", "offline"])
+    assert fake.logged == [1] and {run_id for _, run_id, _ in fake.starts} == {"abc"}
+    assert fake.starts[0][2]["settings"]["init_timeout"] <= 90
+    events = [record for record in read_metrics(tmp_path / METRICS_FILE) if record["kind"] == "event"]
+    assert [event["event"] for event in events] == ["wandb_offline"]
+    assert events[0]["reason"].endswith(f"send it later: wandb sync {tmp_path}/wandb/offline-run-1-abc")
     (said,) = [record.getMessage() for record in caplog.records]
-    assert event["reason"] in said and "\n" not in said
+    assert events[0]["reason"] in said and "\n" not in said
+    assert ("no API key" in said) == (error is None)
 
 
 @pytest.mark.slow
 def test_the_real_wandb_without_its_server(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr(views, "INIT_SECONDS", 1)
+    monkeypatch.setattr(wandb_view, "INIT_SECONDS", 1)
     writer = write(tmp_path, 0, 2, wandb_mode="online", wandb_run_id="abc")
     assert writer.wandb_run_id == "abc"
-    event, *_ = read_metrics(tmp_path / METRICS_FILE)
+    records = read_metrics(tmp_path / METRICS_FILE)
+    (event,) = [record for record in records if record["kind"] == "event"]
     (folder,) = (tmp_path / "wandb").glob("offline-run-*-abc")
-    assert event["event"] == "wandb_offline" and event["reason"].endswith(f"wandb sync {folder}")
+    assert len(records) == 4 and event["event"] == "wandb_offline" and event["reason"].endswith(f"wandb sync {folder}")
     assert list(folder.glob("*.wandb"))
 
 
-def test_wandb_that_fails_in_between_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
-    fake = FakeWandb()
+@pytest.mark.parametrize("tries", [1, 3])
+def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(tmp_path, monkeypatch, caplog, tries):
+    fake = FakeWandb(dies_at=3, tries=tries)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(metrics_module, "WandbView", partial(WandbView, retry_seconds=0.0))
     with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
         for step in range(1, 7):
-            fake.broken = step in (3, 4)
             writer.step(metrics(step))
-    assert fake.logged == [1, 2, 5, 6]
+    assert fake.logged == [1, 2, 3, 4, 5, 6]  # each once, in order
+    assert len(fake.starts) == 1 + tries and len({run_id for _, run_id, _ in fake.starts}) == 1
     assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == list(range(1, 7))
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2 and "training goes on: wandb: ConnectionError" in said[0] and "wandb works again" in said[1]
+    assert len(said) == 2 and "training goes on: wandb: ConnectionResetError" in said[0]
+    assert "wandb works again" in said[1] and "all that waited" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("fake", "said"),
+    [
+        (FakeWandb(hangs="init"), "wandb: 3 points not taken"),
+        (FakeWandb(hangs="log"), "wandb: 3 points not taken"),
+        (FakeWandb(hangs="finish"), "wandb: not everything was sent"),
+        (FakeWandb(dies_at=2, tries=10**6), "wandb: 2 points not taken"),
+    ],
+)
+def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(tmp_path, monkeypatch, caplog, fake, said):
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(wandb_view, "FINISH_SECONDS", 0.2)
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
+        for step in range(1, 4):
+            writer.step(metrics(step))
+        began = time.monotonic()
+    assert time.monotonic() - began < 30  # of which a hang would have had 60
+    assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == [1, 2, 3]
+    assert said in caplog.text and "metrics.jsonl has it all" in caplog.text
+    folder = f"wandb sync {tmp_path}/wandb/online-run-1-{writer.wandb_run_id}"
+    assert (folder in caplog.text) == (fake.hangs in ("log", "finish"))
+    fake.back.set()
+
+
+def test_what_waits_for_wandb_is_limited(tmp_path, monkeypatch, caplog):
+    fake = FakeWandb(hangs="init")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(wandb_view, "_MOST_WAITING", 3)
+    with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
+        for step in range(1, 11):
+            writer.step(metrics(step))
+        fake.back.set()
+    assert fake.logged[-3:] == [8, 9, 10] and len(fake.logged) <= 4 and "7 points not taken" in caplog.text
 
 
 def test_a_wandb_that_cannot_even_start_offline_is_left_out(tmp_path, monkeypatch, caplog):
     fake = FakeWandb()
     fake.init = MagicMock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(metrics_module, "WandbView", partial(WandbView, retry_seconds=0.0))
     with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online", wandb_run_id="abc") as writer:
         writer.step(metrics(1))
     assert writer.wandb_run_id == "abc" and "training goes on: wandb" in caplog.text
 
 
-def test_the_end_does_not_wait_for_wandb_for_ever(tmp_path, monkeypatch, caplog):
-    fake = FakeWandb()
-    fake.hang.clear()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(views, "FINISH_SECONDS", 0.1)
-    write(tmp_path, 0, 1, wandb_mode="online")
-    fake.hang.set()
-    assert "not everything was sent" in caplog.text and f"wandb sync {tmp_path}/wandb/online-run-1-new" in caplog.text
+def test_the_id_at_wandb_is_the_runs(tmp_path, monkeypatch):
+    """Also where no checkpoint was made since it was given; a run that begins anew gets a new one."""
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    first = write(tmp_path, 0, 2, wandb_mode="online").wandb_run_id
+    assert len(first) == 8 and (tmp_path / ID_FILE).read_text() == f"{first}\n"
+    assert known_run_id(tmp_path, None) == known_run_id(tmp_path, "another") == first
+    assert known_run_id(tmp_path / "no such run", "of_checkpoint") == "of_checkpoint"
+    assert write(tmp_path, 2, 4, wandb_mode="online", wandb_run_id=first).wandb_run_id == first
+    second = write(tmp_path, 0, 1, wandb_mode="online").wandb_run_id
+    assert second != first and (tmp_path / f"{ID_FILE}.1").read_text() == f"{first}\n"
+    write(tmp_path, 0, 1)
+    assert known_run_id(tmp_path, None) is None

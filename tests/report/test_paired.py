@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_fp4.report.paired import HeldOut, gaps, read_held_out, spread, table
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from scripts import compare_recipes
 
 
 def write_run(folder: Path, seed: int, losses: dict[int, dict[str, float | None]]) -> Path:
@@ -61,16 +59,16 @@ def test_the_table_has_errors_and_counts():
     assert row == "| 10M | 2.1000 (2) | 6.73% | +2.00% ± 1.00 (2) | +0.00% (1) |"
 
 
-@pytest.mark.slow
-def test_the_command_prints_draws_and_refuses(tmp_path):
+def test_the_command_prints_draws_and_refuses(tmp_path, monkeypatch, capsys):
     runs = [write_run(tmp_path / f"{n}{s}", s, {1: {"a": 2.0 + g}}) for n, g in (("b", 0), ("f", 0.02)) for s in (1, 2)]
     picture = tmp_path / "gap.png"
-    command = [sys.executable, "scripts/compare_recipes.py", f"bf16={runs[0]},{runs[1]}"]
-    done = subprocess.run(
-        [*command, f"fp4={runs[2]},{runs[3]}", "--output", str(picture)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "+1.00% ± 0.00 (2)" in done.stdout and picture.read_bytes().startswith(b"\x89PNG")
+    command = ["compare_recipes.py", f"bf16={runs[0]},{runs[1]}"]
+    monkeypatch.setattr(sys, "argv", [*command, f"fp4={runs[2]},{runs[3]}", "--output", str(picture)])
+    compare_recipes.main()
+    assert "+1.00% ± 0.00 (2)" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
     for wrong, words in (([], "two groups"), (["fp4"], "NAME=RUN"), ([f"fp4={tmp_path / 'none'}"], "does not exist")):
-        done = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+        monkeypatch.setattr(sys, "argv", [*command, *wrong])
+        with pytest.raises(SystemExit) as end:
+            compare_recipes.main()
+        errors = capsys.readouterr().err
+        assert end.value.code == 2 and words in errors and len(errors.splitlines()) == 1

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -361,3 +362,18 @@ def test_ids_above_65499_take_four_bytes(tmp_path: Path) -> None:
     ingest(open_files("json", [path]), tmp_path / "out", tokenizer, ALL)
     tokens = struct.unpack("<i", (tmp_path / "out.bin").read_bytes()[-4:])
     assert tokens == (70_000,) and documents(tmp_path / "out", tokenizer) == TEXTS[:2]
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "call"),
+    [
+        ("pyarrow", "parquet", lambda: open_files("parquet", [])),
+        ("datasets", "datasets", lambda: open_dataset("org/name", "train")),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    module: str, extra: str, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf'needs a package .*{module}.*; pip install "megatron_fp4\[{extra}\]"$'):
+        call()

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# The training processes of one node under a scheduler: one torchrun, and in front of it this shell, which passes
+# requests to stop on. scripts/slurm/pretrain.sbatch and scripts/kubernetes/jobset.yaml run it on every node, from the
+# root of this project:
+#
+#     launch_node.sh check OVERRIDES...    only `pretrain.py --check`, as for the processes of all nodes
+#     launch_node.sh train OVERRIDES...    exit code: that of pretrain.py, where run.dir/state.json tells it, else torchrun's
+#
+# From the environment; what is not set is taken from Slurm's variables:
+#     NNODES, MASTER_ADDR, MASTER_PORT, RUN_ID    how many torchruns meet, and where
+#     PROCESSES_PER_NODE    default: the GPUs that the job step has on this node, else all that nvidia-smi lists; to
+#                           train on CPUs it has to be given
+#     OMP_NUM_THREADS       default: the cores of this node shared out, 8 at most
+#     PYTHON                default: .venv/bin/python, python or python3, the first that is there
+#
+# TERM, USR1 and USR2 ask the workers, once, to save a checkpoint and end. torchrun hears of none of them: it would die
+# of USR1 and USR2, and after TERM it gives its workers 30 seconds, too few for a large checkpoint. Some schedulers
+# signal every process of a job, torchrun included (Slurm with ProctrackType=linuxproc), others only this shell.
+
+set -uo pipefail
+
+action="${1:?launch_node.sh: check or train}"
+shift
+fail() {
+    echo "launch_node.sh: $1" >&2
+    exit 2
+}
+
+python="${PYTHON:-}"
+for candidate in "$PWD/.venv/bin/python" python python3; do
+    [ -n "$python" ] || python="$(command -v "$candidate")"
+done
+[ -n "$python" ] || fail "there is no Python: run make setup here, or set PYTHON"
+[ -f pretrain.py ] || fail "there is no pretrain.py in $PWD: start in the root of this project"
+
+nodes="${NNODES:-${SLURM_NNODES:-1}}"
+# In a job step SLURM_GPUS_ON_NODE is what was asked for; in the batch script of a job with --exclusive it is all GPUs.
+processes="${PROCESSES_PER_NODE:-${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}}"
+[ -n "$processes" ] || processes="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')"
+[ "$processes" != 0 ] || fail "this job has no GPU on $(hostname): ask for some, or set PROCESSES_PER_NODE to train on CPUs"
+[[ "$nodes$processes" =~ ^[0-9]+$ ]] || fail "NNODES=$nodes or PROCESSES_PER_NODE=$processes is not a number"
+
+if [ "$action" = check ]; then
+    WORLD_SIZE=$((nodes * processes)) exec "$python" pretrain.py --check "$@"
+fi
+
+run_dir=""
+for override in "$@"; do
+    case "$override" in run.dir=*) run_dir="${override#run.dir=}" ;; esac
+done
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+    threads=$(($(nproc) / processes))
+    export OMP_NUM_THREADS=$((threads > 8 ? 8 : threads < 1 ? 1 : threads))
+fi
+
+# Asks those of torchrun's workers that listen to USR1 already; fails if none does. One is enough: the next step's
+# messages tell all ranks, on all nodes.
+ask_workers() {
+    local status pid key value parent caught asked=1
+    for status in /proc/[0-9]*/status; do
+        pid="${status//[^0-9]/}" parent="" caught=0
+        while read -r key value _; do
+            case "$key" in
+            PPid:) parent="$value" ;;
+            SigCgt:) caught="$value" ;;
+            esac
+        done 2>/dev/null <"$status"
+        # Bit 9 of the mask is signal 10, SIGUSR1.
+        if [ "$parent" = "$launcher" ] && ((16#$caught & 16#200)) && kill -USR1 "$pid"; then asked=0; fi
+    done
+    return "$asked"
+}
+
+before="$(cat "$run_dir/state.json" 2>/dev/null)"
+asked=no
+trap 'if [ "$asked" = no ]; then asked=now; fi' TERM USR1 USR2
+(
+    trap "" TERM USR1 USR2 # inherited; the workers themselves then listen to TERM and USR1
+    exec setsid "$python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$processes" \
+        --rdzv-backend c10d --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-29400}" \
+        --rdzv-id "${RUN_ID:-${SLURM_JOB_ID:-0}-${SLURM_RESTART_COUNT:-0}}" \
+        --signals-to-handle SIGINT,SIGHUP,SIGQUIT pretrain.py "$@"
+) &
+launcher=$!
+while kill -0 "$launcher" 2>/dev/null; do
+    # Once: of a second request, seconds later, they leave without saving.
+    if [ "$asked" = now ] && ask_workers; then asked=told; fi
+    (trap "" TERM USR1 USR2 && exec sleep 1)
+done
+wait "$launcher"
+code=$?
+
+# torchrun turns every exit code of its workers into 1.
+after="$(cat "$run_dir/state.json" 2>/dev/null)"
+if [ "$code" != 0 ] && [ "$after" != "$before" ]; then
+    case "$(sed -n 's/^ *"state": "\(.*\)",\{0,1\}$/\1/p' <<<"$after")" in
+    refused) code=2 ;;
+    diverged) code=3 ;;
+    wrong_numbers) code=4 ;;
+    stopped) code=75 ;;
+    esac
+fi
+exit "$code"

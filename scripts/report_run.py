@@ -1,0 +1,38 @@
+"""A page about a run, or about several side by side, that opens in any browser and needs no network.
+
+    python scripts/report_run.py runs/nvfp4                                      writes runs/nvfp4/report.html
+    python scripts/report_run.py runs/nvfp4 --baseline BF16=runs/bf16            with its gap to another run
+    python scripts/report_run.py BF16=runs/bf16 NVFP4=runs/nvfp4 --output gap.html
+
+Also of runs that are not finished, and of older versions; what these do not say is shown as unknown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import yaml
+
+from assembly import CONFIGS
+from megatron_fp4.config.compose import compose_config, to_yaml
+from megatron_fp4.report.page import write_report
+
+
+def main() -> None:
+    """Write the page; exit code 2, with a line on stderr, if it cannot be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="+", metavar="[NAME=]FOLDER", help="folders of runs")
+    parser.add_argument("--baseline", metavar="[NAME=]FOLDER", help="what gaps are measured against")
+    parser.add_argument("--output", help="where to write it (default: report.html in the folder of a single run)")
+    options = parser.parse_args()
+    try:
+        defaults = yaml.safe_load(to_yaml(compose_config([], CONFIGS)))
+        print(write_report(options.run, defaults=defaults, baseline=options.baseline, target=options.output))
+    except (OSError, ValueError) as error:
+        print(f"report_run.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The launcher's end is the run's: signals reach the workers, exit codes come back, and only crashes are reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron_fp4 import launch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A worker without torch: says that it listens; then ends as its run would.
+_WORKER = """
+import os, time
+from megatron_fp4.faults.signals import StopRequest
+stop = StopRequest().listen()
+print("listening", flush=True)
+while not stop.requested:
+    time.sleep(0.01)
+print(f"saved on {stop.received.name}", flush=True)
+os._exit(75)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="workers are found in /proc")
+def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(tmp_path: Path) -> None:
+    """USR1, which kills torchrun; nothing is printed but what the workers say."""
+    (tmp_path / "worker.py").write_text(_WORKER)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron_fp4.launch", "--standalone", "--nproc-per-node", "2", "worker.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["listening\n"] * 2
+    process.send_signal(signal.SIGUSR1)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 75
+    assert output == "saved on SIGUSR1\n" * 2
+    assert errors == "pretrain.py: SIGUSR1: stopping after this step; another signal leaves at once\n"
+
+
+def test_a_crash_is_reported_without_the_launchers_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "_PROC", tmp_path)  # so that it leaves this process's signals alone
+    ends = {1: "Root Cause", 2: "", 75: ""}  # what has ended in one line of the run's own needs no second one
+    for code, told in ends.items():
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="<N/A>")
+        monkeypatch.setattr(torchrun, "run", MagicMock(side_effect=ChildFailedError("pretrain.py", {0: failure})))
+        assert launch.main(["--standalone", "pretrain.py", "train.steps=3"]) == code
+        errors = capsys.readouterr().err
+        assert told in errors and bool(errors) == bool(told) and "Traceback" not in errors
+    (options,) = torchrun.run.call_args.args
+    assert options.training_script == "pretrain.py" and options.training_script_args == ["train.steps=3"]
+
+
+@pytest.mark.parametrize(
+    ("failed", "handed_on", "code"),
+    [
+        ({0: 75, 1: 75}, {2}, 75),
+        ({0: -15, 1: 75}, set(), 75),  # torchrun's TERM to whoever is left
+        ({0: 75, 1: 2}, set(), 2),
+        ({0: -15, 1: 3}, set(), 3),
+        ({0: 1, 1: -15}, set(), 1),
+        ({0: -9}, set(), 1),
+        ({0: -2, 1: -2}, {2}, 130),  # before they listened
+        ({0: -2, 1: -2}, set(), 1),
+        ({0: 130, 1: 75}, {2}, 130),
+    ],
+)
+def test_exit_codes(failed: dict[int, int], handed_on: set[int], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_handed_on", handed_on)
+    assert launch.exit_code(failed) == code

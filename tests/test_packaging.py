@@ -1,0 +1,126 @@
+"""What a wheel holds, and that the installed command runs it whatever else is called data or models."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import megatron_fp4
+from megatron_fp4 import command
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package's own folder, with two scripts."""
+    folder = tmp_path / "megatron_fp4" / "rooms"
+    (folder / "scripts").mkdir(parents=True)
+    for name in ("pretrain", "scripts/__init__", "scripts/export_hf", "scripts/generate"):
+        (folder / f"{name}.py").touch()
+    for name in command.ROOMS:
+        (folder / f"{name}.py").touch()
+    monkeypatch.setattr(command, "PACKAGE", folder.parent)
+    return folder
+
+
+def test_what_the_command_runs(rooms: Path) -> None:
+    assert command.commands() == ["export_hf", "generate"]
+    train = rooms / "pretrain.py"
+    assert command.program([]) == command.program(["train"]) == (train, [])
+    assert command.program(["train", "model=tiny"]) == (train, ["model=tiny"])
+    for one in ("model=tiny", "--check", "~data", "+a=1", "a='b c'"):
+        assert command.program([one, "x=1"]) == (train, [one, "x=1"])
+    for name in ("export_hf", "export-hf"):
+        assert command.program([name, "--help"]) == (rooms / "scripts" / "export_hf.py", ["--help"])
+    with pytest.raises(ValueError, match=r"trian is no override .* commands: train export_hf generate"):
+        command.program(["trian"])
+
+
+def test_from_a_checkout_it_runs_the_checkout() -> None:
+    assert command.root() == ROOT
+    assert "prepare_data" in command.commands() and "__init__" not in command.commands()
+
+
+def test_the_rooms_come_first(rooms: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"/mine{os.pathsep}{rooms}")
+    monkeypatch.setattr(sys, "path", ["", "/mine", str(rooms), "/site-packages"])
+    for name in command.ROOMS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    command.put_first(rooms)
+    assert sys.path == [str(rooms), "", "/mine", "/site-packages"]
+    assert os.environ["PYTHONPATH"] == f"{rooms}{os.pathsep}/mine"
+
+
+def test_a_name_that_is_taken_is_an_error(rooms: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By something that was imported before the command could do anything, such as a .pth file."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setitem(sys.modules, "data", megatron_fp4)
+    with pytest.raises(ValueError, match=r"the module data is that of .*megatron_fp4/__init__.py, not "):
+        command.put_first(rooms)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository's files as a wheel, unpacked."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "checkout"
+    tracked = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split()
+    for name in (name for name in tracked if not name.startswith("tests/") and (ROOT / name).exists()):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    build = "import setuptools.build_meta as b; b.build_wheel('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=copy, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.mark.slow
+def test_a_wheel_has_everything_in_one_package(installed: Path) -> None:
+    (info,) = installed.glob("*.dist-info")
+    assert {path.name for path in installed.iterdir()} == {"megatron_fp4", info.name}
+    assert (info / "top_level.txt").read_text().split() == ["megatron_fp4"]
+    assert "megatron-fp4 = megatron_fp4.command:main" in (info / "entry_points.txt").read_text()
+    assert (installed / "megatron_fp4" / "py.typed").exists()
+    tracked = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split()
+    outside = ("tests/", "docs/", ".ci/")
+    rooms = [path for path in tracked if "/" in path and not path.startswith((*outside, "megatron_fp4/"))]
+    rooms += [path for path in tracked if "/" not in path and path.endswith(".py") and path != "setup.py"]
+    expected = {f"megatron_fp4/rooms/{path}" for path in rooms if (ROOT / path).exists()}
+    expected |= {path for path in tracked if path.startswith("megatron_fp4/") and (ROOT / path).exists()}
+    there = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
+    assert expected <= there, f"missing: {sorted(expected - there)}"
+
+
+@pytest.mark.slow
+def test_the_installed_command_among_others_data_and_models(installed: Path, tmp_path: Path) -> None:
+    """In the current folder, first on PYTHONPATH."""
+    for name in ("data", "models", "scripts", "exchange"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of somebody else')\n")
+    (tmp_path / "assembly.py").write_text("raise RuntimeError('of somebody else')\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed}"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        here = [sys.executable, "-m", "megatron_fp4", *arguments]
+        return subprocess.run(here, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    checked = run("model=tiny", "--check", f"run.dir={tmp_path / 'run'}")
+    assert checked.returncode == 0, checked.stderr
+    wrong = run("no_such_command")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("megatron-fp4: no_such_command is no override")
+
+
+def test_the_version_stands_once() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == megatron_fp4.__version__
+    assert citation["cff-version"] == "1.2.0" and citation["authors"] and citation["title"] == "megatron_fp4"
