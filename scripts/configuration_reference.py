@@ -26,6 +26,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from megatron_fp4.config.compose import compose_config, group_options
 from megatron_fp4.config.help import default_options, option_summary
 from megatron_fp4.config.schema import Config
+from megatron_fp4.config.strict import MOST
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
@@ -34,7 +35,7 @@ CONFIGS = ROOT / "configs"
 _ADDED = ("after_switch", "from_environment")
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Configuration
 
 <!-- Written by scripts/configuration_reference.py from megatron_fp4/config; a test compares. Change it there. -->
@@ -42,7 +43,8 @@ INTRODUCTION = """\
 Every key that a run has. On the command line `key=value` sets one (`train.steps=1000`), `group=option` takes a file
 of `configs/` (`model=hybrid_60m`), and `python pretrain.py --help` lists both with the values of the default run. A key
 that does not exist, a value out of its range and combinations that cannot run are refused in one line, before anything
-is built. Lists and mappings are written as in `'data.sources={web: /data/web}'`; in files of `configs/` they are YAML.
+is built. Lists and mappings are written as in `'data.sources={{web: /data/web}}'`; in files of `configs/` they are
+YAML. Numbers may be written as 10k, 1.5M or 1e3. Integers without another upper limit end at {MOST:,}.
 
 *Default* is what holds where nothing else says otherwise. What the default run has instead, by `configs/config.yaml`
 and the options marked * below, stands behind an arrow.
@@ -159,8 +161,9 @@ def type_name(hint: Any) -> str:
 
 def _in_range(name: str, metadata: tuple[Any, ...]) -> str:
     limits = [part for one in metadata for part in (one, *getattr(one, "metadata", ()))]
-    lower = [f"> {one.gt:g}" if isinstance(one, Gt) else f"≥ {one.ge:g}" for one in limits if isinstance(one, (Gt, Ge))]
-    upper = [f"< {one.lt:g}" if isinstance(one, Lt) else f"≤ {one.le:g}" for one in limits if isinstance(one, (Lt, Le))]
+    lower = [f"> {one.gt:,}" if isinstance(one, Gt) else f"≥ {one.ge:,}" for one in limits if isinstance(one, (Gt, Ge))]
+    upper = [f"< {one.lt:,}" if isinstance(one, Lt) else f"≤ {one.le:,}" for one in limits if isinstance(one, (Lt, Le))]
+    upper = [limit for limit in upper if limit != f"≤ {MOST:,}"]  # the introduction has it
     return " ".join([name, " and ".join([*lower, *upper])]).strip()
 
 

@@ -95,6 +95,8 @@ def _without_gaps(arguments: Sequence[str]) -> list[str]:
 def configuration(overrides: Sequence[str], configs: Path, ranks: int) -> Config:
     """What `overrides` compose to, checked as a start on `ranks` ranks checks it; raises ConfigError."""
     given = [override for override in overrides if override not in ("--check", "...")]
+    # Whether a checkpoint is there is not for a page to say.
+    given = [re.sub(r"^(checkpoint\.resume=).*/.*", r"\1auto", override) for override in given]
     config = compose.compose_config(given, configs)
     # A page's commands are for machines that are not here.
     device = "cpu" if config.run.device == "cpu" else "cuda"
