@@ -280,6 +280,7 @@ class Run:
         rate = (self.tokens(step + 1) - self.tokens(step)) / seconds
         tflops, peak = self.flops_per_token(step) * rate / self.mesh.world_size / 1e12, peak_tflops(self.mesh.device)
         now_and_then = self.log.active and (step + 1) % self.config.logging.interval == 0
+        first = self.log.active and step == self.log.console.start_step
         return StepMetrics(
             step=step + 1,
             tokens=self.tokens(step + 1),
@@ -295,7 +296,7 @@ class Run:
             data_wait=result.data_wait,
             epochs=self.epochs(step + 1) if now_and_then else {},
             mfu=None if peak is None else tflops / peak,
-            peak_memory_gib=peak_memory(self.mesh.device) if now_and_then else None,
+            peak_memory_gib=peak_memory(self.mesh.device) if now_and_then or first else None,
         )
 
     def state_dict(self) -> dict[str, Any]:

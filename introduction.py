@@ -18,7 +18,8 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.measure.machine import peak_tflops
 from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.report import console as show
-from megatron_fp4.report.page import REPORT_FILE, write_report
+from megatron_fp4.report.completion import REPORT_FILE
+from megatron_fp4.report.page import write_report
 from megatron_fp4.report.run_files import attempt
 from megatron_fp4.report.summary import introduce
 from models.execution_choice import cost_of_determinism, describe_execution

@@ -59,7 +59,8 @@ class NVFP4Encoder:
         )
         if others := self.trained.others():
             forms = ", ".join(sorted(set(others.values())))
-            text += f" {len(others)} linears that were trained in {forms} are in bfloat16."
+            which = "1 linear that was" if len(others) == 1 else f"{len(others)} linears that were"
+            text += f" In bfloat16: {which} trained in {forms}."
         if self._input_amax is not None:
             text += " Input scales are from calibration on held-out text."
         return text

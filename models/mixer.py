@@ -133,7 +133,8 @@ def check_multiple(config: ModelConfig, name: str, of: str, what: str) -> None:
     size, divisor = getattr(config, name), getattr(config, of)
     if size % divisor:
         small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-        works = ", ".join(map(str, sorted({*small, *(size // n for n in small)})))
+        every = {*small, *(size // n for n in small)}
+        works = ", ".join(map(str, sorted(sorted(every, key=lambda n: abs(n - divisor))[:12])))
         raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; {what} that work: {works}")
 
 

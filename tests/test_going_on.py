@@ -192,6 +192,7 @@ def test_what_was_changed_is_said_once(copy: Path, start: Start) -> None:
 
 
 def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Start, tmp_path: Path) -> None:
+    before = (copy / "metrics.jsonl").read_bytes()
     output = start(copy, "train.steps=16", "train.max_skipped_steps=10")
     for text in (
         "changed since the checkpoint: train.steps 8 -> 16",
@@ -201,6 +202,10 @@ def test_a_finished_run_can_be_lengthened(finished: Path, copy: Path, start: Sta
         "resumed after step 8 of 16",
     ):
         assert text in output
+    # The first part to the last byte: its records, and the checkpoint behind it.
+    assert (copy / "metrics.jsonl").read_bytes().startswith(before)
+    for path in checkpoint(finished, STEPS).iterdir():
+        assert (checkpoint(copy, STEPS) / path.name).read_bytes() == path.read_bytes()
     phases = ["broad"] * 6 + ["balanced", "prose"] + ["broad"] * 3 + ["balanced"] * 3 + ["prose"] * 2
     assert [record["phase"] for record in records(copy, "step")] == phases
     assert {step: losses(copy)[step] for step in range(1, STEPS + 1)} == losses(finished)

@@ -27,6 +27,7 @@ FLOORS = [
 BELOW = {
     **{room: set(FLOORS[:i]) for i, room in enumerate(FLOORS)},
     "megatron_fp4/quantization": set(),
+    "megatron_fp4/report": {*FLOORS, "megatron_fp4/__version__"} - {"megatron_fp4/report"},
     # Checking a configuration asks the rooms that know what fits.
     "megatron_fp4/checks": {
         f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel", "training")
@@ -40,7 +41,18 @@ BELOW = {
 }
 
 
-TOP = {"data", "models", "exchange", "inference", "assembly", "introduction", "pretrain", "scripts", "tests"}
+TOP = {
+    "data",
+    "models",
+    "exchange",
+    "inference",
+    "assembly",
+    "introduction",
+    "preflight",
+    "pretrain",
+    "scripts",
+    "tests",
+}
 
 
 def room_of(module: str) -> str | None:

@@ -39,7 +39,9 @@ def earlier_run(root: Path, *, branch: bool) -> Evidence:
     records, run_dir = _read(root.parent / METRICS), root.parent
     found = []
     if records.checkpoints:
-        found.append(f"{METRICS} has {records.steps} steps, and {_count(records.checkpoints, 'checkpoint')} saved")
+        found.append(
+            f"{METRICS} has {_count(records.steps, 'step')}, and {_count(records.checkpoints, 'checkpoint')} saved"
+        )
     elif records.resumed_from and not branch:
         found.append(f"{METRICS} has a start from step {records.resumed_from}")
     if not records.anew:  # otherwise the rest is of the run before, which was given up knowingly

@@ -145,8 +145,8 @@ def _reduction(config: Config, world_size: int) -> None:
     if parallel.shards(world_size) == 1:
         sizes = " x ".join(f"parallel.{key}={size}" for key, size in parallel.sizes.items())
         raise ConfigError(
-            f"parallel.reduce_gradients=each has no effect: {sizes} leave one shard of {world_size} rank(s), and "
-            "gradients are reduced over shards; set it to once"
+            f"parallel.reduce_gradients=each has no effect: {sizes} leave one shard of "
+            f"{world_size} rank{'s' if world_size > 1 else ''}, and gradients are reduced over shards; set it to once"
         )
     together = train.micro_batch_size * parallel.data_parallel_size(world_size)
     largest = max(phase.global_batch_size or train.global_batch_size for phase in config.data.phases)

@@ -41,6 +41,8 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
     if not (directory / "config.yaml").is_file():
         raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
     for override in overrides:
+        if override.startswith("=") and override != "=":
+            raise ConfigError(f"{override!r} has no key before the equals sign; write key=value, as train.steps=100")
         if override.startswith("~"):
             raise ConfigError(f"{override}: nothing can be deleted; set another value or choose another option instead")
         if override.lstrip("+").startswith("hydra.") and "hydra.searchpath" not in override:

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def explain_value(error: ValidationError, keys: Mapping[str, Any], directory: Pa
             ):
                 return f"{file}: {_wrong_value(first['type'], location, value)}"
     return _wrong_value(first["type"], location, value)
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """A config file's content; a caller must not change it."""
+    return yaml.safe_load(text)
 
 
 def _without_branches(location: Sequence[str | int]) -> list[str | int]:
@@ -141,6 +148,11 @@ def explain(error: Exception, overrides: list[str], directory: Path) -> str:
         )
     if isinstance(cause, MissingMandatoryValue):
         return f"{prefix}{key} is not set and has no default; set it in a config file or as '{key}=...'"
+    if "Cannot merge" in str(cause) and (found := [o for o in overrides if not o.startswith("+") and "=" in o]):
+        for override in found:
+            expected = _type_at(_parts(override.split("=")[0]))
+            if typing.get_origin(expected) in (list, dict):
+                return f"{override}: expected {_describe(expected)}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         return prefix + unknown_key(key)
     return f"{prefix}{_override_of(key, overrides) or key}: {_first_line(str(cause))}; {_HELP}"
@@ -178,7 +190,7 @@ def unknown_key(key: str) -> str:
     same_leaf = [name for name in known if name.split(".")[-1] == leaf]
     for end in range(len(parts) - 1, 0, -1):
         if (above := ".".join(parts[:end])) in known and _is_plain(_type_at(parts[:end])):
-            return f"{key} is not a key: {above} is {_describe(_type_at(parts[:end]))}, and nothing lies below it"
+            return f"{key} is not a key: {above} is {_describe(_type_at(parts[:end]))}; write {above}=..."
     parent = _type_at(parts[:-1])
     siblings = list(_hints(parent)) if is_dataclass(parent) else []
     stem = key[: -len(leaf)]

@@ -233,6 +233,6 @@ def _read_plan_file(path: str, known: set[str], key: str) -> frozenset[str]:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"{key}.bf16_blocks.file={path} lists {unknown[0]!r}, which is no linear of this model; was the file "
-            f"made for another model?"
+            f"made for another model? scripts/analyze_precision.py makes one for this one, or set it to null"
         )
     return frozenset(names)

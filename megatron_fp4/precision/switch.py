@@ -34,7 +34,7 @@ def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
     except ValueError:
         raise ValueError(
             f"precision.switch.when={when} is not never, before_decay, gradient_noise, a fraction between 0 and 1 or "
-            f"a step between 0 and train.steps={num_steps}"
+            f"a step between 0 and train.steps={num_steps}; give one of these"
         ) from None
 
 

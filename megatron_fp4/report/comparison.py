@@ -146,7 +146,7 @@ def plot_comparison(runs: Sequence[RunCurve], target: str | Path) -> Path:
         above.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
         above.set_ylabel("training loss, smoothed\n(nats per token)")
         switched = "; dotted: precision switches" if any(run.switches for run in runs) else ""
-        above.set_title(f"{', '.join(run.name for run in runs)}{switched}")
+        above.set_title(f"{'; '.join(run.name for run in runs)}{switched}")
         below.set_xlabel("step")
         step_axis(below, max(run.steps[-1] for run in runs))
         for axes in (above, below):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_fp4.report.metrics import METRICS_FILE
 from megatron_fp4.report.record_file import move_aside
 
-SUMMARY_FILE, PICTURE_FILE = "summary.json", "loss.png"
+SUMMARY_FILE, PICTURE_FILE, REPORT_FILE = "summary.json", "loss.png", "report.html"
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,12 @@ def missing_of(
 
 
 def set_aside_ending(run_dir: Path, *, anew: bool) -> None:
-    """A run that goes on is not finished: rename the summary of an earlier end, and if it begins anew the picture."""
+    """A run that goes on is not finished: rename the summary of an earlier end, and if it begins anew the picture and
+    the page."""
     move_aside(run_dir / SUMMARY_FILE)
     if anew:
         move_aside(run_dir / PICTURE_FILE)
+        move_aside(run_dir / REPORT_FILE)
 
 
 def _look(run_dir: Path, steps: int, validates: bool) -> Missing:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import Progress, ProgressColumn, Task, TaskID
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -26,8 +26,9 @@ from rich.text import Text
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report.metrics import StepMetrics
-from megatron_fp4.report.words import counted, short_seconds, short_time, with_unit
+from megatron_fp4.report.words import counted, short_seconds, with_unit
 from megatron_fp4.report.words import short_number as short_number
+from megatron_fp4.report.words import short_time as short_time
 
 _FILE_WIDTH = 120
 
@@ -215,7 +216,9 @@ class _Line(ProgressColumn):
         texts = [f"  {text}" for name, text in numbers.items() if name in shown]
         bar = ProgressBar(total=total, completed=task.completed, width=max(1, room))
         # An empty column would be a cell wide.
-        parts = [*([Text(f"{phase} ", style="bold")] if phase else []), bar, Text(f" {step}"), Text("".join(texts))]
+        parts: list[RenderableType] = [bar, Text(f" {step}"), Text("".join(texts))]
+        if phase:
+            parts.insert(0, Text(f"{phase} ", style="bold"))
         for _ in parts:
             line.add_column(no_wrap=True)
         line.add_row(*parts)

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_fp4.report.metrics import StepMetrics
+from megatron_fp4.report.step_metrics import StepMetrics
 
 
 def step_curves(metrics: StepMetrics) -> dict[str, float]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,49 +40,13 @@ from megatron_fp4.report.record_file import (
     move_aside,
     record_of,
 )
+from megatron_fp4.report.step_metrics import StepMetrics as StepMetrics
 from megatron_fp4.report.tensorboard_view import TensorBoardView
 from megatron_fp4.report.wandb_view import ID_FILE, WandbSettings, WandbView
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """One training step.
-
-    step: steps done, this one included. tokens: seen since the run began. loss: mean NLL in nats per token over the
-    global batch. lr: what the update used. grad_norm: before clipping. tokens_per_second: over all ranks.
-    model_tflops: model TFLOP/s per device. step_time: seconds, with the wait for data. skipped: no update, because
-    something was not finite or the step was a spike.
-    phase: name of the data phase. plan: name of the precision plan in effect. epochs: how often the run has been
-    through each source so far; empty in most steps.
-    data_wait: seconds for which the rank that waited longest waited for its micro-batches (`StepResult`).
-    mfu: model_tflops over what the device could do in BF16; None where that is not known. peak_memory_gib: of the first
-    rank since it began (measure/machine.py); None in most steps.
-    """
-
-    step: int
-    tokens: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_second: float
-    model_tflops: float
-    step_time: float
-    skipped: bool
-    phase: str
-    plan: str
-    data_wait: float = 0.0
-    epochs: dict[str, float] = field(default_factory=dict)
-    mfu: float | None = None
-    peak_memory_gib: float | None = None
-
-    @property
-    def spike(self) -> bool:
-        """Whether it was skipped although everything was finite."""
-        return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class MetricsWriter:
@@ -199,14 +163,14 @@ class MetricsWriter:
         if self.active:
             self._file.sync()
 
-    def close(self) -> None:
-        """Sync and close everything; a second call does nothing."""
+    def close(self, hurry: bool = False) -> None:
+        """Sync and close everything; a second call does nothing. hurry: do not wait long for wandb."""
         if not self.active or self._closed:
             return
         self._closed = True
         self._file.sync()  # before the wait for wandb, in which a scheduler may lose its patience
         if self._wandb is not None:
-            self._wandb.close()
+            self._wandb.close(hurry)
             self._tell_wandb(self._last_step)
         self._file.close()
         if self._tensorboard is not None:
@@ -218,7 +182,7 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(hurry=error is not None)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.active:

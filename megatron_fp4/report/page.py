@@ -15,11 +15,10 @@ from typing import Any
 from megatron_fp4 import __version__
 from megatron_fp4.report import charts, page_facts
 from megatron_fp4.report.comparison import check_names
+from megatron_fp4.report.completion import REPORT_FILE
 from megatron_fp4.report.goodput import Goodput, goodput_of
 from megatron_fp4.report.run_files import replace_text
 from megatron_fp4.report.run_folder import RunFolder, open_run
-
-REPORT_FILE = "report.html"
 
 _CSS = """
 :root { color-scheme: light; }

@@ -17,6 +17,7 @@ from megatron_fp4.report.comparison import curve_of
 from megatron_fp4.report.console import short_number, short_time
 from megatron_fp4.report.goodput import Goodput
 from megatron_fp4.report.run_folder import RunFolder
+from megatron_fp4.report.words import counted
 
 UNKNOWN = "unknown"
 _MOST_EVENTS = 200
@@ -146,7 +147,7 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
         yield "began", UNKNOWN
         spent = np.nansum(run.series("step_time")[1])
         yield "wall time", f"unknown; its steps took {short_time(float(spent))}" if spent else UNKNOWN
-        yield "where", f"on {facts['world_size']} rank(s)" if "world_size" in facts else UNKNOWN
+        yield "where", f"on {counted(facts['world_size'], 'rank')}" if "world_size" in facts else UNKNOWN
         yield "goodput", UNKNOWN
     else:
         newest = found.starts[-1]

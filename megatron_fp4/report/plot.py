@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from megatron_fp4.report.console import short_number
 from megatron_fp4.report.picture import (
     BLACK,
-    FAINT,
     INK,
     legend_below,
     look,
@@ -175,5 +174,8 @@ def _draw_entropy(axes: Axes, entropy: float | dict[str, float] | None, sources:
         axes.axhline(
             value, color=INK if style is None else style.color, linewidth=1.0, linestyle=(0, (1, 2.5)), label=label
         )
-        axes.plot([0.995], [value], marker="_" if style is None else style.marker, markersize=4.5, clip_on=False,
-                  color=FAINT if style is None else style.color, transform=axes.get_yaxis_transform())  # fmt: skip
+        if style is not None:  # the line alone is one of colour only
+            axes.plot(
+                [0.99], [value], marker=style.marker, markersize=4.5, color=style.color,
+                transform=axes.get_yaxis_transform(),
+            )  # fmt: skip

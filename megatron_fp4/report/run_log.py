@@ -38,6 +38,7 @@ class RunLog:
             config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
         )
         self._wandb_run_id: str | None = None
+        self._told_to_stop = False
         self._found: list[tuple[str, dict[str, Any]]] = []
 
     def state_dict(self) -> str | None:
@@ -103,6 +104,8 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._told_to_stop:
+            self.metrics.close(hurry=True)
         self._stack.__exit__(kind, error, traceback)
 
     def switch(self, step: int) -> None:
@@ -167,6 +170,7 @@ class RunLog:
     def stop(self, step: int, why: str | None) -> None:
         """The run is to stop after `step` steps. why: what asked this rank to, None: another rank was asked."""
         self.metrics.event(step, "stop", signal=str(why))
+        self._told_to_stop = True
 
     def stopped(self, start: int, step: int, why: str | None) -> None:
         """Say how the run stands now that it has stopped after `step` steps and everything is written. start: the steps

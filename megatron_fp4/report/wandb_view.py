@@ -29,8 +29,8 @@ ID_FILE = "wandb_run_id"
 _ID_LETTERS = string.ascii_lowercase + string.digits
 # How long wandb may take to reach its server, before it is offline.
 INIT_SECONDS = 60
-# How long the end waits for what wandb has not taken or sent yet.
-FINISH_SECONDS = 30.0
+# How long the end waits for what wandb has not taken or sent yet; and where the run was told to stop, or failed.
+FINISH_SECONDS, HURRY_SECONDS = 30.0, 5.0
 # Steps that are kept for a wandb that is away: a day of steps of two seconds, in about 100 MB.
 _MOST_WAITING = 50_000
 
@@ -77,7 +77,7 @@ class WandbView:
         self._thread.start()
 
     def news(self) -> list[str]:
-        """Why a run that asked for `online` logs offline, with the remedy, if it came about since the last call."""
+        """Why a run that asked for `online` logs offline, with the remedy; only what is new since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def show(self, values: dict[str, float], step: int) -> None:
@@ -90,19 +90,23 @@ class WandbView:
         rows = [[sample[name] for name in columns] for sample in samples]
         self._queue(step, lambda: {"text/samples": self._wandb.Table(columns=list(columns), data=rows)})
 
-    def close(self) -> None:
-        """Let wandb take and send what is left, for at most `FINISH_SECONDS`, and say what was not."""
+    def close(self, hurry: bool = False) -> None:
+        """Let wandb take and send what is left, for at most `FINISH_SECONDS`, and say what was not.
+
+        hurry: for at most `HURRY_SECONDS`: whoever stopped the run may soon kill it.
+        """
+        patience = HURRY_SECONDS if hurry else FINISH_SECONDS
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(FINISH_SECONDS)
+        self._thread.join(patience)
         left = len(self._waiting) + self._dropped
         if self._finished and not left:
             return
         what = f"{counted(left, 'point')} not taken" if left else "not everything was sent"
         folder = self._folder()
         send = f"; send what it has later: wandb sync {folder}" if folder else ""
-        logger.error("wandb: %s within %.0f s; metrics.jsonl has it all%s", what, FINISH_SECONDS, send)
+        logger.error("wandb: %s within %.0f s; metrics.jsonl has it all%s", what, patience, send)
 
     def _queue(self, step: int, values: Callable[[], dict[str, Any]]) -> None:
         with self._changed:

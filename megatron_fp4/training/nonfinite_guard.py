@@ -55,9 +55,9 @@ class NonFiniteGuard:
         if none or self.consecutive >= self.max_skipped_steps:
             end = "the run ends without an update: " if none else ""
             raise NonFiniteError(
-                f"{end}{self.consecutive} steps in a row were not finite, up to step {step} (loss {result.loss}, gradient "
-                f"norm {result.grad_norm}): weights and optimizer are those after step {step - self.without_update}. "
-                f"{diagnose()}"
+                f"{end}{self.consecutive} steps in a row were not finite, up to step {step} (loss {result.loss}, "
+                f"gradient norm {result.grad_norm}): weights and optimizer are those after step "
+                f"{step - self.without_update}. {diagnose()}"
             )
 
     def rolled_back(self, step: int, checkpoint: int) -> None:

@@ -47,7 +47,7 @@ class WSDSchedule:
         if config.warmup_fraction + config.decay_fraction > 1.0:
             raise ValueError(
                 f"schedule.warmup_fraction {config.warmup_fraction} and schedule.decay_fraction "
-                f"{config.decay_fraction} overlap: their sum must not exceed 1"
+                f"{config.decay_fraction} overlap: their sum must not exceed 1; lower one"
             )
         if config.decay == "exponential" and config.decay_fraction > 0 and config.min_lr_ratio == 0:
             raise ValueError(

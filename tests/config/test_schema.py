@@ -99,7 +99,7 @@ def test_numbers_inside_lists_and_mappings(phase: str, value: str, remedy: str) 
     assert message.startswith(f"data.phases[0].{value} is out of range; give ") and remedy in message
 
 
-@pytest.mark.parametrize("override", ["train.steps=true", "train.steps=1e3", "optimizer.lr=true", "train.steps=[1]"])
+@pytest.mark.parametrize("override", ["train.steps=true", "train.steps=1.5e-3", "optimizer.lr=true", "train.steps=[1]"])
 def test_truth_values_and_fractions_are_no_numbers(override: str) -> None:
     assert ": expected a" in refusal(override)
 

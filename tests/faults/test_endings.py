@@ -148,7 +148,7 @@ def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path)
 
 
 def test_divergence_has_an_exit_code_of_its_own(small: list[str], tmp_path: Path) -> None:
-    overrides = [*small, f"run.dir={tmp_path / 'run'}", "optimizer.lr=1e38", "train.max_skipped_steps=2"]
+    overrides = [*small, f"run.dir={tmp_path / 'run'}", "model.init_std=1e30", "train.max_skipped_steps=2"]
     process = start(1, [*overrides, "schedule.warmup_fraction=0", "validation.interval=0"])
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 3 and "Traceback" not in output

@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +35,33 @@ def test_a_signal_sets_a_flag_and_handlers_are_restored(number: signal.Signals) 
         assert signal.set_wakeup_fd(wakeup) == wakeup
     finally:
         signal.signal(number, before)
+
+
+def test_a_signal_after_the_end_hastens_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """torchrun's TERM to a rank that is still leaving would else say that nothing is saved."""
+    monkeypatch.setattr(signals, "SECOND_AFTER", 0.0)
+    monkeypatch.setattr(StopRequest, "_leave", lambda *_: pytest.fail("left"))
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        while not stop._said:
+            time.sleep(0.01)
+        stop.over()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+    assert capfd.readouterr().err == "pretrain.py: SIGINT: stopping after this step; another signal leaves at once\n"
+
+
+def test_what_only_says_something_does_not_listen() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        stop = signals.stop_request(["train.steps=3", "--check"])
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        stop.close()
+        stop = signals.stop_request(["train.steps=3"])
+        assert signal.getsignal(signal.SIGINT) == stop._receive
+        stop.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("torchrun", [False, True])

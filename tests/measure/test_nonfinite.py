@@ -39,6 +39,19 @@ def test_guard_knows_which_weights_a_rollback_left() -> None:
         guard.observe(BAD, 10, lambda: "")
 
 
+def test_a_run_without_any_update_is_not_finished() -> None:
+    """However many steps in a row it may skip; one update is enough, and a resume counts on."""
+    guard = NonFiniteGuard(max_skipped_steps=10, num_steps=3)
+    guard.observe(BAD, 1, lambda: "")
+    again = NonFiniteGuard(max_skipped_steps=10, num_steps=3)
+    again.load_state_dict(guard.state_dict())
+    again.observe(BAD, 2, lambda: "")
+    with pytest.raises(NonFiniteError, match=r"the run ends without an update: 3 steps .* those after step 0\. Why\."):
+        again.observe(BAD, 3, lambda: "Why.")
+    for step, result in enumerate([BAD, GOOD, BAD], start=1):
+        guard.observe(result, step, lambda: "never asked")
+
+
 def test_guard_reads_the_state_of_older_checkpoints() -> None:
     guard = NonFiniteGuard(max_skipped_steps=3)
     guard.load_state_dict({"consecutive": 2, "total": 7})

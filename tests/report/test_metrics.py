@@ -13,9 +13,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from assembly import CONFIGS
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.report import metrics as metrics_module
 from megatron_fp4.report import record_file, wandb_view
 from megatron_fp4.report.metrics import METRICS_FILE, MetricsWriter, StepMetrics, read_metrics
+from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.report.tensorboard_view import TensorBoardView
 from megatron_fp4.report.wandb_view import ID_FILE, WandbView, known_run_id
 
@@ -298,7 +301,7 @@ def test_wandb_is_not_imported_when_disabled(tmp_path):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        ("wandb", {"wandb_mode": "offline", "tensorboard": False}, "logging.wandb=offline .* pip install wandb"),
+        ("wandb", {"wandb_mode": "offline", "tensorboard": False}, r"logging.wandb=offline .* pip install .*\[wandb\]"),
         ("torch.utils.tensorboard", {}, "logging.tensorboard=true .* pip install tensorboard"),
     ],
 )
@@ -448,6 +451,37 @@ def test_a_wandb_that_hangs_or_stays_away_delays_nothing_and_loses_no_record(tmp
     folder = f"wandb sync {tmp_path}/wandb/online-run-1-{writer.wandb_run_id}"
     assert (folder in caplog.text) == (fake.hangs in ("log", "finish"))
     fake.back.set()
+
+
+def test_a_run_that_is_told_to_stop_waits_less_for_wandb_and_says_in_one_line_how_it_stands(
+    tmp_path, monkeypatch, caplog, capsys
+):
+    fake = FakeWandb(hangs="finish")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(wandb_view, "HURRY_SECONDS", 0.1)
+    overrides = [f"run.dir={tmp_path}", "logging.tensorboard=false", "logging.wandb=online"]
+    log = RunLog(compose_config(overrides, CONFIGS), active=True)
+    log.open(0)
+    with log:
+        log.step(metrics(1), {})
+        log.stop(1, "SIGTERM")
+    assert "not everything was sent within 0 s" in caplog.text
+    assert [record["kind"] for record in read_metrics(tmp_path / METRICS_FILE)] == ["run", "step", "event"]
+    fake.back.set()
+
+    capsys.readouterr()
+    told = {
+        (0, 6): "after step 6 of 300 on SIGTERM: saved step 6; the same command goes on",
+        (
+            4,
+            4,
+        ): "after step 4 of 300 on SIGTERM: nothing is new since the checkpoint of step 4; the same command goes on",
+        (0, 0): "after step 0 of 300 on SIGTERM: there is nothing to save yet; the same command begins again",
+        (0, 300): "after step 300 of 300 on SIGTERM: saved step 300, but not its export, which the same command makes",
+    }
+    for (start, step), line in told.items():
+        log.stopped(start, step, "SIGTERM")
+        assert capsys.readouterr().out == f"stopped {line}\n"
 
 
 def test_what_waits_for_wandb_is_limited(tmp_path, monkeypatch, caplog):

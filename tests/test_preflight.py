@@ -1,0 +1,155 @@
+"""--check opens what a run would open, says what it would take, and leaves everything as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import preflight
+import pretrain
+from tests.test_going_on import FEW, checkpoint, cut, data, flip
+
+__all__ = ["data"]
+STEPS = 4
+Check = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
+    """The folder of a finished run of 4 steps, with checkpoints of steps 2 and 4. Not to be changed."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert pretrain.main([*FEW, *data, f"run.dir={folder}", f"train.steps={STEPS}", "validation.interval=0"]) == 0
+    return folder
+
+
+@pytest.fixture
+def check(data: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
+    """--check with run.dir and overrides; the lines that it printed, if it ended with `code`."""
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def check(run_dir: Path, *overrides: str, code: int = 0) -> list[str]:
+        before = sorted(run_dir.rglob("*"))
+        capsys.readouterr()
+        ended = pretrain.main(["--check", *FEW, *data, f"run.dir={run_dir}", f"train.steps={STEPS}", *overrides])
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        assert sorted(run_dir.rglob("*")) == before
+        if code == 2:
+            assert printed.err.startswith("pretrain.py: ") and printed.err.count("\n") == 1
+            return [printed.err]
+        return printed.out.splitlines()
+
+    return check
+
+
+def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    *lines, last = check(tmp_path / "run", "train.steps=10k", code=0)
+    assert last.startswith("ok: 2 ranks, 5,120,000 tokens, 0.1 GiB a rank, about ")
+    text = "\n".join(lines)
+    assert "train      code                300 documents" in text and "checkpoint: none yet; begins at step 0" in text
+    assert "s a sequence on each rank, as one process just took here, without validation and saves" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_under_torchrun_one_rank_says_it(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert check(tmp_path) == []
+
+
+@pytest.fixture
+def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "needs", lambda *_: (2**30, "about 1 minute", "assumed"))
+
+
+@pytest.mark.usefixtures("no_plan")
+def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
+    assert check(trained)[-1] == "ok: 1 rank, 2,048 tokens, 1.0 GiB a rank, nothing left to do: the run is finished"
+    lines = check(trained, "train.steps=12")
+    assert f"checkpoint: {checkpoint(trained, 4)}, step 4 of 12" in lines
+    assert any(line.startswith("data: phases behind sample 32: were none; are") for line in lines)
+    assert lines[-1] == "ok: 1 rank, 6,144 tokens, 1.0 GiB a rank, about 1 minute for the 8 steps that are left"
+
+
+def test_a_switched_run_that_shall_not_switch(check: Check, trained: Path) -> None:
+    (line,) = check(trained, "train.steps=12", "precision.switch.when=never", code=2)
+    assert "starts from step 4: the checkpoint is from behind the precision switch" in line
+
+
+@pytest.mark.usefixtures("no_plan")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["model.rope=true"], "belongs to another run: model.rope: False in the checkpoint, True now. Set these back"),
+        (["train.steps=2"], "stands after 32 samples in 4 steps, and the run ends after 2; resume with train.steps=4"),
+        (["run.seed=7"], "run.seed: 1234 in the checkpoint, 7 now"),
+        (["data.phases=[{name: all, blend: {code: 1}}]"], "phase 'broad' has served samples"),
+        (["checkpoint.resume=never"], "already has checkpoints up to step 4, which the run would overwrite; choose"),
+        (["checkpoint.resume=RUN/checkpoints/step_00000002"], "starts from step 2, but"),
+        (["data.sources.code=/nowhere/code"], "data.sources.code: /nowhere/code.idx does not exist"),
+        (["data.tokenizer=RUN"], "tokenizer.json"),
+        (["run.dir=RUN/metrics.jsonl"], "metrics.jsonl is a file, not a folder; choose another run.dir"),
+        (["run.dir=/proc/nothing"], "run.dir=/proc/nothing cannot be written to"),
+        (["data.max_epochs=0.0001"], "the run would go through"),
+        (["train.micro_batch_size=3"], "is not a multiple of"),
+    ],
+)
+def test_what_a_start_would_refuse(check: Check, trained: Path, overrides: list[str], said: str) -> None:
+    (line,) = check(trained, *(override.replace("RUN", str(trained)) for override in overrides), code=2)
+    assert said in line
+
+
+@pytest.mark.usefixtures("no_plan")
+def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(trained, tmp_path / "run"))
+    cut(checkpoint(run_dir, 4) / ".metadata")
+    lines = check(run_dir)
+    assert f"checkpoint: {checkpoint(run_dir, 2)}, step 2 of 4" in lines
+    assert any("NOT WHOLE, would be moved aside: step_00000004: .metadata has" in line for line in lines)
+    flip(checkpoint(run_dir, 2) / "trainer.json")
+    assert "none is whole" in check(run_dir, code=2)[0]
+    shutil.rmtree(run_dir / "checkpoints")
+    assert "there is no checkpoint to go on from" in check(run_dir, code=2)[0]
+
+
+@pytest.mark.usefixtures("no_plan")
+def test_branches(check: Check, trained: Path, tmp_path: Path) -> None:
+    start = checkpoint(trained, 2)
+    lines = check(tmp_path / "branch", f"checkpoint.resume={start}")
+    assert f"checkpoint: {start}, step 2 of 4" in lines
+    shutil.copytree(trained, tmp_path / "other")
+    assert "of a run that did not begin from it" in check(tmp_path / "other", f"checkpoint.resume={start}", code=2)[0]
+    lines = check(tmp_path / "new", f"checkpoint.initialize_from={trained}")
+    assert f"checkpoint: none yet; begins at step 0 with the weights of {trained}" in lines
+
+
+def test_on_a_gpu_the_time_is_the_plans(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "device_type_of", lambda _: "cuda")
+    *lines, last = check(tmp_path / "run", "train.steps=2M", "run.dry_mfu=0.25")
+    assert "time: at run.dry_mfu=0.25 of run.dry_peak_tflops=989, without validation and saves" in lines[-1]
+    assert last.startswith("ok: 1 rank, 1,024,000,000 tokens, ") and last.endswith(" hours")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.2, "1 second"), (80, "80 seconds"), (240, "4 minutes"), (7200, "2 hours"), (86400 * 40, "40 days")],
+)
+def test_durations(seconds: float, words: str) -> None:
+    assert preflight.duration(seconds) == words
+
+
+def test_every_json_file_of_a_run_is_json(trained: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    files = [path for path in trained.rglob("*") if path.suffix in (".json", ".jsonl")]
+    assert len(files) >= 4
+    for path in files:
+        for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            json.loads(text, parse_constant=refuse)

@@ -1,0 +1,138 @@
+"""A run from its start to its page: killed, resumed, finished, beside another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pretrain
+from introduction import say_all
+from megatron_fp4.config.schema import Config, RunConfig
+from megatron_fp4.report.completion import REPORT_FILE
+from megatron_fp4.report.goodput import goodput_of
+from megatron_fp4.report.run_folder import open_run
+from scripts import report_run
+from tests.test_going_on import write_text
+from tests.test_pretrain import ROOT, SMALL
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+
+STEPS = 1000  # of the start that is killed: more than it gets to
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of a small run whose length may change without changing what was: one phase, a learning rate that stays."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_text(folder / "code", 300)
+    write_text(folder / "held_out", 30)
+    return [
+        *SMALL, "model.pattern=*-", "precision=bf16", "data=indexed", "data.num_workers=0", "run.device=cpu",
+        f"data.sources={{code: {folder}/code}}", f"data.validation={{code: {folder}/held_out}}",
+        "data.phases=[{name: main, blend: {code: 1.0}}]", "schedule.decay_fraction=0", "schedule.warmup_fraction=0",
+        "checkpoint.interval=4", "checkpoint.keep=1", "validation.interval=0", "logging.tensorboard=false",
+    ]  # fmt: skip
+
+
+def killed_after(run_dir: Path, step: int, arguments: list[str]) -> int:
+    """Start a run and kill it (-9) once it has recorded `step`; returns the last step that it recorded."""
+    command = [sys.executable, str(ROOT / "pretrain.py"), *arguments]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(6000):
+            if (run_dir / "metrics.jsonl").exists() and open_steps(run_dir) >= step:
+                break
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return open_steps(run_dir)
+
+
+def open_steps(run_dir: Path) -> int:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return sum(line.startswith('{"kind": "step"') and line.endswith("}") for line in lines)
+
+
+def test_a_killed_run_goes_on_and_its_page_tells(
+    tmp_path: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "nvfp4"
+    killed_at = killed_after(run_dir, 6, [*overrides, f"run.dir={run_dir}", f"train.steps={STEPS}"])
+    checkpoints = sorted((run_dir / "checkpoints").glob("step_*[0-9]"))
+    assert checkpoints
+    resumed_at = int(checkpoints[-1].name.removeprefix("step_"))
+    lost = killed_at - resumed_at
+    assert lost >= 0 and not (run_dir / REPORT_FILE).exists()
+    assert goodput_of(run_dir).starts[0].state == "running"  # or killed, which nobody can have written down
+
+    # The run goes on to four steps more, beside a baseline: itself, copied.
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
+    last = resumed_at + 4
+    baseline = f'logging.baseline="BF16={other}"'
+    going_on = [*overrides, f"run.dir={run_dir}", f"train.steps={last}", "logging.report=true", baseline]
+    assert pretrain.main(going_on) == 0
+    found = goodput_of(run_dir)
+    assert found is not None
+    first, second = found.starts
+    assert (first.state, first.first_step, first.last_step, round(first.lost_steps)) == ("killed", 0, killed_at, lost)
+    assert (second.state, second.first_step, second.last_step) == ("finished", resumed_at, last)
+    assert (first.seconds.get("lost work", 0.0) > 0) == (lost > 0)
+    assert first.seconds["start-up"] > 0 and second.seconds["saves"] > 0 and 0 < found.share < 1
+    assert found.wall == pytest.approx(sum(start.ended - start.began for start in found.starts), rel=0.02, abs=0.2)
+    kinds = [json.loads(line)["kind"] for line in (run_dir / "goodput.jsonl").read_text().splitlines()]
+    assert kinds.count("start") == 2 and kinds.count("loop") == 2 and kinds.count("end") == 1
+    assert json.loads((run_dir / "summary.json").read_text())["goodput"].endswith(tuple("%0123456789s"))
+
+    page = (run_dir / REPORT_FILE).read_text()
+    assert "loss above BF16 in percent" in page and "2 starts" in page
+    assert open_run(run_dir).facts["parameters"] > 0 and open_run(run_dir).facts["quantized_flops"] == 0
+
+    # Found finished, it is left as it is.
+    before = (run_dir / REPORT_FILE).stat().st_mtime_ns
+    assert pretrain.main(going_on) == 0
+    assert (run_dir / REPORT_FILE).stat().st_mtime_ns == before and len(goodput_of(run_dir).starts) == 2
+
+    # On demand, by the command; and a mistake is a line.
+    monkeypatch.setattr(
+        sys, "argv", ["report_run.py", f"A={run_dir}", f"B={other}", "--output", str(tmp_path / "two.html")]
+    )
+    capsys.readouterr()
+    report_run.main()
+    assert capsys.readouterr().out.strip() == str(tmp_path / "two.html")
+    monkeypatch.setattr(sys, "argv", ["report_run.py", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        report_run.main()
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and len(errors.splitlines()) == 1 and "name the folder of a run" in errors
+
+
+def test_a_page_that_fails_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr("introduction.write_report", fails)
+    say_all(Config(run=RunConfig(dir=str(tmp_path))))
+    (record,) = caplog.records
+    assert f"{tmp_path}/report.html" in record.message and "RuntimeError: no fonts" in record.message
+    assert "the run is not affected" in record.message
+
+
+def test_a_baseline_that_is_no_run_is_one_line_before_anything_is_built(
+    tmp_path: Path, overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.main([*overrides, "--check", f"logging.baseline={tmp_path}/none"]) == 2
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1 and f"logging.baseline={tmp_path}/none is no run to compare with" in errors
