@@ -184,6 +184,7 @@ def lines_missing(expected: str, printed: str, exact: bool = False) -> str:
 def _plain(line: str, exact: bool) -> str:
     if exact:
         return line.rstrip()
+    line = re.sub(r"\b(?:second|minute|hour|day)s?\b", "time", line.replace("ranks", "rank"))
     line = re.sub(r"[─━-]{2,}", "--", re.sub(r"[+-]?\d[\d,]*(\.\d+)?(e[+-]?\d+)?", "#", line))
     return " ".join(line.split())
 
