@@ -123,7 +123,12 @@ def test_its_python_names_what_is_there(block: Block) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any("ci" in b.arguments for b in blocks(page))], ids=lambda page: page.name
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.name == "cookbook.md" else [], id=page.name)
+        for page in PAGES
+        if any("ci" in block.arguments for block in blocks(page))
+    ],
 )
 def test_what_is_run_prints_what_the_page_says(page: Path, tmp_path: Path) -> None:
     session = Session(tmp_path, in_process=True)
@@ -135,13 +140,11 @@ def test_what_is_run_prints_what_the_page_says(page: Path, tmp_path: Path) -> No
 
 
 def test_composing_quickly_is_composing() -> None:
-    for overrides in (
-        ["model=transformer_60m", "precision=fp8_block", "train.steps=7", "data.max_epochs={code: 2}"],
-        ["experiment=qaf", "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp8}]", "run.seed=3"],
-    ):
-        slowly = compose_config(overrides, ROOT / "configs")
-        with quick_composing():
-            assert [compose_config(overrides, ROOT / "configs") for _ in range(2)] == [slowly, slowly]
+    named, other = "precision.exceptions=[{names: ['*.out_proj'], precision: mxfp8}]", "data.max_epochs={code: 2}"
+    overrides = ["experiment=qaf", "model=transformer_60m", named, other, "train.steps=7"]
+    slowly = compose_config(overrides, ROOT / "configs")
+    with quick_composing():
+        assert [compose_config(overrides, ROOT / "configs") for _ in range(2)] == [slowly, slowly]
 
 
 def test_wrong_commands_are_seen(configs: Path) -> None:
