@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from torch.distributed.run import get_args_parser
 
 import assembly
+from megatron_fp4 import command as installed
 from megatron_fp4.config import compose
 from megatron_fp4.config.schema import Config, ConfigError
 from tests.docs.blocks import ROOT
@@ -66,8 +67,10 @@ def check(command: Command, configs: Path, ranks: int = 0) -> None:
             _configured(arguments[arguments.index(script) + 1 :], configs, ranks or 8)
         elif program in ("python", ".venv/bin/python", "python3"):
             _check_python(arguments, configs, ranks)
-        elif program in _entry_points() or program == "pretrain.py":
+        elif program == "pretrain.py":
             _configured(arguments, configs, ranks)
+        elif program in _entry_points():
+            _check_installed(arguments, configs, ranks)
         elif program in ("pip", ".venv/bin/pip"):
             _check_pip(arguments)
         elif program == "pytest":
@@ -195,6 +198,9 @@ def _configured(overrides: list[str], configs: Path, ranks: int, of_a_run: bool 
 
 def _check_torchrun(arguments: list[str], configs: Path, ranks: int) -> None:
     script = next((i for i, argument in enumerate(arguments) if argument.endswith(".py")), None)
+    if "-m" in arguments and arguments[arguments.index("-m") + 1] == "megatron_fp4":
+        get_args_parser().parse_args([*arguments[: arguments.index("-m")], "pretrain.py"])
+        return _check_installed(arguments[arguments.index("-m") + 2 :], configs, ranks)
     if script is None:
         raise WrongCommandError(f"torchrun {' '.join(arguments)}: it names no script")
     options = get_args_parser().parse_args(arguments[: script + 1])
@@ -204,6 +210,11 @@ def _check_torchrun(arguments: list[str], configs: Path, ranks: int) -> None:
     ranks = ranks or (nodes * int(processes) if str(processes).isdigit() else 0)
     given = any(argument.startswith("--nproc") for argument in arguments[:script])
     _check_python(arguments[script:], configs, ranks if given else 0)
+
+
+def _check_installed(arguments: list[str], configs: Path, ranks: int) -> None:
+    path, rest = installed.program(arguments)
+    _check_python([str(path.relative_to(ROOT)), *rest], configs, ranks)
 
 
 def _check_make(arguments: list[str], configs: Path, ranks: int) -> None:

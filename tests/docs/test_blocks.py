@@ -89,6 +89,17 @@ def test_its_commands_could_be_started(block: Block, configs: Path) -> None:
         check(filled(command, block), configs, int(block.options.get("ranks", 0)))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_the_text_could_be_started(page: Path, configs: Path) -> None:
+    text = re.sub(r"(?ms)^ *```.*?^ *```$|^<!-- doc: setup.*?-->", "", page.read_text())
+    for found in re.findall(r"`((?:\w+=\S+ )*(?:python|torchrun|make|megatron-fp4|sbatch|pip install) [^`]+)`", text):
+        for command in commands_of(found, page.name):
+            if command.arguments[0] != "torchrun" or {"-m", "pretrain.py"} & {
+                *command.arguments
+            }:  # not an option alone
+                check(command, configs)
+
+
 @named([block for block in BLOCKS if block.kind in ("overrides", "yaml")])
 def test_its_overrides_compose(block: Block, configs: Path) -> None:
     more = [*commands_of(f"pretrain.py {block.options.get('with', '')}", block.name)[0].arguments[1:]]
