@@ -79,9 +79,10 @@ class Session:
     def _command(self, command: Command, block: Block) -> str:
         arguments = [*shrunk(command, block)]
         if self.in_process and (script := _script(arguments)) is not None:
-            code, printed = self._in_here(arguments[script], arguments[script + 1 :])
+            code, printed = self._in_here(arguments[script], arguments[script + 1 :], command.world_size)
         else:
-            environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+            ranks = {"WORLD_SIZE": str(command.world_size)} if command.world_size else {}
+            environment = {**os.environ, **ranks, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
             bin_ = Path(sys.executable).parent
             environment["PATH"] = f"{bin_}:{environment['PATH']}"
             done = subprocess.run(
@@ -93,10 +94,12 @@ class Session:
         assert code == wanted, f"{block.name}: {' '.join(arguments)} ended with {code}, not {wanted}:\n{printed}"
         return printed
 
-    def _in_here(self, script: str, arguments: list[str]) -> tuple[int, str]:
+    def _in_here(self, script: str, arguments: list[str], world_size: int) -> tuple[int, str]:
         with self._captured() as output, pytest.MonkeyPatch.context() as patch:
             for module in (assembly, pretrain):
                 patch.setattr(module, "CONFIGS", self.folder / "configs")
+            if world_size:
+                patch.setenv("WORLD_SIZE", str(world_size))
             code: object = 0
             if script == "pretrain.py":
                 code = pretrain.main(arguments)
