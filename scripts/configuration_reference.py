@@ -56,6 +56,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare")
     options = parser.parse_args(arguments)
+    if not PAGE.parent.is_dir():
+        print(f"configuration_reference.py: {PAGE.parent} is not there; run it in a checkout", file=sys.stderr)
+        return 2
     written = page()
     if not options.check:
         PAGE.write_text(written)
