@@ -146,7 +146,8 @@ def test_operands_are_the_emulations_and_products_agree(name, shape):
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_same_from_the_kernels_bytes(name, shape, kernels):
     compare(RECIPES[name], inputs_for(RECIPES[name], shape))
-    assert bool(kernels) == (RECIPES[name].quantized and name != "mxfp8, transforms")
+    elsewhere = ("mxfp8, transforms", "quartet 2")  # by PyTorch, or by kernels without a model here
+    assert bool(kernels) == (RECIPES[name].quantized and name not in elsewhere)
 
 
 def inputs_for(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[int, int, int]:
