@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 8 pretrain.py model=nemotron_h_8b precision=nvfp4 data=my_corpus run.dir=runs/8b
     python pretrain.py --help           every group and key
     python pretrain.py --version
-    python pretrain.py --check ...      whether a configuration can run (WORLD_SIZE ranks), without running it
+    python pretrain.py --check ...      whether a start would go well (on WORLD_SIZE ranks), and what the run takes
     WORLD_SIZE=736 python pretrain.py ... run.dry=true       what it would need there: memory, messages, time
 
 Started again with the same run.dir it resumes from the newest checkpoint, or says that the run is finished; while
 another run is there it waits, and then refuses. A signal (TERM, USR1, HUP, INT, QUIT), a file run.dir/STOP or
 run.max_minutes stop it after a step, with a checkpoint. Exit codes, and states in run.dir/state.json:
 0 finished; 75 stopped on request and saved; 2 refused, in one line on stderr: the configuration is wrong; 3 diverged:
-too many steps in a row were skipped; 4 wrong numbers: hardware or kernels compute something else than they should;
-1 anything else. A second signal, 5 seconds after the first or later, leaves at once with 128 plus its number.
+too many steps in a row were skipped, or all of them; 4 wrong numbers: hardware or kernels compute something else than
+they should; 1 anything else. A second signal, 5 seconds after the first or later, leaves at once with 128 plus its number.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         code = ledger.ended(run_to_end(run, orders, state))
         signals.over()
         if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
-            say_all(config)
+            say_all(config, run.log.console)
         return code
 
 

@@ -6,11 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import preflight
 import pretrain
+from assembly import CONFIGS, configure
+from assembly import check as check_configuration
+from megatron_fp4.checkpoint.initialize import check_initialization
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.schema import ConfigError
 from tests.test_going_on import FEW, checkpoint, cut, data, flip
 
 __all__ = ["data"]
@@ -26,30 +33,55 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def saved(data: list[str]) -> dict[str, Any]:
+    """Composed once."""
+    return json.loads(json.dumps(as_saved(configure([*FEW, *data, f"train.steps={STEPS}"]))))
+
+
 @pytest.fixture
-def check(data: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
-    """--check with run.dir and overrides; the lines that it printed, if it ended with `code`."""
+def check(saved: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
+    """--check with run.dir and overrides, which leaves the folder alone; the lines that it printed."""
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def check(run_dir: Path, *overrides: str, code: int = 0) -> list[str]:
+    def check(run_dir: Path, *overrides: str) -> list[str]:
         before = sorted(run_dir.rglob("*"))
         capsys.readouterr()
-        ended = pretrain.main(["--check", *FEW, *data, f"run.dir={run_dir}", f"train.steps={STEPS}", *overrides])
-        printed = capsys.readouterr()
-        assert ended == code, printed
-        assert sorted(run_dir.rglob("*")) == before
-        if code == 2:
-            assert printed.err.startswith("pretrain.py: ") and printed.err.count("\n") == 1
-            return [printed.err]
-        return printed.out.splitlines()
+        config = config_from_saved(saved, [f"run.dir={run_dir}", *overrides], CONFIGS)
+        try:
+            check_configuration(config, 1, "cpu")
+            check_initialization(config)
+            assert preflight.print_check(config) == 0
+        finally:
+            assert sorted(run_dir.rglob("*")) == before
+        return capsys.readouterr().out.splitlines()
 
     return check
 
 
+def refused(check: Check, run_dir: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        check(run_dir, *overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_command(data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], no_plan: None) -> None:
+    command = ["--check", *FEW, *data, f"run.dir={tmp_path}/run"]
+    assert pretrain.main(command) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("ok: 1 rank, 4,096 tokens, 1.0 GiB a rank, about 1 minute")
+    )
+    assert pretrain.main([*command, "data.sources.code=/nowhere/code"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("pretrain.py: data.sources.code: /nowhere/code.idx does not") and not printed.out
+    assert printed.err.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
 def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    *lines, last = check(tmp_path / "run", "train.steps=10k", code=0)
+    *lines, last = check(tmp_path / "run", "train.steps=10k")
     assert last.startswith("ok: 2 ranks, 5,120,000 tokens, 0.1 GiB a rank, about ")
     text = "\n".join(lines)
     assert "train      code                300 documents" in text and "checkpoint: none yet; begins at step 0" in text
@@ -78,7 +110,7 @@ def test_a_run_that_goes_on(check: Check, trained: Path) -> None:
 
 
 def test_a_switched_run_that_shall_not_switch(check: Check, trained: Path) -> None:
-    (line,) = check(trained, "train.steps=12", "precision.switch.when=never", code=2)
+    line = refused(check, trained, "train.steps=12", "precision.switch.when=never")
     assert "starts from step 4: the checkpoint is from behind the precision switch" in line
 
 
@@ -101,8 +133,7 @@ def test_a_switched_run_that_shall_not_switch(check: Check, trained: Path) -> No
     ],
 )
 def test_what_a_start_would_refuse(check: Check, trained: Path, overrides: list[str], said: str) -> None:
-    (line,) = check(trained, *(override.replace("RUN", str(trained)) for override in overrides), code=2)
-    assert said in line
+    assert said in refused(check, trained, *(override.replace("RUN", str(trained)) for override in overrides))
 
 
 @pytest.mark.usefixtures("no_plan")
@@ -113,9 +144,9 @@ def test_damaged_and_lost_checkpoints(check: Check, trained: Path, tmp_path: Pat
     assert f"checkpoint: {checkpoint(run_dir, 2)}, step 2 of 4" in lines
     assert any("NOT WHOLE, would be moved aside: step_00000004: .metadata has" in line for line in lines)
     flip(checkpoint(run_dir, 2) / "trainer.json")
-    assert "none is whole" in check(run_dir, code=2)[0]
+    assert "none is whole" in refused(check, run_dir)
     shutil.rmtree(run_dir / "checkpoints")
-    assert "there is no checkpoint to go on from" in check(run_dir, code=2)[0]
+    assert "there is no checkpoint to go on from" in refused(check, run_dir)
 
 
 @pytest.mark.usefixtures("no_plan")
@@ -124,7 +155,7 @@ def test_branches(check: Check, trained: Path, tmp_path: Path) -> None:
     lines = check(tmp_path / "branch", f"checkpoint.resume={start}")
     assert f"checkpoint: {start}, step 2 of 4" in lines
     shutil.copytree(trained, tmp_path / "other")
-    assert "of a run that did not begin from it" in check(tmp_path / "other", f"checkpoint.resume={start}", code=2)[0]
+    assert "of a run that did not begin from it" in refused(check, tmp_path / "other", f"checkpoint.resume={start}")
     lines = check(tmp_path / "new", f"checkpoint.initialize_from={trained}")
     assert f"checkpoint: none yet; begins at step 0 with the weights of {trained}" in lines
 

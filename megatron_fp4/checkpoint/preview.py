@@ -40,6 +40,8 @@ def check_resume(config: Config) -> None:
     A branch goes on with its own checkpoints also when its parent is gone; the start sees whether they are its own.
     """
     resume, root = config.checkpoint.resume, _root(config)
+    if config.checkpoint.initialize_from is not None:  # which only goes with auto and never: check_initialization
+        return
     if resume in ("auto", "never") or (any(root.glob("step_*")) and not is_own(root, _real(resume))):
         return
     given = Path(resume)

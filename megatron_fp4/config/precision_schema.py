@@ -44,7 +44,10 @@ class OperandConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class FpropConfig:
-    """y = x W^T. `rht`: size of the random Hadamard transform of both operands, 0 for none."""
+    """y = x W^T.
+
+    activation, weight: its operands x and W. rht: size of the random Hadamard transform of both, 0 for none.
+    """
 
     activation: OperandConfig = field(default_factory=OperandConfig)
     weight: OperandConfig = field(default_factory=OperandConfig)
@@ -53,7 +56,10 @@ class FpropConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DgradConfig:
-    """dx = dy W."""
+    """dx = dy W.
+
+    gradient, weight: its operands dy and W. rht: size of the random Hadamard transform of both, 0 for none.
+    """
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     weight: OperandConfig = field(default_factory=OperandConfig)
@@ -62,7 +68,10 @@ class DgradConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class WgradConfig:
-    """dW = dy^T x."""
+    """dW = dy^T x.
+
+    gradient, activation: its operands dy and x. rht: size of the random Hadamard transform of both, 0 for none.
+    """
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     activation: OperandConfig = field(default_factory=OperandConfig)
@@ -149,7 +158,10 @@ class SwitchConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DiagnosticsConfig:
-    """Measurements of what quantization does to a run; `interval` in steps, 0 switches them off."""
+    """Measurements of what quantization does to a run.
+
+    interval: steps between them, 0: none.
+    """
 
     interval: AtLeastZero = 0
 

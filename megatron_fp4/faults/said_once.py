@@ -18,8 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_fp4.config.launcher import place_in_run
+from megatron_fp4.config.schema import ConfigError
+
 # Seconds to wait for the one who says it, for the others of this machine to arrive, and for torchrun to end them.
-_SAY, _ARRIVE, _END = 10.0, 3.0, 10.0
+_SAY, _ARRIVE, _END = 20.0, 10.0, 10.0
 _STORE_TIMEOUT = datetime.timedelta(seconds=5)
 
 
@@ -32,9 +35,7 @@ def say_once(line: str, ended: Callable[[], bool]) -> bool:
     """
     folder = _folder_of_start()
     if folder is None:  # not torchrun's: one process, or one of Slurm's, which do not end each other
-        own = os.environ.get("LOCAL_RANK") or os.environ.get("RANK") or "0"
-        mine = not own.isdecimal() or int(own) == 0
-        if mine:
+        if mine := _first_of_its_machine():
             _print(line)
         return mine
     name = f"said_{hashlib.sha256(line.encode()).hexdigest()[:16]}"
@@ -64,6 +65,15 @@ def _folder_of_start() -> Path | None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folder = None if path is None else Path(path).parent.parent
     return folder if folder is not None and folder.is_dir() else None
+
+
+def _first_of_its_machine() -> bool:
+    """Without torchrun: whether this rank is to say what others may find as well. One whose place is wrong is."""
+    try:
+        place = place_in_run()
+    except ConfigError:
+        return True
+    return not (place.rank if place.local_rank is None else place.local_rank)
 
 
 def _first_machine(line: str, name: str) -> bool:

@@ -95,16 +95,17 @@ def test_a_rank_that_is_alone_with_it_does_not_wait_for_ever(tmp_path: Path, mon
     [
         ({}, True),
         ({"RANK": "0"}, True),
-        ({"RANK": "1"}, False),
-        ({"RANK": "5", "LOCAL_RANK": "0"}, True),
-        ({"RANK": "5", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, False),
         ({"RANK": "nonsense"}, True),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, True),
     ],
 )
 def test_without_torchrun(
     environment: dict[str, str], says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
