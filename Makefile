@@ -1,8 +1,9 @@
-# make setup   install everything into .venv
+# make setup   install everything into .venv, tests and their packages included
 # make train   train the tiny model in NVFP4 on this machine   (make train ARGS="model=hybrid_60m train.steps=1000")
 # make test    lint, types, tests
 # make test-fast   the tests without those marked slow, on all cores: less than two minutes on two
 # make lint    lint and types alone
+# make docs    what README and docs show, run as it stands or made short, and compared; minutes
 # make test-gpu   what needs a GPU, with the Python of .venv or else python3 (make test-gpu ARGS="--output results")
 
 PYTHON ?= python3
@@ -15,22 +16,36 @@ NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 BATCH := $(if $(filter 1 2,$(NPROC)),,train.micro_batch_size=1)
 export OMP_NUM_THREADS ?= $(shell n=$$(( $$(nproc) / $(NPROC) )); echo $$(( n > 0 ? n : 1 )))
 
-.PHONY: setup train test test-fast test-gpu lint format
+# Measured: pip on x86_64 Linux, Python 3.11, torch 2.13, 2026-11.
+SAYS_TORCH := make: downloads torch and CUDA (2.7 GB; torch for CPUs: 0.2 GB) and 50 packages (0.1 GB) into $(VENV)
+SAYS_CPU := $(if $(filter-out 0,$(GPUS)),,make: no GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ... takes torch for CPUs)
+SAYS_TESTS := make: downloads what tests need, 127 packages (0.3 GB), into $(VENV)
+
+.PHONY: setup train test test-fast test-gpu docs lint format
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+# What training needs.
+$(VENV)/.base: pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Python 3.11 or newer is needed, {sys.executable} is {v.major}.{v.minor}; name another with make PYTHON=...")'
+	@echo '$(SAYS_TORCH)'
+	@$(if $(SAYS_CPU),echo '$(SAYS_CPU)')
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+# What tests need too.
+$(VENV)/.installed: $(VENV)/.base
+	@echo '$(SAYS_TESTS)'
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@
 
 # Ctrl-C reaches make and the shell too: the trap lets the shell wait for the run. Exit code 75 says that it is stopped
 # and saved, which is no error.
 train: TRAIN = $(BIN)/python -m megatron_fp4.launch --standalone --nproc-per-node $(NPROC) pretrain.py $(BATCH) $(ARGS)
-train: setup
+train: $(VENV)/.base
 	@WORLD_SIZE=$(NPROC) $(BIN)/python pretrain.py --check $(BATCH) $(ARGS)
 	$(info $(TRAIN))
 	@trap : INT; $(TRAIN); code=$$?; [ $$code -eq 75 ] || exit $$code
@@ -50,6 +65,9 @@ test: lint
 
 test-fast: setup
 	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
+
+docs: setup
+	$(BIN)/python tests/docs/run_pages.py $(ARGS)
 
 # Without setup: on a GPU machine torch and the packages for CUDA are the image's.
 test-gpu:

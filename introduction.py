@@ -154,10 +154,12 @@ def sizes(run: Run) -> dict[str, float]:
     return {"parameters": parameter_count(run.config.model).total, "quantized_flops": round(quantized / forward, 4)}
 
 
-def say_all(config: Config) -> None:
+def say_all(config: Config, console: show.RunConsole) -> None:
     """Write report.html of a run that has finished: the other ranks wait for it no more, and it may fail."""
-    run_dir = Path(config.run.dir)
-    attempt(
-        str(run_dir / REPORT_FILE),
-        lambda: write_report([run_dir], defaults=yaml.safe_load(to_yaml(compose_config([], CONFIGS)))),
-    )
+    path = Path(config.run.dir) / REPORT_FILE
+
+    def write() -> Path:
+        return write_report([config.run.dir], defaults=yaml.safe_load(to_yaml(compose_config([], CONFIGS))))
+
+    if attempt(str(path), write) is not None:
+        console.text(f"all of it on one page: {path}")

@@ -133,7 +133,7 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         code = ledger.ended(run_to_end(run, orders, state))
         signals.over()
         if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
-            say_all(config)
+            say_all(config, run.log.console)
         return code
 
 

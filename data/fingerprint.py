@@ -120,10 +120,12 @@ def _changed_phase(
 ) -> str | None:
     """The first phase that has served samples and that the run does not have any more, or with another blend."""
     blends = {phase["name"]: (phase["blend"], phase["by_tokens"]) for phase in current}
+    under_another_name = [phase["blend"] for phase in current if phase["name"] not in {p["name"] for p in saved}]
     for phase in saved:
         blend, by_tokens = blends.get(phase["name"], (None, False))
         # Weights by tokens are what the files were then; with more files they are others from here on.
         same = blend == phase["blend"] or (by_tokens and phase["by_tokens"])
+        same = same or (phase["name"] not in blends and phase["blend"] in under_another_name)
         if phase["start"] < min(phase["end"], consumed_samples) and not same:
             return str(phase["name"])
     return None

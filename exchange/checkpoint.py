@@ -130,7 +130,7 @@ def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:
 
     Raises ValueError, in one line that names folder and remedy, if there is none or it is not whole.
     """
-    found = _checkpoint_in(folder)
+    found = checkpoint_in(folder)
     try:
         return Checkpoint(found, config_dir)
     except OtherFormatError as error:
@@ -143,7 +143,8 @@ def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:
         raise ValueError(f"{found}: {error}") from error
 
 
-def _checkpoint_in(folder: Path) -> Path:
+def checkpoint_in(folder: Path) -> Path:
+    """`folder` if it is a checkpoint, else the newest whole one of the run in it; ValueError if there is none."""
     if (folder / files.MANIFEST).is_file():
         return folder
     if not folder.is_dir():

@@ -34,9 +34,12 @@ _OF_RANKS = re.compile(
 
 
 def export_command(checkpoint: Path, output: Path, export_format: str) -> list[str]:
-    """The command that exports `checkpoint` as `output`, for a shell where `python` is the run's."""
-    script = ROOT / "scripts" / "export_hf.py"
-    return ["python", str(script), str(checkpoint), str(output), *OPTIONS[export_format]]
+    """The command that exports `checkpoint` as `output`, for a shell where `python` is the run's, or of an installed
+    package the command `megatron-fp4` is."""
+    script = str(ROOT / "scripts" / "export_hf.py")
+    installed = (ROOT.parent / "command.py").is_file()  # this room is in the package's folder then
+    command = ["megatron-fp4", "export_hf"] if installed else ["python", script]
+    return [*command, str(checkpoint), str(output), *OPTIONS[export_format]]
 
 
 class ExportProcess:
@@ -44,7 +47,8 @@ class ExportProcess:
 
     def __init__(self, command: Sequence[str]) -> None:
         program, *arguments = command
-        words = [sys.executable if program == "python" else program, *arguments]
+        ours = {"python": [sys.executable], "megatron-fp4": [sys.executable, "-P", "-m", "megatron_fp4"]}
+        words = [*ours.get(program, [program]), *arguments]
         environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
@@ -52,7 +56,7 @@ class ExportProcess:
         self._began = time.monotonic()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "exchange.as_child", str(os.getpid()), *words],
+                [sys.executable, "-P", "-m", "exchange.as_child", str(os.getpid()), *words],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,

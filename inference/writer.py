@@ -44,9 +44,8 @@ class Writer:
                     print(f"--- {of}\n{self.whole(request, found)}", flush=True)
                     count += len(found.tokens)
         seconds = time.monotonic() - began
-        say(
-            f"{count} {'token' if count == 1 else 'tokens'} in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)"
-        )
+        what = "1 token" if count == 1 else f"{count} tokens"
+        say(f"{what} in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second)")
 
     def follow(self, request: Request, with_prompt: bool) -> int:
         """Print a text while it is made; returns how many tokens are new."""

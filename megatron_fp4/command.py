@@ -58,7 +58,7 @@ def put_first(folder: Path) -> None:
     for name in ROOMS:
         there = sys.modules.get(name)
         found = PathFinder.find_spec(name)
-        origin = getattr(there, "__file__", None) if there is not None else found and found.origin
+        origin: str | None = getattr(there, "__file__", None) if there is not None else getattr(found, "origin", None)
         if origin is None or folder not in Path(origin).resolve().parents:
             where = f"that of {origin}" if origin else "missing"
             raise ValueError(f"the module {name} is {where}, not {folder}/{name}; remove what imports it at start")
@@ -72,6 +72,6 @@ def main() -> None:
     except ValueError as error:
         print(f"megatron-fp4: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [str(path), *arguments]
+    sys.argv = ["megatron-fp4" if path.name == "pretrain.py" else f"megatron-fp4 {path.stem}", *arguments]
     runpy.run_path(str(path), run_name="__main__")
     sys.exit(0)

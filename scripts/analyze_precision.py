@@ -26,6 +26,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, Run, build, check, set_determinism
+from exchange.checkpoint import checkpoint_in
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
@@ -61,9 +62,7 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "checkpoint", type=Path, help="folder of a checkpoint, such as runs/a/checkpoints/step_00000200"
-    )
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
     parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
     parser.add_argument("--budget", type=float, default=0.15, help="largest share to keep in BF16 (default 0.15)")
     parser.add_argument("--by", choices=BUDGET_UNITS, default="linears", help="what the budget is a share of")
@@ -77,6 +76,7 @@ def analyze(options: argparse.Namespace) -> int:
     """Measure, rank, select, print, write."""
     if options.micro_batches < 1:
         raise ConfigError(f"--micro-batches {options.micro_batches}: at least 1 must be measured")
+    options.checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_whole_manifest(options.checkpoint)
     config = analysis_config(options.checkpoint, options.overrides)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,8 +111,6 @@ def analyze(options: argparse.Namespace) -> int:
 
 def read_whole_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose files are all as it says; ConfigError otherwise."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name a checkpoint such as runs/default/checkpoints/step_00000200")
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         if problem := check_file(folder, name, record):

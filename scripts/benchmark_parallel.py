@@ -100,7 +100,8 @@ def line(found: dict[str, Any], baseline: dict[str, Any] | None) -> str:
     if baseline is not None:
         ratio = found["tokens_per_second"] / baseline["tokens_per_second"]
         ideal = found["ranks"] / baseline["ranks"]
-        text += f"; {ratio:.2f}x of {baseline['ranks']} rank{'s' if baseline['ranks'] > 1 else ''}, {ratio / ideal:.1%} of ideal"
+        base = f"{baseline['ranks']} rank{'s' if baseline['ranks'] > 1 else ''}"
+        text += f"; {ratio:.2f}x of {base}, {ratio / ideal:.1%} of ideal"
     return text
 
 

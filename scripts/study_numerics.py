@@ -2,14 +2,15 @@
 
     python scripts/study_numerics.py                                  everything, a few minutes on one CPU core
     python scripts/study_numerics.py --only rounding exactness        two of the sections
-    python scripts/study_numerics.py --page docs/numerics.md          also put the tables into the page
+    python scripts/study_numerics.py --page docs/numerics.md          also put tables and pictures into the page
     python scripts/study_numerics.py --checkpoint runs/a/checkpoints/step_00000300
     python scripts/study_numerics.py --quick                          seconds, to see that it works
 
-Tables are printed as Markdown, pictures go to --pictures. Tensors of a real model come from the tiny model, which is
-trained here for some steps of the built-in data in NVFP4, or from --checkpoint. `--set key=value` changes that run
-(model.vocab_size=512, train.steps=300). The same command on the same machine gives the same numbers; on another, the
-trained model differs in the last bits of its BF16 products, and the captured rows in their last digits.
+Tables are printed as Markdown. Pictures are drawn for --page, into `pictures` beside it, or into --pictures. Tensors of
+a real model come from the tiny model, which is trained here for some steps of the built-in data in NVFP4, or from
+--checkpoint. `--set key=value` changes that run (model.vocab_size=512, train.steps=300). The same command on the same
+machine gives the same numbers; on another, the trained model differs in the last bits of its BF16 products, and the
+captured rows in their last digits.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small tensors and a hardly trained model")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), help="sections to run")
     parser.add_argument("--checkpoint", type=Path, help="capture tensors from this checkpoint instead of training")
-    parser.add_argument("--pictures", type=Path, default=Path("docs/pictures"), help="folder of the PNG files")
+    parser.add_argument("--pictures", type=Path, help="folder of the PNG files (default: beside --page)")
     parser.add_argument("--page", type=Path, help="a Markdown page to put the tables into")
     parser.add_argument("--set", nargs="+", default=[], metavar="key=value", help="changes to the captured run")
     return parser.parse_args(arguments)
@@ -57,7 +58,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code: 0, or 2 with a line on stderr for what the user got wrong."""
     options = parse(arguments)
-    study = Study(QUICK if options.quick else Size(), options.pictures, options.set, options.checkpoint)
+    pictures = options.pictures or (options.page.parent / "pictures" if options.page else None)
+    study = Study(QUICK if options.quick else Size(), pictures, options.set, options.checkpoint)
     try:
         tables: dict[str, str] = {}
         for section in options.only:

@@ -11,7 +11,7 @@ from typing import Any
 from tests.soak_disks import checkpoints
 
 # What differs between two runs of the same bits.
-TIMES = ("tokens_per_second", "model_tflops", "step_time", "data_wait")
+TIMES = ("tokens_per_second", "model_tflops", "mfu", "step_time", "data_wait", "peak_memory_gib")
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

@@ -107,7 +107,7 @@ def test_a_checkpoint_that_is_missing_or_damaged(
     run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert analyze_precision.main([str(tmp_path / "none")]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
     damaged = tmp_path / "step_00000003"
     damaged.mkdir()
     for file in Path(_checkpoint(run_dir)).iterdir():

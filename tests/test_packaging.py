@@ -103,11 +103,13 @@ def test_a_wheel_has_everything_in_one_package(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_the_installed_command_among_others_data_and_models(installed: Path, tmp_path: Path) -> None:
-    """In the current folder, first on PYTHONPATH."""
+    """In the current folder, first on PYTHONPATH. Without any extra."""
     for name in ("data", "models", "scripts", "exchange"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of somebody else')\n")
     (tmp_path / "assembly.py").write_text("raise RuntimeError('of somebody else')\n")
+    for name in ("wandb", "datasets", "pyarrow", "transformers", "safetensors", "lm_eval", "s3fs"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('an extra')\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed}"}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -116,6 +118,8 @@ def test_the_installed_command_among_others_data_and_models(installed: Path, tmp
 
     checked = run("model=tiny", "--check", f"run.dir={tmp_path / 'run'}")
     assert checked.returncode == 0, checked.stderr
+    usage = run("prepare-data", "--help")
+    assert usage.returncode == 0 and "--train-tokenizer" in usage.stdout, usage.stderr
     wrong = run("no_such_command")
     assert wrong.returncode == 2 and wrong.stderr.startswith("megatron-fp4: no_such_command is no override")
 

@@ -12,7 +12,8 @@ from megatron_fp4.precision.clock import RunClock
 
 pytestmark = pytest.mark.slow
 
-RECIPES = ("bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4", "nvfp4_all_the_way", "nvfp4_nemotron_3")
+NVFP4_KINDS = ("nvfp4_4over6_1x16", "nvfp4_all_the_way", "nvfp4_nemotron_3", "nvfp4_quartet2")
+RECIPES = ("bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4", *NVFP4_KINDS)
 # Relative error of the whole gradient after one backward pass that is allowed to a recipe, against BF16.
 GRADIENT_ERROR = {
     "bf16": 0.0,
@@ -22,6 +23,8 @@ GRADIENT_ERROR = {
     "mxfp4": 0.7,
     "nvfp4_all_the_way": 0.7,
     "nvfp4_nemotron_3": 0.6,
+    "nvfp4_4over6_1x16": 0.6,
+    "nvfp4_quartet2": 0.6,
 }
 
 

@@ -16,6 +16,7 @@ import pretrain
 from introduction import say_all
 from megatron_fp4.config.schema import Config, RunConfig
 from megatron_fp4.report.completion import REPORT_FILE
+from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.goodput import goodput_of
 from megatron_fp4.report.run_folder import open_run
 from scripts import report_run
@@ -124,7 +125,7 @@ def test_a_page_that_fails_is_one_warning(
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr("introduction.write_report", fails)
-    say_all(Config(run=RunConfig(dir=str(tmp_path))))
+    say_all(Config(run=RunConfig(dir=str(tmp_path))), RunConsole(1, active=False))
     (record,) = caplog.records
     assert f"{tmp_path}/report.html" in record.message and "RuntimeError: no fonts" in record.message
     assert "the run is not affected" in record.message

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ import torch
 import assembly
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.quantization import quantize_nvfp4
+from scripts import study_numerics
 from scripts.study.errors import NEAREST, SQUARE, gain, relative
 from scripts.study.exactness import encode_many
 from scripts.study.hadamard import weight_seen
 from scripts.study.rounding import saturated
-from scripts.study.tensors import generator
+from scripts.study.tensors import Study, generator
 from scripts.study.weights import gradient_errors
 from scripts.study_numerics import fill_page
 
@@ -92,23 +94,6 @@ def test_the_pages_pictures_are_small() -> None:
     assert all((PAGE.parent / name).stat().st_size < 200_000 for name in pictures)
 
 
-def test_the_pages_example_prints_what_the_page_says() -> None:
-    (example,), (output,) = fenced("python"), fenced("text")
-    done = python("-c", example)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == output
-
-
-@pytest.mark.parametrize("command", commands(), ids=lambda command: command.split("transformer_60m ", 1)[-1][-60:])
-def test_the_papers_experiments_are_valid_configurations(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert command.startswith("python pretrain.py --check ")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "first" / "checkpoints" / "step_00001000").mkdir(parents=True)
-    assembly.configure(command.split()[3:])
-
-
 def test_the_papers_experiments_are_what_they_say() -> None:
     def recipe(overrides: str) -> list[str]:
         (line,) = [command for command in commands() if command.endswith(overrides)]
@@ -159,6 +144,21 @@ def test_saturated_values_are_those_beyond_six_scales() -> None:
 def test_gradients_of_square_blocks_are_those_of_the_forward_pass() -> None:
     assert gradient_errors(64, 3, SQUARE)[0] == 0
     assert gradient_errors(64, 3, NEAREST)[0] > 0.1
+
+
+def test_pictures_are_drawn_where_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some sections alone, printed, leave the page's own pictures as they are."""
+    folders: list[Path | None] = []
+
+    def section(study: Study) -> Iterator[tuple[str, str]]:
+        folders.append(study.pictures)
+        yield "a", "| new |"
+
+    monkeypatch.setattr(study_numerics, "SECTIONS", {"formats": section})
+    (page := tmp_path / "page.md").write_text("<!-- table: a -->\nold\n<!-- end -->\n")
+    for arguments in ([], ["--page", str(page)], ["--pictures", "here"]):
+        assert study_numerics.main(["--only", "formats", *arguments]) == 0
+    assert folders == [None, tmp_path / "pictures", Path("here")]
 
 
 def test_a_page_without_a_place_for_a_table_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megatron_fp4.precision.plan import recipe_of
 from megatron_fp4.precision.recipe import PLACES, Place
 from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
 from megatron_fp4.quantization.formats import FORMATS, UE8M0
+from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 
 
 def validate_precision(precision: PrecisionConfig, config: Config, device_type: str, key: str = "precision") -> None:
@@ -25,7 +26,9 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     for where, of_part in _parts(precision, key):
         for place, operand in _operands(of_part):
             _operand(operand, f"{where}.{place.key}")
+            _ms_eden(of_part, place, operand, where)
         _reuse(of_part, where)
+        _source(of_part, where)
     recipes = recipes_by_key(precision, key)
     quantized = any(recipe.quantized for recipe in recipes.values())
     _backend(precision, device_type, key)
@@ -65,6 +68,11 @@ def _operand(operand: OperandConfig, key: str) -> None:
             f"{key}.rounding={operand.rounding} does not go with format={operand.format}: its codes are rounded to "
             f"nearest, as every {operand.format.upper()} training recipe does; use nearest, or another format"
         )
+    if form is not None and operand.four_over_six_error != "absolute" and not operand.four_over_six:
+        raise ConfigError(
+            f"{key}.four_over_six_error={operand.four_over_six_error} has no effect with four_over_six=false; leave it "
+            "at absolute, or set four_over_six to true"
+        )
     blocks = [] if form is None else [f"{rows}x{columns}" for rows, columns in form.blocks]
     if form is not None and operand.block not in blocks:
         raise ConfigError(
@@ -78,6 +86,68 @@ def _operand(operand: OperandConfig, key: str) -> None:
             raise ConfigError(
                 f"{key}.{option}=true does not go with format={operand.format}; it is for {owners}: set it to "
                 f"false{always}"
+            )
+
+
+def _ms_eden(config: PrecisionConfig, place: Place, operand: OperandConfig, key: str) -> None:
+    """MS-EDEN corrects groups that a transform with random signs mixed, and keeps the mean of gradients right."""
+    if operand.rounding != "ms_eden" or operand.format == "bf16":
+        return
+    where, rht = f"{key}.{place.key}", getattr(config, place.gemm).rht
+    form = FORMATS[operand.format]
+    if form.encode_ms_eden is None:
+        owners = " or ".join(name for name, other in FORMATS.items() if other.encode_ms_eden is not None)
+        raise ConfigError(
+            f"{where}.rounding=ms_eden does not go with format={operand.format}; it is for {owners}: use another "
+            "rounding, or another format"
+        )
+    if place.gemm == "fprop":
+        raise ConfigError(
+            f"{where}.rounding=ms_eden is for dgrad and wgrad, whose errors must average out; in the forward pass "
+            "rounding to nearest errs less: use nearest"
+        )
+    if operand.block != "1x16":
+        raise ConfigError(f"{where}.rounding=ms_eden does not go with block={operand.block}; set block to 1x16")
+    if operand.four_over_six:
+        raise ConfigError(
+            f"{where}.rounding=ms_eden does not go with four_over_six=true: it chooses its scales itself; set one of "
+            "them to nearest or false"
+        )
+    if rht != MS_EDEN_GROUP:
+        raise ConfigError(
+            f"{where}.rounding=ms_eden does not go with {key}.{place.gemm}.rht={rht}: it corrects groups of "
+            f"{MS_EDEN_GROUP} that one transform mixed; set {key}.{place.gemm}.rht={MS_EDEN_GROUP}"
+        )
+    if config.rht_signs != "fresh":
+        raise ConfigError(
+            f"{where}.rounding=ms_eden does not go with {key}.rht_signs={config.rht_signs}: its mean is right over "
+            f"random signs alone; set {key}.rht_signs=fresh"
+        )
+
+
+def _source(config: PrecisionConfig, key: str) -> None:
+    """`source: forward` asks for codes of the untransformed tensor that fprop makes, and that BF16 holds."""
+    for place, operand in _operands(config):
+        if operand.source == "tensor" or operand.format == "bf16":
+            continue
+        where, source = f"{key}.{place.key}", getattr(config.fprop, place.tensor, OperandConfig())
+        if place.gemm == "fprop" or place.tensor == "gradient":
+            why = "fprop's operands are made of tensors" if place.gemm == "fprop" else "fprop never sees gradients"
+            raise ConfigError(f"{where}.source=forward: {why}; set it to tensor")
+        if operand.reuse_fprop:
+            raise ConfigError(
+                f"{where}.source=forward quantizes again what reuse_fprop=true takes as it is; set one of them to "
+                "tensor or false"
+            )
+        if source.format in ("bf16", "fp8"):
+            why = "makes no codes" if source.format == "bf16" else "has scales that BF16 does not hold"
+            raise ConfigError(
+                f"{where}.source=forward, but {key}.fprop.{place.tensor}.format={source.format} {why}; set it to tensor"
+            )
+        if rht := config.fprop.rht:
+            raise ConfigError(
+                f"{where}.source=forward does not go with {key}.fprop.rht={rht}: fprop's codes are those of a "
+                "transformed tensor; set one of them to tensor or 0"
             )
 
 

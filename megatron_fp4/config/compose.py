@@ -49,8 +49,9 @@ def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
             raise ConfigError(
                 f"{override}: Hydra's own settings have no effect here; drop it (the output folder is run.dir)"
             )
-        if why := why_gone(override.lstrip("+").partition("=")[0]):
-            raise ConfigError(f"{override}: {why}")
+        key = override.lstrip("+").partition("=")[0]
+        if why := why_gone(key):
+            raise ConfigError(why.replace(key, override, 1))
     return _whole(_compose("config", overrides, directory), overrides, directory)
 
 
@@ -69,7 +70,7 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
     for override in overrides:
         key, separator, _ = override.partition("=")
         if why := why_gone(key):
-            raise ConfigError(f"{override}: {why}")
+            raise ConfigError(why.replace(key, override, 1))
         if not separator or key.startswith(("+", "~")) or ("." not in key and key != "precision"):
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
     changes = [override for override in overrides if not override.startswith("precision=")]

@@ -14,8 +14,8 @@ from typing import Any
 _GONE = {
     "optimizer.implementation": (
         "torch",
-        "is no key any more: torch's fused AdamW, as fast as those of Transformer Engine and apex, is the only one; "
-        "leave it out",
+        "is no key any more: torch's fused AdamW, faster than Transformer Engine's where both were measured, is the "
+        "only one; leave it out",
     ),
 }
 

@@ -16,7 +16,7 @@ from megatron_fp4.config.errors import shown
 def help_text(config_dir: str | Path) -> str:
     """Groups with their options, keys with their defaults, examples."""
     directory = Path(config_dir).resolve()
-    default, chosen = compose_config([], directory), _default_options(directory)
+    default, chosen = compose_config([], directory), default_options(directory)
     lines = [
         "usage: pretrain.py [key=value ...]        torchrun --nproc-per-node 8 pretrain.py [key=value ...]",
         "",
@@ -26,7 +26,7 @@ def help_text(config_dir: str | Path) -> str:
         lines.append(f"  {group}")
         for option in options:
             mark = "*" if chosen.get(group) == option else " "
-            lines.append(f"  {mark} {option:<20}{_summary(directory / group / f'{option}.yaml')}")
+            lines.append(f"  {mark} {option:<20}{option_summary(directory / group / f'{option}.yaml')}")
     lines += ["", "Keys and their values in the default run (megatron_fp4/config/*schema.py explain each):"]
     for section in fields(default):
         if is_dataclass(getattr(default, section.name)) and section.name != "after_switch":
@@ -44,13 +44,14 @@ def help_text(config_dir: str | Path) -> str:
     return "\n".join(lines)
 
 
-def _default_options(directory: Path) -> dict[str, str]:
+def default_options(directory: Path) -> dict[str, str]:
+    """The option of each group that the default run has."""
     defaults = yaml.safe_load((directory / "config.yaml").read_text())["defaults"]
     return {group: name for entry in defaults if isinstance(entry, dict) for group, name in entry.items() if name}
 
 
-def _summary(path: Path) -> str:
-    """The first sentence of the comment at the top of a config file, cut to a line."""
+def option_summary(path: Path, width: int | None = 84) -> str:
+    """The first sentence of the comment at the top of a config file, cut to `width` characters."""
     comment: list[str] = []
     for line in path.read_text().splitlines():
         if line.startswith("# @package"):
@@ -59,7 +60,7 @@ def _summary(path: Path) -> str:
             break
         comment.append(line[2:])
     sentence = re.split(r"(?<=[.;]) (?=[A-Z0-9])", " ".join(comment))[0].rstrip(".;")
-    return textwrap.shorten(sentence, width=84, placeholder=" ...")
+    return sentence if width is None else textwrap.shorten(sentence, width=width, placeholder=" ...")
 
 
 def _key_lines(node: object, path: str) -> list[str]:

@@ -19,25 +19,35 @@ class OperandConfig:
     format: `bf16` (not quantized), or a row of FORMATS in quantization/formats.py, such as `nvfp4`.
     block: elements that share a scale, rows x columns with the columns along the dot product, such as `1x16` or
         `16x16`; the format's row says which. Ignored for `bf16`.
-    rounding: `nearest` or `stochastic`, where the format has it.
+    rounding: `nearest`, or `stochastic` where the format has it; of nvfp4 operands of dgrad and wgrad also `ms_eden`:
+        elements to nearest, what that took from each group of 128 given back in block scales, which are rounded
+        stochastically (Quartet II, arXiv 2601.22813). It goes with `rht: 128` in its GEMM and `rht_signs: fresh`.
     four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
     power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
     reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
         product (paper, Fig. 14, "along same dim"). Needs the emulated backend: tensor cores want scales along the
         dot product.
+    source: `tensor`; or `forward`: quantize what fprop's codes of the same tensor stand for, transposed, instead of the
+        tensor. Of dgrad's weight and wgrad's activation; the forward pass then keeps codes alone.
+    four_over_six_error: which error of a block decides: the sum of `absolute` or of `squared` errors.
     """
 
     format: str = "bf16"
     block: str = "1x16"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
     four_over_six: bool = False
     power_of_two_scales: bool = False
     reuse_fprop: bool = False
+    source: Literal["tensor", "forward"] = "tensor"
+    four_over_six_error: Literal["absolute", "squared"] = "absolute"
 
 
 @dataclass(frozen=True, config=STRICT)
 class FpropConfig:
-    """y = x W^T. `rht`: size of the random Hadamard transform of both operands, 0 for none."""
+    """y = x W^T.
+
+    activation, weight: its operands x and W. rht: size of the random Hadamard transform of both, 0 for none.
+    """
 
     activation: OperandConfig = field(default_factory=OperandConfig)
     weight: OperandConfig = field(default_factory=OperandConfig)
@@ -46,7 +56,10 @@ class FpropConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DgradConfig:
-    """dx = dy W."""
+    """dx = dy W.
+
+    gradient, weight: its operands dy and W. rht: size of the random Hadamard transform of both, 0 for none.
+    """
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     weight: OperandConfig = field(default_factory=OperandConfig)
@@ -55,7 +68,10 @@ class DgradConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class WgradConfig:
-    """dW = dy^T x."""
+    """dW = dy^T x.
+
+    gradient, activation: its operands dy and x. rht: size of the random Hadamard transform of both, 0 for none.
+    """
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
     activation: OperandConfig = field(default_factory=OperandConfig)
@@ -142,7 +158,10 @@ class SwitchConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DiagnosticsConfig:
-    """Measurements of what quantization does to a run; `interval` in steps, 0 switches them off."""
+    """Measurements of what quantization does to a run.
+
+    interval: steps between them, 0: none.
+    """
 
     interval: AtLeastZero = 0
 

@@ -45,7 +45,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, config=STRICT)
 class Bf16BlocksDefault:
-    """How many blocks at each end, in characters of the pattern, a recipe leaves in BF16 (paper, appendix A)."""
+    """How many blocks at each end, in characters of the pattern, a recipe leaves in BF16 (paper, appendix A).
+
+    first, last: blocks at the beginning and at the end.
+    """
 
     first: AtLeastZero = 0
     last: AtLeastZero = 0
@@ -53,8 +56,19 @@ class Bf16BlocksDefault:
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """A stack of blocks given by `pattern`, a letter each (models/pattern.py has the table); whitespace is not allowed.
+    """A stack of blocks, sizes in elements.
 
+    name: shown in logs, and that of an exported model.
+    pattern: the blocks, a letter each: `M` Mamba-2, `*` attention, `-` FFN (models/pattern.py has the table).
+    vocab_size: rows of the embedding and the head; the tokenizer's largest id plus one, or more.
+    hidden_dim: of the residual stream. ffn_dim: of the FFN's inner layer, whose activation is a squared ReLU.
+    num_query_heads, num_kv_heads, head_dim: of attention; groups of query heads share a KV head.
+    rope: rotary positions in attention; without, attention knows of positions by the mask and the Mamba-2 blocks alone.
+        rope_base: their base.
+    mamba_num_heads, mamba_head_dim: of Mamba-2; their product is its inner width. mamba_num_groups: of B and C, whose
+        heads share them. mamba_state_dim: of a head's state. mamba_conv_width: taps of its convolution.
+    mamba_chunk_size: tokens of a chunk of the scan: how it is computed, not what.
+    norm_eps: of RMS norms. init_std: of initial weights.
     nvfp4_bf16_blocks, fp8_bf16_blocks: what the recipes of these formats leave in BF16 of this model; they set
         `precision.bf16_blocks` with it. A transformer block is two characters.
     """
@@ -95,8 +109,9 @@ class ModelConfig:
 class PhaseConfig:
     """A span of training with one blend.
 
-    fraction (of the run's steps), steps, tokens: its length, at most one of them; one phase of a run may have none and
-        gets the rest. Boundaries are whole steps.
+    name: shown in tables and logs; a checkpoint knows a phase by it.
+    fraction, steps, tokens: its length, at most one of them, a fraction of the run's steps; one phase of a run may have
+        none and gets the rest. Boundaries are whole steps.
     blend: source name -> weight, or `tokens`: all sources, weighted by the tokens that they have.
     global_batch_size, sequence_length: where they are not `train`'s. Batches that grow are a row of phases, which go on
         with the same blend. A phase of shorter sequences cuts each of `train.sequence_length` tokens into several, so
@@ -139,9 +154,11 @@ class MegatronConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class FimConfig:
-    """Fill-in-the-middle of a source (data/fim.py): `rate` of its documents become prefix, suffix and middle behind
-    their tokens, `spm_rate` of these with the suffix first. prefix, middle, suffix: the tokens' names in the
-    tokenizer."""
+    """Fill-in-the-middle of a source (data/fim.py).
+
+    rate: share of its documents that become prefix, suffix and middle behind their tokens. spm_rate: share of these
+        with the suffix first. prefix, middle, suffix: the tokens' names in the tokenizer.
+    """
 
     rate: PositiveShare = 0.5
     spm_rate: Share = 0.5
@@ -166,7 +183,9 @@ class DataConfig:
     order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
         already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
+    megatron: the run that `data.order=megatron` goes on with.
     fim: source name -> fill-in-the-middle of its documents; a source that is not named has none.
+    phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
     documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document: attention,
@@ -197,9 +216,13 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
-    """The batch arithmetic, and how a step is computed.
+    """The batch arithmetic, and how a step is computed: tokens of a step = global_batch_size * sequence_length.
 
-    Batch sizes in sequences; tokens per step = global_batch_size * sequence_length.
+    steps: of the whole run, what a resumed run has done included.
+    global_batch_size: sequences of a step over all ranks. micro_batch_size: sequences that a rank computes at once; the
+        gradients of a step's micro-batches add up.
+    sequence_length: tokens of a sequence.
+    max_skipped_steps: a step whose loss or gradient norm is not finite is skipped; so many in a row end the run.
     kernels: `torch` (plain PyTorch, the reference), `fused` (CUDA with BF16: mamba-ssm, causal-conv1d, cuDNN attention,
         compiled norms and activations) or `auto` (fused on CUDA as far as its packages are installed, else torch).
     activation_checkpointing: `none`, `block` (keep only each block's input and compute it again in the backward pass)
@@ -239,7 +262,11 @@ class SpikesConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
-    """AdamW; 1-D parameters and biases are not decayed. `clip_norm` 0 switches clipping off."""
+    """AdamW; 1-D parameters and biases are not decayed.
+
+    lr: the peak learning rate. beta1, beta2, eps: of Adam. weight_decay: decoupled, multiplied with the learning rate.
+    clip_norm: the gradient's norm over all parameters is scaled down to it; 0: never.
+    """
 
     lr: LearningRate = 2e-3
     beta1: Beta = 0.9
@@ -251,8 +278,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class ScheduleConfig:
-    """Warmup-stable-decay. Fractions are of `train.steps`; `min_lr_ratio` is final over peak learning rate.
+    """Warm-up from zero, constant, decay.
 
+    warmup_fraction, decay_fraction: of `train.steps`, at its beginning and its end. min_lr_ratio: final over peak
+        learning rate.
     decay: `linear`, `cosine`, `exponential` or `1-sqrt`.
     """
 
@@ -269,8 +298,8 @@ class CheckpointConfig:
     asynchronous: training goes on while a checkpoint is written, of a copy in host memory (each rank's share of weights
         and moments); `false`: it waits. max_failed_saves: a save that fails is tried again, then left out; so many in
         a row end the run.
-    local_dir: a folder on each node's own disk, for checkpoints between the shared ones, every local_interval steps; a
-        copy of each rank's part goes to the next node (null and 0: none).
+    local_dir: a folder on each node's own disk, for checkpoints between the shared ones; a copy of each rank's part
+        goes to the next node (null: none). local_interval: steps between these (0: none).
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint: of another
         run, from which this one begins (its own go first on later starts), or of this one, to go back to.
     initialize_from: begin at step 0 with the weights, and nothing else, of this checkpoint: of another run (or its
@@ -303,8 +332,8 @@ class ValidationConfig:
     """interval: steps between validations (0: only at the end).
 
     num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
-    prompts: texts that the model goes on with after each validation, by at most `prompt_tokens` tokens each: into the
-        log, metrics.jsonl, TensorBoard and wandb (inference/in_run.py). An empty one begins a new document.
+    prompts: texts that the model goes on with after each validation: into the log, metrics.jsonl, TensorBoard and wandb
+        (inference/in_run.py). An empty one begins a new document. prompt_tokens: at most so many tokens each.
     """
 
     interval: AtLeastZero = 50
@@ -315,8 +344,9 @@ class ValidationConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
-    """interval: steps between printed lines; `metrics.jsonl` has every step. wandb: `online`, `offline`, `disabled`.
+    """interval: steps between printed lines; `metrics.jsonl` has every step. tensorboard: into run.dir/tensorboard.
 
+    wandb: `online`, `offline`, `disabled`. wandb_project: that the run belongs to there.
     profile_steps: first and last step, counted from 1, of a torch profiler window on rank 0, such as `[11, 13]`; empty:
         none. memory_history: record CUDA allocations on rank 0. Both write into run.dir (training/profiling.py).
     baseline: the folder of another run, or `name=folder`, which loss.png and report.html show beside this one, with the
@@ -379,8 +409,8 @@ class RunConfig:
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches while it computes, and
         the peak in TFLOP/s (the default is an H200's for dense BF16).
-    dry_host_bandwidth, dry_network_bandwidth: GB/s that a rank sends to ranks of its host (of which there are
-        dry_ranks_per_host) and of others. dry_host_ms: of Python, for each linear of a micro-batch.
+    dry_host_bandwidth, dry_network_bandwidth: GB/s that a rank sends to ranks of its host and of others.
+    dry_ranks_per_host: how many there are on one. dry_host_ms: of Python, for each linear of a micro-batch.
     file_mode: what files that the run creates may be, such as "0640" (the owner writes, the group reads, nobody else
         anything); folders can be entered by those who may read. null: as the umask of the shell says.
     max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).

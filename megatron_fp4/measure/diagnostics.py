@@ -100,9 +100,10 @@ def diagnostics_scalars(record: Record) -> dict[str, float]:
     found: dict[tuple[str, str], list[float]] = {}
     for linear in record["linears"].values():
         for operand, statistics in linear["operands"].items():
-            for quantity in ("snr_db", "zeroed", "saturated", "crest", "crest_rht"):
-                if quantity in statistics:
-                    found.setdefault((quantity, operand), []).append(statistics[quantity])
+            for quantity in ("snr_db", "zeroed", "saturated", "crest"):
+                found.setdefault((quantity, operand), []).append(statistics[quantity])
+            if "crest_rht" in statistics:  # beside the one that the transform found
+                found.setdefault(("crest", f"{operand}_rht"), []).append(statistics["crest_rht"])
         for gemm, error in linear["gemms"].items():
             found.setdefault(("error", gemm), []).append(error)
     for part in ("linears", "blocks"):

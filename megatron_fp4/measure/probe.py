@@ -48,6 +48,7 @@ from megatron_fp4.precision.recipe import (
     FPROP_WEIGHT,
     GEMMS,
     PLACES,
+    USES,
     WGRAD_ACTIVATION,
     WGRAD_GRADIENT,
     Place,
@@ -192,7 +193,7 @@ class ProbedCall:
         if call.recipe[DGRAD_WEIGHT].reuse_fprop or call.same_weight_codes:
             self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
         else:
-            self._operand(DGRAD_WEIGHT, weight.t(), call.weight.numel())
+            self._operand(DGRAD_WEIGHT, self._source(DGRAD_WEIGHT, weight).t(), call.weight.numel())
         self._product("fprop", x, call.weight, y, self._ranks_that_shard_weight(1))
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -208,9 +209,24 @@ class ProbedCall:
             if call.recipe[WGRAD_ACTIVATION].reuse_fprop:
                 self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
-                self._operand(WGRAD_ACTIVATION, call.pad_tokens(x).t(), x.numel())
+                self._operand(WGRAD_ACTIVATION, self._source(WGRAD_ACTIVATION, call.pad_tokens(x)).t(), x.numel())
             self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
         self.x = None
+
+    def _source(self, place: Place, x: Tensor) -> Tensor:
+        """What the operand at `place` is made of: `x` [rows, cols], or what fprop's codes of it stand for."""
+        call = self.call
+        if not call.requantizes(place.tensor):
+            return x
+        # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices.
+        request = call.request(USES[place.tensor][0])
+        make, _ = call.backend.operands(
+            x, request, None, dtype=call.dtype, amax_group=call.context.amax_group(place.tensor)
+        )
+        assert make is not None
+        made = make()
+        values = made.unpacked().to(torch.float32)
+        return (values if made.scale is None else values * made.scale).to(x.dtype)
 
     def _operand(self, place: Place, x: Tensor, count: int) -> None:
         """x: [rows, k] as the linear quantizes it, `count` elements no padding."""

@@ -49,10 +49,10 @@ class Samples:
     def put(self, sample: Tensor, operand: Operand, key: RoundingKey | None, amax: Tensor, then: Sums) -> None:
         """Have `then` called with the sums (`operand_sums`) of a sample from `sample_rows`, at the latest by `flush`.
 
-        key: of stochastic rounding, for this or another sample of the same operand. amax: FP32 0-dim.
+        key: of the draws, for this or another sample of the same operand. amax: FP32 0-dim.
         """
         waiting = self._waiting.setdefault(operand, [])
-        waiting.append(_Waiting(_tiles(sample, operand.block), amax, key, then))
+        waiting.append(_Waiting(_tiles(sample, operand.group), amax, key, then))
         # Four-over-six compares errors under one maximum for all rows.
         if len(waiting) >= (1 if operand.four_over_six else _TOGETHER):
             self._measure(operand, waiting)
@@ -122,7 +122,8 @@ def _hadamard_matrix(size: int, device: torch.device) -> Tensor:
 
 
 def _tiles(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """The first `SAMPLE` elements of `x` [rows, cols], block by block: [SAMPLE / block columns, block columns]."""
+    """The first `SAMPLE` elements of `x` [rows, cols], block (or group) by block: [SAMPLE / block columns, block
+    columns]."""
     rows, columns = block
     if rows > 1:
         x = x.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns)).transpose(1, 2)

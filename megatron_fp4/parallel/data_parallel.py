@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
-from megatron_fp4.parallel.gathered_codes import WholeWeight, fsdp_groups, gather_codes, gather_in_fp32
+from megatron_fp4.parallel.gathered_codes import WholeWeight, gather_codes, gather_in_fp32
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
 
@@ -66,37 +66,21 @@ def shard(
     """`apply_data_parallel` by FSDP2, whatever the number of ranks."""
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     weights, hooks = WholeWeight.all_of(units), FSDPHooks()
-    for module in (*units, *ends):
+    for module in (*units, *ends, model):
+        freed = reshard and module in units
         with hooks.of(module):
-            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=reshard and module in units)
-    with hooks.of(model):
-        fully_shard(model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False)
-        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        gather_in_fp32(model, sharded, fp32_units)
-        shards = mesh.device_mesh["dp"]
-        if shards.size() > 1:
-            gather_codes(model, units, weights, shards, compute_dtype, reshard)
-        model.register_forward_pre_hook(_gather_ahead)  # behind FSDP's own, which lets messages wait for the optimizer
+            fully_shard(module, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=freed)
+            assert isinstance(module, FSDPModule)
+            gather_in_fp32(module, fp32_units)
+            shards = mesh.device_mesh["dp"]
+            if module is model and shards.size() > 1:
+                gather_codes(model, units, weights, shards, compute_dtype, reshard)
     model._fsdp_hooks = hooks  # type: ignore[assignment]
-    for module in sharded:
-        module.set_gradient_divide_factor(1.0)
-        # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
-        module.set_force_sum_reduction_for_comms(True)
-
-
-def _gather_ahead(model: nn.Module, _: Any) -> None:
-    """Ask at the start of a forward pass for all that stays gathered until the backward pass, in order of execution.
-
-    A message asked for when its block is next starts among GEMMs that fill the GPU, at another moment on each rank, and
-    until the last rank has come it keeps its share of the GPU from every other kernel. At the start of a step the
-    messages follow each other without waiting, and the first block waits for its own only. What is freed after the
-    forward pass is gathered when it is needed, or the whole model would be there.
-    """
     for module in model.modules():
-        if module is model or not isinstance(module, FSDPModule):
-            continue
-        if not any(group._reshard_after_forward for group in fsdp_groups(module)):
-            module.unshard(async_op=True)
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # Otherwise a factor becomes a reduction with premultiplication, which gloo does not know.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def without_fsdp_hooks(model: nn.Module) -> AbstractContextManager[None]:

@@ -58,25 +58,25 @@ from megatron_fp4.quantization.tensor import tensor_decode_scale
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-# FSDP2's own objects for a parameter and for those of a module, which have no public names.
+# FSDP2's own object for a parameter, which has no public name.
 FSDPParam = Any
-FSDPParamGroup = Any
 
 
-def gather_in_fp32(model: nn.Module, units: Iterable[FSDPModule], modules: Sequence[nn.Module]) -> None:
-    """Let the `units` of a sharded `model` gather the parameters of `modules`, which belong to them, as they are."""
+def gather_in_fp32(unit: FSDPModule, modules: Sequence[nn.Module]) -> None:
+    """Let `unit` gather the parameters of `modules`, which belong to it, as they are."""
     held = {id(module) for module in modules}
-    mine = [InFP32(param) for unit in units for param in fsdp_params(unit) if id(param._module_info.module) in held]
+    mine = [InFP32(param) for param in fsdp_params(unit) if id(param._module_info.module) in held]
 
     def before_forward(*_: Any) -> None:
         # Initialization and loading may put other tensors in the place of shards; FSDP's own does so once.
-        model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+        unit._get_fsdp_state()._lazy_init()
         for one in mine:
             if not hasattr(one.param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 _hang(one.param, one)
 
     if mine:
-        model.register_forward_pre_hook(before_forward, prepend=True)
+        assert isinstance(unit, nn.Module)
+        unit.register_forward_pre_hook(before_forward, prepend=True)
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,8 @@ def gather_codes(
 
 def fsdp_params(unit: FSDPModule) -> list[FSDPParam]:
     """FSDP2's own objects for the parameters of `unit`."""
-    return [param for group in fsdp_groups(unit) for param in group.fsdp_params]
-
-
-def fsdp_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """FSDP2's own objects for the messages of `unit`: one, or none if all its parameters are other units'."""
     group = unit._get_fsdp_state()._fsdp_param_group
-    return [] if group is None else [group]
+    return [] if group is None else list(group.fsdp_params)
 
 
 def _hang(param: FSDPParam, hooks: InFP32 | GatheredWeight) -> None:

@@ -77,6 +77,19 @@ class PlanningBackend(EmulatedBackend):
         first, second = (None if make is None else _on_gpu(make) for make in makers)
         return first, second
 
+    def requantized(
+        self,
+        operand: GemmOperand,
+        request: OperandRequest,
+        *,
+        dtype: torch.dtype,
+        keep: bool = False,
+        amax_group: dist.ProcessGroup | None = None,
+    ) -> MakeOperand:
+        """As the emulation on a GPU."""
+        with cuda.on(_GPU):
+            return super().requantized(operand, request, dtype=dtype, keep=keep, amax_group=amax_group)
+
     def packed_weight(
         self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: dist.ProcessGroup | None = None
     ) -> GemmOperand | None:

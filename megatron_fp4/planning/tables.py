@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from rich import box
 from rich.table import Table
 
 from megatron_fp4.config.schema import Config
@@ -65,7 +66,7 @@ def memory_facts(config: Config, world_size: int, dry: DryRun) -> dict[str, obje
 def messages_table(dry: DryRun) -> Table:
     """The collectives of a step of the largest batch."""
     title = f"Collectives of a step, per rank ({counted(dry.micro_batches, 'micro-batch', 'micro-batches')})"
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("collective", "over", "ranks"):
         table.add_column(name)
     for name in ("number", "MiB each", "GiB sent"):
@@ -86,7 +87,7 @@ def messages_table(dry: DryRun) -> Table:
 
 def time_table(times: Sequence[tuple[PlannedPhase, StepTime]], config: Config, world_size: int) -> Table:
     """A step of each phase that differs in batch or sequences: what bounds it."""
-    table = Table(title="Time of a step, in ms", title_justify="left", title_style="bold")
+    table = Table(title="Time of a step, in ms", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("phase", "batch"):
         table.add_column(name)
     for name in ("compute", "messages: waited for", "hidden", "host", "step", "bound by", "tokens/s a rank"):

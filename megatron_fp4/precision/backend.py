@@ -145,6 +145,18 @@ class Backend(Protocol):
         amax_group: ranks that hold the other shards and share the maximum.
         """
 
+    def requantized(
+        self,
+        operand: Any,
+        request: OperandRequest,
+        *,
+        dtype: torch.dtype,
+        keep: bool = False,
+        amax_group: ProcessGroup | None = None,
+    ) -> Callable[[], Any]:
+        """What makes the operand [m, k = n] of what another one [n, m] stands for: of its transposed `code * block
+        scale`, the tensor scales being multiplied. keep: as `keep_rows` of `operands`."""
+
     def joins(self, recipe: Recipe) -> bool:
         """Whether operands of x and dy under `recipe`, made of slices of the tokens, can be joined (`gathered`)."""
 

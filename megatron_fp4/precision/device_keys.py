@@ -47,10 +47,10 @@ class DeviceKeys:
 
 
 def keyed_operands(recipes: Mapping[str, Recipe]) -> list[tuple[str, str]]:
-    """Names of linear and operand of everything that is drawn: stochastic rounding, fresh signs of transforms."""
+    """Names of linear and operand of everything that is drawn: rounding, fresh signs of transforms."""
     names = []
     for linear, recipe in recipes.items():
-        names += [(linear, place.name) for place in PLACES if recipe[place].rounding == "stochastic"]
+        names += [(linear, place.name) for place in PLACES if recipe[place].drawn]
         if recipe.rht_signs == "fresh":
             names += [(linear, f"{gemm}_signs") for gemm, of in recipe.gemms.items() if of.rht]
     return names

@@ -8,9 +8,10 @@ cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
-`quantization/` (`fp4_cuda.py`, `fp8_cuda.py`, `mxfp8_cuda.py`) and cuBLAS; for operands that those do not make
-(four-over-six, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower
-by tens of times. The codes are the same bits everywhere; a warning says once why a device does without the kernels.
+`quantization/` (`fp4_cuda.py`, `ms_eden_cuda.py`, ...) and cuBLAS; for operands that those do not make
+(four-over-six in square blocks, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on
+that device, slower by tens of times. The codes are the same bits everywhere; a warning says once why a device does
+without the kernels.
 
 What it chooses not to do: imitate a tensor core's accumulation order.
 """
@@ -19,14 +20,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import OperandRequest, RowGroups, added
+from megatron_fp4.precision.backend import BackendOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.packed_weight import (
     CodesOfWeight,
@@ -174,6 +175,18 @@ class EmulatedBackend:
                 makers[i] = functools.partial(plain, request, i == 1)
         return makers[0], makers[1]
 
+    def requantized(
+        self,
+        operand: GemmOperand,
+        request: OperandRequest,
+        *,
+        dtype: torch.dtype,
+        keep: bool = False,
+        amax_group: ProcessGroup | None = None,
+    ) -> MakeOperand:
+        """See `requantized_by`."""
+        return requantized_by(self, operand, request, dtype, keep, amax_group)
+
     def gemm(
         self,
         a: GemmOperand,
@@ -247,6 +260,28 @@ class EmulatedBackend:
 EMULATED = EmulatedBackend()
 
 
+def requantized_by(
+    backend: Any,
+    operand: BackendOperand,
+    request: OperandRequest,
+    dtype: torch.dtype,
+    keep: bool,
+    amax_group: ProcessGroup | None,
+) -> Callable[[], Any]:
+    """What makes an operand [m, k = n] by `backend` of the transposed `code * block scale` of `operand` [n, m], which
+    are exact in BF16; the other's tensor scale is multiplied on."""
+    values = operand.unpacked().to(torch.bfloat16)
+    _, make = backend.operands(values, None, request, dtype=dtype, keep_rows=keep, amax_group=amax_group)
+
+    def made() -> Any:
+        own, factor = make(), operand.scale
+        if factor is None:
+            return own
+        return replace(own, scale=factor if own.scale is None else own.scale * factor)
+
+    return made
+
+
 def transform_signs(size: int, signs: str, key: RoundingKey | None, device: torch.device) -> Tensor:
     """FP32 [size] of +-1: the `fixed` ones, `none` (all +1), or `fresh` ones drawn from `key`."""
     if signs == "fixed":
@@ -306,8 +341,9 @@ def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | 
     """The request as the fused kernels take it, or None if PyTorch has to do it."""
     if request is None or not request.operand.quantized:
         return None
-    side, fused = side_of(request), format_of(request.operand.format).fused
-    return side if fused is not None and fused.makes(side, along) and cuda.gpu.available(x.device) else None
+    side = side_of(request)
+    made = format_of(side.format).kernels(side, along) is not None
+    return side if made and cuda.gpu.available(x.device) else None
 
 
 def side_of(request: OperandRequest) -> Side:
@@ -321,23 +357,26 @@ def side_of(request: OperandRequest) -> Side:
         request.key,
         four_over_six=operand.four_over_six,
         power_of_two_scales=operand.power_of_two_scales,
+        four_over_six_error=operand.four_over_six_error,
+        signs_key=request.signs_key if request.rht else None,
+        ms_eden=operand.rounding == "ms_eden",
     )
 
 
 def fused_sides(
     x: Tensor, columns: Side | None, rows: Side | None, amax_group: ProcessGroup | None
 ) -> tuple[Fused | None, Fused | None]:
-    """What makes x's operands along its columns and along its rows: of one format the same, which measures x once."""
+    """What makes x's operands along its columns and along its rows: where the same kernels do, x is measured once."""
 
-    def fused(columns: Side | None, rows: Side | None) -> Fused | None:
-        side = columns or rows
-        kernels = None if side is None else FORMATS[side.format].fused
-        return None if kernels is None else kernels(x, columns, rows, amax_group=amax_group)
+    def kernels(side: Side | None, along: str) -> type[Fused] | None:
+        return None if side is None else FORMATS[side.format].kernels(side, along)
 
-    if columns is not None and rows is not None and columns.format == rows.format:
-        both = fused(columns, rows)
+    of_columns, of_rows = kernels(columns, "columns"), kernels(rows, "rows")
+    if columns and rows and of_columns is not None and of_columns is of_rows and columns.format == rows.format:
+        both = of_columns(x, columns, rows, amax_group=amax_group)
         return both, both
-    return fused(columns, None), fused(None, rows)
+    first = None if of_columns is None else of_columns(x, columns, None, amax_group=amax_group)
+    return first, None if of_rows is None else of_rows(x, None, rows, amax_group=amax_group)
 
 
 def quantize_operand(
@@ -359,7 +398,7 @@ def quantize_operand(
         x = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
     if not operand.quantized:
         return GemmOperand(x)
-    key = key if operand.rounding == "stochastic" else None
+    key = key if operand.drawn else None
     encoded = encode_operand(x.to(torch.float32), operand, key, amax_group=amax_group)
     return GemmOperand(encoded.block_values().to(encoded.exact), encoded.decode_scale(), True)
 

@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp4.precision.backend import BackendOperand
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import (
@@ -60,18 +61,28 @@ def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tenso
     return _QuantizedLinear.apply(x, weight, context, needs_wgrad)  # type: ignore[return-value]
 
 
+def _same(operand: BackendOperand) -> BackendOperand:
+    return operand
+
+
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> Tensor:
         call = LinearCall(context, weight, x)
         w_fprop, w_dgrad = call.weight_operands()
         reuse, keeps = call.recipe[WGRAD_ACTIVATION].reuse_fprop, needs_wgrad and context.keeps_input
+        again = needs_wgrad and not keeps and call.requantizes("activation")
         make_fprop, make_wgrad = call.prepare(
             FPROP_ACTIVATION,
-            WGRAD_ACTIVATION if needs_wgrad and not (reuse or keeps) else None,
+            WGRAD_ACTIVATION if needs_wgrad and not (reuse or keeps or again) else None,
             call.pad_tokens(call.gathered_unless_sliced(x, "activation")),
+            keep_columns=again,
             keep_rows=True,
         )
+        x_kept = None
+        if again and make_fprop is not None:  # fprop's codes wait for the backward pass, of this rank's tokens
+            x_kept = make_fprop()
+            make_fprop = functools.partial(_same, x_kept)
         receive_fprop, x_wgrad = call.send(make_fprop, FPROP_ACTIVATION, beside=make_wgrad is not None), None
         assert receive_fprop is not None
         if make_wgrad is not None and "activation" in call.slices:
@@ -89,6 +100,7 @@ class _QuantizedLinear(torch.autograd.Function):
             scattered = start_reduce_scatter(y, context.out_tokens, beside=make_wgrad is not None)
         if make_wgrad is not None and x_wgrad is None:
             x_wgrad = make_wgrad()  # while y is summed
+        x_wgrad = x_kept if x_wgrad is None else x_wgrad
         operands = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
         ctx.save_for_backward(*(tensor for operand in operands for tensor in operand.tensors()), *([x] * keeps))
         ctx.call, ctx.layouts, ctx.keeps = call, [operand.layout for operand in operands], keeps
@@ -106,7 +118,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if needs_wgrad and ctx.keeps:
             make_x = call.wgrad_activation(call.pad_tokens(call.gathered_unless_sliced(saved[3], "activation")))
         elif needs_wgrad:
-            make_x = functools.partial(backend.operand_from_saved, saved[3:], ctx.layouts[1])
+            make_x = functools.partial(call.wgrad_operand, saved[3:], ctx.layouts[1])
         make_dgrad, make_wgrad = call.prepare(
             DGRAD_GRADIENT if needs_dgrad else None,
             WGRAD_GRADIENT if needs_wgrad else None,
@@ -116,7 +128,9 @@ class _QuantizedLinear(torch.autograd.Function):
         receive_dgrad, receive_wgrad = call.send(make_dgrad, DGRAD_GRADIENT), call.send(make_wgrad, WGRAD_GRADIENT)
         # Each operand is as large as dy; one at a time.
         if receive_dgrad is not None:
-            dx = backend.gemm(receive_dgrad(), backend.operand_from_saved(saved[:3], ctx.layouts[0]), call.dtype)
+            w_dgrad = call.dgrad_weight(backend.operand_from_saved(saved[:3], ctx.layouts[0]))
+            dx = backend.gemm(receive_dgrad(), w_dgrad, call.dtype)
+            del w_dgrad
             dx = call.unpad_tokens(dx)
             if context.in_tokens is not None:
                 scattered = start_reduce_scatter(dx, context.in_tokens, beside=receive_wgrad is not None)

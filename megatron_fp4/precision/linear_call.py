@@ -12,6 +12,7 @@ boundaries depend on the model alone, not on how many ranks share the weight.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -161,13 +162,19 @@ class LinearCall:
     # ------------------------------------------------------------------------------------------------------- operands
 
     def prepare(
-        self, columns: Place | None, rows: Place | None, x: Tensor, *, keep_rows: bool = False
+        self,
+        columns: Place | None,
+        rows: Place | None,
+        x: Tensor,
+        *,
+        keep_columns: bool = False,
+        keep_rows: bool = False,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
-        keep_rows: the second is for the backward pass. x may be FP32 where the compute dtype is BF16, and counts as
-        rounded then (weights).
+        keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype
+        is BF16, and counts as rounded then (weights).
         """
         place = columns or rows
         tensor = "" if place is None else place.tensor
@@ -179,20 +186,43 @@ class LinearCall:
             first,
             second,
             dtype=self.dtype,
-            keep_columns=sliced,
+            keep_columns=keep_columns or sliced,
             keep_rows=keep_rows or sliced,
             amax_group=self.slices.get(tensor) or self.context.amax_group(tensor),
         )
 
     def wgrad_activation(self, x: Tensor) -> MakeOperand:
         """What makes x [tokens, in], padded, wgrad's operand in the backward pass."""
-        reuse = self._reuses("activation")
-        make, make_rows = self.prepare(FPROP_ACTIVATION if reuse else None, None if reuse else WGRAD_ACTIVATION, x)
-        if reuse:
+        reuse, again = self._reuses("activation"), self.requantizes("activation")
+        of_fprop = reuse or again
+        make, make_rows = self.prepare(
+            FPROP_ACTIVATION if of_fprop else None, None if of_fprop else WGRAD_ACTIVATION, x
+        )
+        if of_fprop:
             assert make is not None
-            return lambda: self.transposed(make())
+            return self.requantized(make(), WGRAD_ACTIVATION) if again else lambda: self.transposed(make())
         assert make_rows is not None
         return make_rows
+
+    def wgrad_operand(self, tensors: Sequence[Tensor | None], layout: Any) -> BackendOperand:
+        """wgrad's operand of what the forward pass saved of x: it itself, or fprop's to be quantized again."""
+        operand = self.backend.operand_from_saved(tensors, layout)
+        return self.requantized(operand, WGRAD_ACTIVATION)() if self.requantizes("activation") else operand
+
+    def requantizes(self, tensor: str) -> bool:
+        """Whether the tensor's operand in the backward pass is made of fprop's codes."""
+        return self.recipe[USES[tensor][1]].source == "forward"
+
+    def requantized(self, operand: BackendOperand, place: Place) -> MakeOperand:
+        """What makes the operand at `place` of what fprop's operand of the same tensor stands for."""
+        made: MakeOperand = self.backend.requantized(
+            operand,
+            self.request(place),
+            dtype=self.dtype,
+            keep=place.tensor in self.slices,
+            amax_group=self.slices.get(place.tensor) or self.context.amax_group(place.tensor),
+        )
+        return made
 
     def send(self, make: MakeOperand | None, place: Place, beside: bool = True) -> MakeOperand | None:
         """What gives the operand of all tokens.
@@ -222,9 +252,11 @@ class LinearCall:
         if self._reuses(tensor) or not self.backend.joins(self.recipe):
             return False
         operands = [self.recipe[place] for place in USES[tensor]]
-        return tensor == "activation" or all(
-            operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands
-        )
+        if tensor == "activation":
+            return True
+        # Along its columns MS-EDEN's kernel makes values, not codes.
+        codes = all(operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands)
+        return codes and operands[0].rounding != "ms_eden"
 
     def _reuses(self, tensor: str) -> bool:
         return tensor == "activation" and self.recipe[WGRAD_ACTIVATION].reuse_fprop
@@ -241,7 +273,7 @@ class LinearCall:
 
     def draws(self, place: Place, first_token: int = 0) -> RoundingKey | None:
         """The key of an operand's draws, of x or dy from `first_token` on; None where it is rounded to nearest."""
-        if self.recipe[place].rounding != "stochastic":
+        if not self.recipe[place].drawn:
             return None
         rows = self.out_offset if place.tensor == "weight" else first_token
         columns = self.out_offset if place.tensor == "gradient" else self.context.in_offset
@@ -265,8 +297,17 @@ class LinearCall:
 
     # --------------------------------------------------------------------------------------------------------- weight
 
+    @property
+    def requantizes_late(self) -> bool:
+        """Whether dgrad's weight is made of fprop's codes anew in every micro-batch: then in the backward pass."""
+        return self.requantizes("weight") and not self._lasts(DGRAD_WEIGHT)
+
+    def dgrad_weight(self, operand: BackendOperand) -> BackendOperand:
+        """dgrad's operand in the backward pass: the second of `weight_operands`, or what is made of it now."""
+        return self.requantized(operand, DGRAD_WEIGHT)() if self.requantizes_late else operand
+
     def weight_operands(self) -> tuple[BackendOperand, BackendOperand]:
-        """The weight as fprop's and as dgrad's operand, kept for all micro-batches of a step."""
+        """The weight as fprop's operand and what `dgrad_weight` takes, kept for all micro-batches of a step."""
         context, recipe = self.context, self.recipe
         stamp = (context.clock.weights_version, self.dtype, self.device)
         if context.weight_cache is not None and context.weight_cache[0] == stamp:
@@ -283,12 +324,18 @@ class LinearCall:
         if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
             context.weight_cache = (stamp, packed, self.transposed(packed))
             return context.weight_cache[1:]
+        again, late = self.requantizes("weight"), self.requantizes_late
+        alone = shared or again
         make_fprop, make_dgrad = self.prepare(
-            FPROP_WEIGHT, None if shared else DGRAD_WEIGHT, self.pad_rows(self.master)
+            FPROP_WEIGHT, None if alone else DGRAD_WEIGHT, self.pad_rows(self.master), keep_columns=late
         )
         assert make_fprop is not None
         fprop = make_fprop()
-        dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
+        if again:
+            make_dgrad = None if late else self.requantized(fprop, DGRAD_WEIGHT)
+            dgrad = fprop if make_dgrad is None else make_dgrad()
+        else:
+            dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
         # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
         own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
         own = own and context.keeps_rounded
@@ -314,10 +361,12 @@ class LinearCall:
         return same_weight_codes(self.recipe)
 
     def _weight_codes_last(self) -> bool:
-        """Whether the weight's codes are the same for every micro-batch of a step."""
-        recipe = self.recipe
-        stochastic = "stochastic" in (recipe[FPROP_WEIGHT].rounding, recipe[DGRAD_WEIGHT].rounding)
-        return not stochastic and not ((recipe.fprop.rht or recipe.dgrad.rht) and recipe.rht_signs == "fresh")
+        """Whether the weight's operands as `weight_operands` has them are the same for every micro-batch of a step."""
+        return self._lasts(FPROP_WEIGHT) and (self.requantizes_late or self._lasts(DGRAD_WEIGHT))
+
+    def _lasts(self, place: Place) -> bool:
+        fresh = self.recipe.gemms[place.gemm].rht and self.recipe.rht_signs == "fresh"
+        return not self.recipe[place].drawn and not fresh
 
     def running_gradient(self, weight: Tensor) -> Tensor | None:
         """The gradient of earlier micro-batches if wgrad's GEMM can add to it itself: FP32 [out, in], local."""

@@ -28,6 +28,7 @@ from megatron_fp4.config.precision_schema import (
     WgradConfig,
 )
 from megatron_fp4.quantization.formats import format_of
+from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import Encoded
 
@@ -83,11 +84,23 @@ class Operand:
     four_over_six: bool = False
     power_of_two_scales: bool = False
     reuse_fprop: bool = False
+    source: str = "tensor"
+    four_over_six_error: str = "absolute"
 
     @property
     def quantized(self) -> bool:
         """Whether anything happens to the tensor at all."""
         return self.format != "bf16"
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its codes depend on draws: its elements (`stochastic`) or its block scales (`ms_eden`) do."""
+        return self.rounding != "nearest"
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Elements that are quantized together, (rows, columns): a block, or the group that MS-EDEN corrects."""
+        return (1, MS_EDEN_GROUP) if self.rounding == "ms_eden" else self.block
 
     def encode(self, rows: Tensor, key: RoundingKey | None = None, amax: Tensor | None = None) -> Encoded:
         """FP32 `rows` [rows, k] in the operand's format.
@@ -96,6 +109,9 @@ class Operand:
         only formats with a tensor scale use it. Raises ValueError for an unknown format.
         """
         form = format_of(self.format)
+        if self.rounding == "ms_eden":
+            assert form.encode_ms_eden is not None, f"{self.format} has no MS-EDEN"
+            return form.encode_ms_eden(rows, key, amax=amax)
         options = {name: getattr(self, name) for name in form.options}
         if form.tensor_scale:
             options["amax"] = rows.abs().amax() if amax is None else amax
@@ -105,10 +121,12 @@ class Operand:
         if not self.quantized:
             return "bf16"
         marks = [self.format, f"{self.block[0]}x{self.block[1]}"]
-        marks += ["SR"] if self.rounding == "stochastic" else []
+        marks += {"stochastic": ["SR"], "ms_eden": ["MS-EDEN"]}.get(self.rounding, [])
         marks += ["4/6"] if self.four_over_six else []
+        marks += ["squared"] if self.four_over_six and self.four_over_six_error == "squared" else []
         marks += ["2^k"] if self.power_of_two_scales else []
         marks += ["as fprop"] if self.reuse_fprop else []
+        marks += ["of fprop's codes"] if self.source == "forward" else []
         return " ".join(marks)
 
 
@@ -198,7 +216,7 @@ def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
 
 
 def rounded_to_nearest(recipe: Recipe) -> Recipe:
-    """`recipe` without stochastic rounding."""
+    """`recipe` without draws."""
 
     def nearest(gemm: Gemm) -> Gemm:
         left, right = (replace(operand, rounding="nearest") for operand in gemm.operands)
@@ -212,7 +230,8 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
 
     A switch of the backward pass alone leaves 16x16 weights without their purpose (equal codes in both passes);
     fprop's weights then take 1x16 blocks, as in the paper's appendix D. After a switch of one pass, operands of the
-    other that took fprop's codes are quantized by themselves: those codes are of another recipe now.
+    other that took fprop's codes, or what these stand for, are quantized by themselves: those codes are of another
+    recipe now.
 
     `rht_signs` and `amax` are one for all GEMMs: those of the recipe of which a part remains that uses them.
     Raises ValueError for a scope that is none, and where parts of both recipes use one of these and differ in it.
@@ -228,6 +247,9 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     taken = ("fprop",) if scope == "forward" else ("dgrad", "wgrad")
     kept = [name for name in GEMMS if name not in taken]
 
+    def by_itself(gemm: Gemm) -> Gemm:
+        return replace(gemm, right=replace(gemm.right, reuse_fprop=False, source="tensor"))
+
     def shared(option: str, before: str, after: str, uses: Callable[[Iterable[Gemm]], bool]) -> str:
         keeps, takes = uses(current.gemms[name] for name in kept), uses(other.gemms[name] for name in taken)
         if keeps and takes and before != after:
@@ -241,8 +263,8 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     return Recipe(
         f"{current.name}, {scope} {other.name}",
         fprop,
-        replace(backward.dgrad, right=replace(backward.dgrad.right, reuse_fprop=False)),
-        replace(backward.wgrad, right=replace(backward.wgrad.right, reuse_fprop=False)),
+        by_itself(backward.dgrad),
+        by_itself(backward.wgrad),
         shared("rht_signs", current.rht_signs, other.rht_signs, uses_signs),
         shared("amax", current.amax, other.amax, uses_amax),
     )
@@ -265,4 +287,6 @@ def _operand(config: OperandConfig) -> Operand:
         four_over_six=config.four_over_six,
         power_of_two_scales=config.power_of_two_scales,
         reuse_fprop=config.reuse_fprop,
+        source=config.source,
+        four_over_six_error=config.four_over_six_error,
     )

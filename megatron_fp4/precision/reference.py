@@ -13,6 +13,8 @@ left times right in FP32, multiplied by both tensor scales in FP32, and rounded 
     transform   both operands of a GEMM, in BF16, by the same orthogonal matrix, which cancels in the product
     quantize    to codes under block scales (and in NVFP4 a tensor scale), to nearest or stochastically by a key
     reuse       an operand may take the codes that fprop made of the same tensor, transposed, instead of its own
+    requantize  or be quantized from what these stand for (`code * block scale`, exact in BF16; fprop's tensor scale is
+                multiplied on at the end), transposed, instead of from the tensor
 
 Tokens and output features are padded with zeros to whole blocks, which changes no code and no product.
 """
@@ -49,9 +51,13 @@ def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Key
     }
     operands: dict[Place, tuple[Tensor, Tensor]] = {}
     for place in PLACES:
-        if recipe[place].reuse_fprop:
+        operand = recipe[place]
+        if operand.reuse_fprop or operand.source == "forward":
             values, scale = operands[USES[place.tensor][0]]
             operands[place] = values.t(), scale
+            if operand.source == "forward":
+                values, own_scale = _operand(values.t(), place, recipe, keys)
+                operands[place] = values, own_scale * scale
         else:
             tensor = tensors[place.tensor]
             operands[place] = _operand(tensor.t() if place.transposed else tensor, place, recipe, keys)
@@ -75,7 +81,7 @@ def _operand(rows: Tensor, place: Place, recipe: Recipe, keys: Keys) -> tuple[Te
     one = torch.ones((), device=rows.device)
     if not operand.quantized:
         return rows.to(torch.float32), one
-    encoded = operand.encode(rows.to(torch.float32), keys(place.name) if operand.rounding == "stochastic" else None)
+    encoded = operand.encode(rows.to(torch.float32), keys(place.name) if operand.drawn else None)
     scale = encoded.decode_scale()
     return encoded.block_values(), one if scale is None else scale
 

@@ -85,6 +85,12 @@ def _of_any_tensor_core(operand: Operand, key: str, formats: tuple[str, ...]) ->
 
 def _of_transformer_engine(operand: Operand, place: Place, rht: int, key: str) -> Iterator[Refusal]:
     drawn, (rows, columns) = operand.rounding == "stochastic", operand.block
+    if operand.rounding == "ms_eden":
+        yield Refusal(f"{key}.rounding=ms_eden", f"it has no such quantizer; use stochastic or nearest, {_EMULATED}")
+    if operand.source == "forward":
+        yield Refusal(f"{key}.source=forward", f"its quantizers take tensors; use tensor, {_EMULATED}")
+    if operand.four_over_six_error == "squared":
+        yield Refusal(f"{key}.four_over_six_error=squared", f"use absolute, {_EMULATED}")
     if drawn and (operand.format != "nvfp4" or place.tensor != "gradient"):
         yield Refusal(f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {_EMULATED}")
     if rows > 1 and place.tensor != "weight":

@@ -11,6 +11,7 @@ on one GPU generation, scales blocked along the wrong dimension. For each linear
     rounding   operands that round stochastically: scales and maximum bit for bit, every value one of the two
                neighbours, mean within 0.01 of a spacing for values anywhere between them, spread that of a fair draw,
                not the same draws twice, the same again for the same key
+    scales     operands by MS-EDEN: bit for bit, with their draws
     draws      where two operands of one tensor round stochastically, their draws are independent
     maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
@@ -49,6 +50,7 @@ from megatron_fp4.precision.comparison import (
 )
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import PLACES, USES, Gemm, Operand, Place, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import quantized
@@ -159,6 +161,7 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
         yield from _byte_findings(backend, case, tensors)
     else:
         yield from _rounding_findings(backend, case, tensors)
+        yield from _corrected_findings(backend, case, tensors)
     yield from _maximum_findings(backend, case, tensors)
     yield Finding(case, "NaN and inf", _poison_fault(backend, case, x, w, dy))
 
@@ -247,7 +250,7 @@ def _poison_fault(backend: Backend, case: Case, x: Tensor, w: Tensor, dy: Tensor
             assert makers[0] and makers[1] and gradients[0] and gradients[1]
             products = (
                 backend.gemm(makers[0](), w_fprop, torch.bfloat16),
-                backend.gemm(gradients[0](), w_dgrad, torch.bfloat16),
+                backend.gemm(gradients[0](), call.dgrad_weight(w_dgrad), torch.bfloat16),
                 backend.gemm(gradients[1](), makers[1](), torch.float32),
             )
             for index in reached:
@@ -289,6 +292,14 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
         if len(stochastic) == 2:
             what = " and ".join(place.name for place in places)
             yield Finding(case, f"{what} draws", dependence_fault(rows, draw, case.recipe))
+
+
+def _corrected_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Operands by MS-EDEN, which only backends with our own draws make, against the reference with the same key."""
+    call = LinearCall(_context(backend, case), tensors["weight"], tensors["activation"])
+    for place, make, source in _makers(call, tensors):
+        if case.recipe[place].rounding == "ms_eden":
+            yield Finding(case, f"{place.name} scales", operand_fault(make(), source, call.request(place), None))
 
 
 def _byte_findings(backend: Backend, case: Case, tensors: dict[str, Tensor]) -> Iterator[Finding]:

@@ -32,6 +32,16 @@ def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
             f"{_inputs(row, tensor)} is the input of {row.linear.title} and not a multiple of {multiple}, as "
             f"{_what_demands(row, multiple)} needs; {working} work{ranks}, or choose another format"
         )
+    if split := _split_tile(plan, tensor):
+        row = split
+        multiple, size = block_demands(row.recipe).group_outputs, row.linear.out_features
+        fewer = [str(n) for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
+        ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
+        raise ConfigError(
+            f"{size} output features of {row.linear.title} / parallel.tensor={tensor} are not a multiple of "
+            f"{multiple}, as {row.key}.dgrad.rht={row.recipe.dgrad.rht} needs, which mixes as many; use a multiple of "
+            f"{tensor * multiple}{ranks}, or a smaller transform"
+        )
     if refusal := size_refusal([plan], tensor, backend):
         raise ConfigError(f"{refusal.problem} does not go with precision.backend={backend}; {refusal.remedy}")
 
@@ -43,6 +53,19 @@ def size_refusal(plans: Iterable[Plan | None], tensor: int, backend: str) -> Ref
             row, multiple = found
             problem = f"{_inputs(row, tensor)}, the input of {row.linear.title},"
             return Refusal(problem, f"use a multiple of {multiple}, or precision.backend=emulated")
+    return None
+
+
+def _split_tile(plan: Plan, tensor: int) -> PlannedLinear | None:
+    """The first quantized linear whose output features ranks share so that one transform would mix those of two.
+
+    Groups (KV heads, state groups) are padded one by one and never lie on two ranks.
+    """
+    for row in plan.rows:
+        multiple, outputs = block_demands(row.recipe).group_outputs, row.linear.out_features
+        shared = tensor > 1 and not row.linear.input_sharded and row.linear.groups == 1
+        if row.recipe.dgrad.rht and shared and outputs % (tensor * multiple):
+            return row
     return None
 
 

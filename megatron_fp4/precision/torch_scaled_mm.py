@@ -16,8 +16,9 @@ tensor is therefore quantized there, as ever, and its bytes are transposed. Squa
 dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and
 whole 32 along the dot product: codes are filled up to them here, with zeros.
 
-What has no packed kernel (four-over-six, transforms of other sizes, fresh signs) is quantized in PyTorch, as in the
-emulated backend. What it cannot do (`refusals.py`): other formats, two formats in one GEMM, codes of fprop in another.
+What has no packed kernel (four-over-six in square blocks, transforms of other sizes, fresh signs but MS-EDEN's) is
+quantized in PyTorch, as in the emulated backend. What it cannot do (`refusals.py`): other formats, two formats in one
+GEMM, codes of fprop in another.
 
 Not run: no Blackwell chip was at hand. The self-test compares codes, products and poison before the first step.
 """
@@ -43,6 +44,7 @@ from megatron_fp4.precision.emulated import (
     fused_sides,
     gemm,
     quantize_operand,
+    requantized_by,
     transform_signs,
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
@@ -176,6 +178,18 @@ class TorchBackend:
         along_columns = functools.cache(source)
         first = along_columns if columns == rows else _makers(x, columns, None, dtype, amax_group)[0]
         return first, lambda: along_columns().transposed()
+
+    def requantized(
+        self,
+        operand: Any,
+        request: OperandRequest,
+        *,
+        dtype: torch.dtype,
+        keep: bool = False,
+        amax_group: ProcessGroup | None = None,
+    ) -> MakeOperand:
+        """See `requantized_by`."""
+        return requantized_by(self, operand, request, dtype, keep, amax_group)
 
     def packed_weight(
         self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None

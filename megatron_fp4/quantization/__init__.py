@@ -5,6 +5,7 @@
 
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.ms_eden import quantize_ms_eden
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
@@ -16,6 +17,7 @@ __all__ = [
     "QuantizedTensor",
     "RoundingKey",
     "quantize_fp8",
+    "quantize_ms_eden",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "quantize_nvfp4",

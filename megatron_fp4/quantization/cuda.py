@@ -42,7 +42,8 @@ class Side:
     hadamard: size of the transform along the dot product, 0 for none. signs: `fixed`, `none` or `fresh`.
     key: of the draws of stochastic rounding; None rounds to nearest. Its row and column are those of the operand, whose
         columns are the dot product.
-    four_over_six, power_of_two_scales: the formats' own options.
+    four_over_six, four_over_six_error, power_of_two_scales: the formats' own options.
+    signs_key: what `fresh` signs are drawn from. ms_eden: whether `key` is that of MS-EDEN's block scales.
     """
 
     format: str
@@ -52,6 +53,9 @@ class Side:
     key: RoundingKey | None = None
     four_over_six: bool = False
     power_of_two_scales: bool = False
+    four_over_six_error: str = "absolute"
+    signs_key: RoundingKey | None = None
+    ms_eden: bool = False
 
 
 class Packed(Protocol):

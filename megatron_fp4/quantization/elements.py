@@ -79,6 +79,17 @@ def to_e4m3(values: Tensor) -> Tensor:
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+def round_e4m3_stochastic(values: Tensor, uniform: Tensor) -> Tensor:
+    """E4M3 value (as FP32) next below or above FP32 0 <= `values` <= 448, above with probability proportional to the
+    distance from below; NaN stays NaN.
+
+    `uniform` has the shape of `values`, in [0, 1) with at most 16 bits: a value on the grid then stays where it is.
+    """
+    exponent = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
+    spacing = exponent.clamp(min=2.0**-6) * 2.0**-3  # subnormals are as far apart as the smallest normal numbers
+    return torch.floor(values / spacing + uniform) * spacing
+
+
 def to_ue8m0_up(values: Tensor) -> Tensor:
     """Biased exponents (uint8) of non-negative FP32 `values` rounded **up** to a power of two.
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_fp4.quantization.cuda import Fused
+from megatron_fp4.quantization.cuda import Fused, Side
 from megatron_fp4.quantization.elements import E2M1_MAX, E4M3_MAX
+from megatron_fp4.quantization.four_over_six_cuda import FusedFourOverSix
 from megatron_fp4.quantization.fp4_cuda import FusedFP4
 from megatron_fp4.quantization.fp8 import FP8_BLOCKS, encode_fp8
 from megatron_fp4.quantization.fp8_cuda import FusedFP8
+from megatron_fp4.quantization.ms_eden import encode_ms_eden
+from megatron_fp4.quantization.ms_eden_cuda import FusedMSEden
 from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS, encode_mxfp4
 from megatron_fp4.quantization.mxfp8 import MXFP8_BLOCKS, encode_mxfp8
 from megatron_fp4.quantization.mxfp8_cuda import FusedMXFP8
@@ -32,9 +35,11 @@ class Format:
     blocks: elements that may share a scale, (rows, columns), the columns along the dot product.
     largest: magnitude of the largest code.
     scales: dtype of a block scale (UE8M0 is stored in uint8).
-    fused: the kernels on an NVIDIA GPU, where they exist. They load Triton when one first starts.
+    fused, special: the kernels on an NVIDIA GPU, where they exist, and others for some operands that those do not make.
+        They load Triton when one first starts.
     tensor_scale: whether one FP32 scale lies over the whole tensor. stochastic: whether codes may be rounded so.
     options: an operand's flags that are this format's.
+    encode_ms_eden: as `encode`, of rotated rows by MS-EDEN, which has no block and no options; None: it has none.
     """
 
     encode: Callable[..., Encoded]
@@ -45,6 +50,13 @@ class Format:
     tensor_scale: bool = False
     stochastic: bool = True
     options: tuple[str, ...] = ()
+    encode_ms_eden: Callable[..., Encoded] | None = None
+    special: tuple[type[Fused], ...] = ()
+
+    def kernels(self, side: Side, along: str) -> type[Fused] | None:
+        """Those that make an operand along `columns` or `rows`; None: PyTorch does."""
+        candidates = self.special if self.fused is None else (self.fused, *self.special)
+        return next((kernels for kernels in candidates if kernels.makes(side, along)), None)
 
     @property
     def tile(self) -> int:
@@ -55,7 +67,15 @@ class Format:
 E4M3, UE8M0, FP32 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32
 FORMATS = {
     "nvfp4": Format(
-        encode_nvfp4, NVFP4_BLOCKS, E2M1_MAX, E4M3, FusedFP4, tensor_scale=True, options=("four_over_six",)
+        encode_nvfp4,
+        NVFP4_BLOCKS,
+        E2M1_MAX,
+        E4M3,
+        FusedFP4,
+        tensor_scale=True,
+        options=("four_over_six", "four_over_six_error"),
+        encode_ms_eden=encode_ms_eden,
+        special=(FusedMSEden, FusedFourOverSix),
     ),
     "mxfp4": Format(encode_mxfp4, MXFP4_BLOCKS, E2M1_MAX, UE8M0, FusedFP4),
     "mxfp8": Format(encode_mxfp8, MXFP8_BLOCKS, E4M3_MAX, UE8M0, FusedMXFP8, stochastic=False),

@@ -147,8 +147,8 @@ class FusedFP4(Fused):
 
     @staticmethod
     def makes(side: Side, along: str) -> bool:
-        """Transforms of the block's size along the rows, blocks of one row there; no four-over-six."""
-        if side.four_over_six:
+        """Transforms of the block's size along the rows, blocks of one row there; no four-over-six, no MS-EDEN."""
+        if side.four_over_six or side.ms_eden:
             return False
         if along == "columns":
             return side.hadamard == 0
@@ -168,7 +168,7 @@ class FusedFP4(Fused):
         column_programs = -(-self.size[1] // groups)
         row_programs = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(self.x.device) // column_programs)
         # The operand along the rows has the tensor's columns as its rows.
-        starts = (*_hash_starts(columns_key), *reversed(_hash_starts(rows_key)))
+        starts = (*hash_starts(columns_key), *reversed(hash_starts(rows_key)))
         on_device = [None if key is None else key.device for key in (columns_key, rows_key)]
         keys = [self._hashes if key is None else key for key in on_device]
         launch(
@@ -290,11 +290,12 @@ def _sign_bits(size: int) -> int:
 _SIGN_BITS = {block: _sign_bits(block) for _, block in (*NVFP4_BLOCKS, *MXFP4_BLOCKS)}
 
 
-def _hash_starts(key: RoundingKey | None) -> tuple[int, int]:
-    """First arguments of the hashes of rows and of columns, as signed 32-bit integers (see `rounding.py`). The kernel
-    adds a key that lies on the device."""
+def hash_starts(key: RoundingKey | None, columns_apart: int = 1) -> tuple[int, int]:
+    """First arguments of the hashes of rows and of pairs of columns, as signed 32-bit integers (see `rounding.py`). The
+    kernel adds a key that lies on the device. columns_apart: how many columns share a draw."""
     if key is None:
         return 0, 0
     low = 0 if key.device is not None else key.key
-    starts = (key.row_offset * _GOLDEN + low, key.column_offset // 2 * _GOLDEN + (low >> 32))
+    pair = key.column_offset // columns_apart // 2
+    starts = (key.row_offset * _GOLDEN + low, pair * _GOLDEN + (low >> 32))
     return tuple(((start & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for start in starts)  # type: ignore[return-value]

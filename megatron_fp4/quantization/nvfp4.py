@@ -45,6 +45,7 @@ def quantize_nvfp4(
     key: RoundingKey | None = None,
     amax: Tensor | None = None,
     four_over_six: bool = False,
+    four_over_six_error: str = "absolute",
 ) -> NVFP4Tensor:
     """Quantize `x` ([..., cols], floating point) along its last dimension.
 
@@ -53,13 +54,17 @@ def quantize_nvfp4(
         position; without a key, one is drawn from torch's default generator.
     amax: FP32 0-dim largest magnitude to scale by, where it is that of a larger tensor of which `x` is a shard.
     four_over_six: per block also try to map the largest value to 4 (scale x 1.5) and keep the choice with the smaller
-        absolute error, ties keeping 6 (arXiv 2512.02010); the largest block scale is then mapped to 256.
+        error, ties keeping 6 (arXiv 2512.02010); the largest block scale is then mapped to 256.
+    four_over_six_error: what is summed over a block: `absolute` errors or `squared` ones.
 
     Raises TypeError unless `x` is floating point, ValueError for another block or rounding or if the block does not
     tile `x`. Non-finite input does not raise (that would stall a GPU): it poisons, see the top of this file.
     """
     rows, key = checked(x, block, NVFP4_BLOCKS, rounding, key, "quantize_nvfp4")
-    encoded = encode_nvfp4(rows, block, key, amax=amax, four_over_six=four_over_six)
+    if four_over_six_error not in ("absolute", "squared"):
+        raise ValueError(f"quantize_nvfp4: four_over_six_error {four_over_six_error!r} is not 'absolute' or 'squared'")
+    options = {"four_over_six": four_over_six, "four_over_six_error": four_over_six_error}
+    encoded = encode_nvfp4(rows, block, key, amax=amax, **options)  # type: ignore[arg-type]
     return cast(NVFP4Tensor, encoded.packed(x.shape[:-1]))
 
 
@@ -70,6 +75,7 @@ def encode_nvfp4(
     *,
     amax: Tensor | None = None,
     four_over_six: bool = False,
+    four_over_six_error: str = "absolute",
     maxima: Tensor | None = None,
 ) -> Encoded:
     """The numbers of `quantize_nvfp4` for checked FP32 [rows, cols], unpacked.
@@ -92,8 +98,9 @@ def encode_nvfp4(
     base = vector_amax / torch.full_like(vector_amax, E2M1_MAX) * tensor_scale
     scales_6, scales_4 = to_e4m3(base), to_e4m3(base * 1.5)
     scaled_6, scaled_4 = _encode(rows, scales_6, tensor_scale), _encode(rows, scales_4, tensor_scale)
-    error_6 = _block_error(rows, scaled_6, scales_6, amax, scale_max, block)
-    error_4 = _block_error(rows, scaled_4, scales_4, amax, scale_max, block)
+    squared = four_over_six_error == "squared"
+    error_6 = _block_error(rows, scaled_6, scales_6, amax, scale_max, block, squared)
+    error_4 = _block_error(rows, scaled_4, scales_4, amax, scale_max, block, squared)
     take_4 = error_4 < error_6
     scales = torch.where(take_4, scales_4.view(torch.uint8), scales_6.view(torch.uint8)).view(torch.float8_e4m3fn)
     scaled = torch.where(take_4.repeat_interleave(16, dim=1), scaled_4, scaled_6)
@@ -107,6 +114,12 @@ def encode_tensor_scale(amax: Tensor, scale_max: float = E4M3_MAX) -> Tensor:
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
+def inverse_power_of_two(amax: Tensor) -> Tensor:
+    """FP32 2^-e of FP32 2^e <= `amax` < 2^(e + 1), within FP32's normal numbers."""
+    exponent = ((amax.view(torch.int32) >> 23) & 0xFF).clamp(1, 253)
+    return ((254 - exponent) << 23).to(torch.int32).view(torch.float32)
+
+
 def _encode(rows: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
     inverse = tensor_scale.reciprocal()
     encode = (scales.to(torch.float32) * inverse).reciprocal().clamp(max=FP32_MAX)
@@ -118,13 +131,20 @@ def _round(scaled: Tensor, uniform: Tensor | None) -> Tensor:
 
 
 def _block_error(
-    rows: Tensor, scaled: Tensor, scales: Tensor, amax: Tensor, scale_max: float, block: tuple[int, int]
+    rows: Tensor,
+    scaled: Tensor,
+    scales: Tensor,
+    amax: Tensor,
+    scale_max: float,
+    block: tuple[int, int],
+    squared: bool,
 ) -> Tensor:
-    """Sum of absolute errors of a nearest rounding over each block, [rows, cols / 16], replicated over its rows.
+    """Sum of errors of a nearest rounding over each block, [rows, cols / 16], replicated over its rows.
 
     Summed element by element along a block's columns and by halves over its rows, Transformer Engine's order: two
     choices that err alike must compare the same everywhere. Where its sums would overflow (amax above some 1e35) the
-    errors come out as 2^-12 of theirs, so that there, too, the smaller one is found.
+    errors come out as 2^-12 of theirs, so that there, too, the smaller one is found. squared: errors are brought near 1
+    by a power of two first, so that squares do not underflow.
     """
     room = headroom(amax)
     decoded = round_e2m1_nearest(scaled).unflatten(-1, (-1, 16)) * scales.to(torch.float32)[..., None]
@@ -132,6 +152,9 @@ def _block_error(
     # otherwise than on a CPU.
     decoded = decoded * (amax * room) / torch.full_like(amax, E2M1_MAX * scale_max)
     difference = (decoded - rows.unflatten(-1, (-1, 16)) * room).abs()
+    if squared:
+        difference = difference * inverse_power_of_two(amax)
+        difference = difference * difference
     error = torch.zeros_like(difference[..., 0])
     for column in range(16):
         error = error + difference[..., column]

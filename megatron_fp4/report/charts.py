@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron_fp4.report.comparison import curve_of, draw_gaps
-from megatron_fp4.report.console import short_number, short_time
 from megatron_fp4.report.goodput import ORDER, Goodput, goodput_of
 from megatron_fp4.report.heatmap import DEFAULT_QUANTITIES, draw_panel, linears_of, missing_legend
 from megatron_fp4.report.picture import (
@@ -34,37 +33,44 @@ from megatron_fp4.report.picture import (
 )
 from megatron_fp4.report.plot import limit_losses, marks_of, same_tokens, smooth, thinned, training_losses
 from megatron_fp4.report.run_folder import RunFolder, named_run
+from megatron_fp4.report.words import counted, short_number, short_time
 
 _SIZE = (5.4, 3.3)
 _HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "oo", "--", "**", "||", "//")
 
 
 def losses(runs: Sequence[RunFolder], baseline: RunFolder | None = None) -> str:
-    """Of one run: its training loss, raw and smoothed, with phases and switches. Of several, and of the baseline:
-    smoothed, after the same tokens as in the first."""
+    """Of one run: its training loss, raw and smoothed, with phases and switches. Of several, and of the baseline, which
+    stands where the first run had the same tokens: smoothed."""
     every = [*runs, *([] if baseline is None else [baseline])]
-    curves = [training_losses(run.steps) for run in every]
+    curves, seen = [training_losses(run.steps) for run in every], []
     with drawing(figsize=_SIZE) as (figure, axes):
         for index, (run, (steps, loss)) in enumerate(zip(every, curves, strict=True)):
-            style, at = look(index), steps if index == 0 else same_tokens(runs[0], run, steps)
+            style, at = look(index), same_tokens(runs[0], run, steps) if run is baseline else steps
+            seen.append(loss[np.isfinite(at)])
             if len(every) == 1:
                 axes.plot(*thinned(steps, loss), color=style.color, alpha=0.25, linewidth=0.7)
             label = f"{run.name}, smoothed" if len(every) > 1 else "training loss, smoothed"
             axes.plot(*thinned(at, smooth(loss)), label=label, **style.line(linewidth=1.5))
         axes.set_ylabel("loss (nats per token)")
-        limit_losses(axes, np.concatenate([loss for _, loss in curves]), [])
+        limit_losses(axes, np.concatenate(seen), [])
         _steps(axes, runs, names=True)
         legend_below(figure, axes)
         return svg(figure, "training loss")
 
 
-def source_losses(runs: Sequence[RunFolder], source: str) -> str:
-    """Held-out losses of one source, beside its unigram entropy where that is known."""
+def source_losses(runs: Sequence[RunFolder], source: str, baseline: RunFolder | None = None) -> str:
+    """Held-out losses of one source, beside its unigram entropy where that is known. baseline: as for `losses`."""
+    every = [*runs, *([] if baseline is None else [baseline])]
     with drawing(figsize=_SIZE) as (figure, axes):
-        for index, run in enumerate(runs):
+        for index, run in enumerate(every):
             if points := run.validation.get(source):
-                label = f"{run.name} ({list(points.values())[-1]:.3f})" if len(runs) > 1 else "validation loss"
-                axes.plot(list(points), list(points.values()), label=label, **look(index).points(linewidth=1.5))
+                steps, values = np.array(list(points)), np.array(list(points.values()))
+                at = same_tokens(runs[0], run, steps) if run is baseline else steps
+                if not np.isfinite(at).any():
+                    continue
+                label = f"{run.name} ({values[np.isfinite(at)][-1]:.3f})" if len(every) > 1 else "validation loss"
+                axes.plot(at, values, label=label, **look(index).points(linewidth=1.5))
         entropy = runs[0].facts.get("unigram_entropy")
         if isinstance(entropy, dict) and isinstance(entropy.get(source), int | float):
             value = entropy[source]
@@ -75,13 +81,18 @@ def source_losses(runs: Sequence[RunFolder], source: str) -> str:
         return svg(figure, f"held-out loss of {source}")
 
 
-def gaps(runs: Sequence[RunFolder], baseline: RunFolder, shift: int = 0) -> str:
-    """How far runs are above the baseline, in percent. shift: the number of the first run's look."""
-    curves = [curve_of(run) for run in (baseline, *runs)]
+def gaps(runs: Sequence[RunFolder], baseline: RunFolder, shift: int = 0) -> str | None:
+    """How far runs are above the baseline, in percent, of those with the same batches; None if there are none.
+
+    shift: the number of the first run's look, since a run looks the same in all figures.
+    """
+    compared = [(shift + index, run) for index, run in enumerate(runs) if run.same_batches(baseline)]
+    if not compared:
+        return None
     with drawing(figsize=_SIZE) as (figure, axes):
-        for index, run in enumerate(runs):
-            axes.plot([], [], label=f"{run.name}: training, smoothed", **look(shift + index).line())
-        draw_gaps(axes, curves, first_look=shift - 1)
+        for index, run in compared:
+            axes.plot([], [], label=f"{run.name}: training, smoothed", **look(index).line())
+            draw_gaps(axes, [curve_of(baseline), curve_of(run)], first_look=index - 1)
         low, high = axes.get_ylim()
         axes.set_ylim(min(low, -0.1), max(high, 0.1))  # rounding errors are no gaps
         _steps(axes, [baseline, *runs] if shift else runs)
@@ -173,7 +184,7 @@ def plot_goodput(run_dir: str | Path) -> Path | None:
     name, path = named_run(run_dir)
     with picture(path / "goodput.png", figsize=(9, 2.6), dpi=150) as (figure, axes):
         draw_goodput(axes, [(name, found)])
-        axes.set_title(f"goodput {found.share:.1%} of {short_time(found.wall)}, {len(found.starts)} starts")
+        axes.set_title(f"goodput {found.share:.1%} of {short_time(found.wall)}, {counted(len(found.starts), 'start')}")
         legend_below(figure, axes)
     return path / "goodput.png"
 

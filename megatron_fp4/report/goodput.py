@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_fp4.report.console import short_time
 from megatron_fp4.report.record_file import lines_of, record_of
 from megatron_fp4.report.time_ledger import (
     DATA,
@@ -32,6 +31,7 @@ from megatron_fp4.report.time_ledger import (
     VALIDATION,
     last_step,
 )
+from megatron_fp4.report.words import short_time
 
 ORDER = (STEPS, FIRST, STARTUP, DATA, VALIDATION, SAVES, LOST, ROLLBACK, EXPORTS, ENDING, OTHER)
 # What is done again when steps are.

@@ -25,7 +25,8 @@ _CSS = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; max-width: 1120px;
   padding: 12px 16px 40px; }
 h1 { font-size: 1.5em; margin: .4em 0 .1em; overflow-wrap: anywhere; } h2 { font-size: 1.15em; margin: 1.8em 0 .4em;
-  border-bottom: 1px solid #ccc; } h3 { font-size: 1em; margin: 0 0 .2em; }
+  border-bottom: 1px solid #ccc; } h3 { font-size: 1em; margin: .9em 0 .2em; }
+figure h3 { margin-top: 0; }
 nav { font-size: .9em; } nav a { margin-right: .9em; white-space: nowrap; } a { color: #0072B2; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px; }
 figure { margin: 0; break-inside: avoid; min-width: 0; }
@@ -35,7 +36,7 @@ th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-
 td { font-variant-numeric: tabular-nums; } th { font-weight: 600; } tbody th { font-weight: 400; color: #555; }
 .note { color: #666; font-size: .9em; margin: .3em 0; } pre { white-space: pre-wrap; background: #f5f5f5;
   padding: 8px; margin: .3em 0; font-size: .88em; overflow-wrap: anywhere; }
-@media (max-width: 600px) { td, th { overflow-wrap: anywhere; padding-right: 8px; } }
+td { overflow-wrap: break-word; max-width: 34em; } @media (max-width: 600px) { td, th { padding-right: 9px; } }
 @media print { body { max-width: none; font-size: 10pt; padding: 0; } nav { display: none; }
   .figures { grid-template-columns: 1fr 1fr; } h2 { break-after: avoid; } tr { break-inside: avoid; }
   .table { overflow: visible; } }
@@ -90,6 +91,7 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
         ),
         "Throughput, memory, data": _speed(runs),
         "Phases": _each(runs, _phases),
+        "Precision plan": _each(runs, _plan),
         "Diagnostics": _each(runs, lambda run: _figures(*charts.diagnostics(run))),
         "Goodput": _goodput(runs, found),
         "Events": _each(runs, _events),
@@ -118,20 +120,23 @@ def _summary(runs: Sequence[RunFolder], found: Sequence[Goodput | None]) -> str:
 
 
 def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> str:
-    every = [*runs, *([] if baseline is None else [baseline])]
-    sources = [(f"Held-out: {name}", charts.source_losses(every, name)) for name in page_facts.sources_of(runs)]
+    names = page_facts.sources_of(runs)
+    sources = [(f"Held-out: {name}", charts.source_losses(runs, name, baseline)) for name in names]
     return _figures(("Training", charts.losses(runs, baseline)), *sources)
 
 
 def _gap(runs: Sequence[RunFolder], baseline: RunFolder | None, note: str) -> str:
+    """Of the runs that had as many tokens after the same steps as the baseline, which is the first run if there is no
+    other; others are named."""
+    shift = 0
     if baseline is None and len(runs) > 1:
-        baseline, runs = runs[0], runs[1:]
-        shift = 1
-    else:
-        shift = 0
+        baseline, runs, shift = runs[0], runs[1:], 1
     if baseline is None:
         return _note(note) if note else ""
-    text = "Of losses after the same steps; the runs compare only if these had the same tokens."
+    other = [run.name for run in runs if not run.same_batches(baseline)]
+    text = "Of losses after the same steps; it says something if these had the same data."
+    if other:
+        text = f"No gap of {', '.join(other)}: steps of {baseline.name} have another number of tokens."
     return _figures(charts.gaps(runs, baseline, shift)) + _note(text)
 
 
@@ -144,12 +149,19 @@ def _speed(runs: Sequence[RunFolder]) -> str:
         charts.series(runs, "data_wait", "seconds waiting for data in a step"),
         charts.series(runs, "peak_memory_gib", "peak memory of the first device (GiB)"),
     ]
-    return _figures(*drawn) + ("" if drawn[-1] else _note("Memory: unknown, not recorded (on a CPU it never is)."))
+    return _figures(*drawn) + ("" if drawn[-1] else _note("Memory: unknown, it was not recorded."))
 
 
 def _phases(run: RunFolder) -> str:
     rows = page_facts.phases(run)
     return _table(["phase", "length", "blend", "steps so far"], rows) if rows else ""
+
+
+def _plan(run: RunFolder) -> str:
+    rows = page_facts.plan(run)
+    switched = " Before the switch of precision." if any(one["event"] == "switch" for one in run.events) else ""
+    note = _note(f"x: activation, W: weight, dy: gradient; SR: stochastic rounding.{switched}")
+    return _table(["recipe", "linears", "why these", "operands of the GEMMs"], rows) + note if rows else ""
 
 
 def _goodput(runs: Sequence[RunFolder], found: Sequence[Goodput | None]) -> str:
@@ -192,9 +204,12 @@ def _configuration(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> st
 
 
 def _each(runs: Sequence[RunFolder], make: Callable[[RunFolder], str]) -> str:
-    """Of every run what `make` makes, under its name if there are several."""
-    parts = [(run.name, html) for run in runs if (html := make(run))]
-    return "".join(f"<h3>{escape(name)}</h3>{html}" if len(runs) > 1 else html for name, html in parts)
+    """Of every run what `make` makes, under its name if there are several; what is the same of several stands once."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(make(run), []).append(run.name)
+    names.pop("", None)
+    return "".join(f"<h3>{escape(', '.join(of))}</h3>{html}" if len(runs) > 1 else html for html, of in names.items())
 
 
 def _figures(*drawn: str | tuple[str, str] | None) -> str:

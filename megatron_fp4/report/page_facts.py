@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from megatron_fp4.report.comparison import curve_of
-from megatron_fp4.report.console import short_number, short_time
 from megatron_fp4.report.goodput import Goodput
 from megatron_fp4.report.run_folder import RunFolder
-from megatron_fp4.report.words import counted
+from megatron_fp4.report.words import counted, short_number, short_time
 
 UNKNOWN = "unknown"
 _MOST_EVENTS = 200
@@ -59,6 +58,19 @@ def phases(run: RunFolder) -> list[list[str]]:
         text = ", ".join(f"{source} {share:g}" for source, share in blend.items()) if isinstance(blend, dict) else blend
         rows.append([name, " ".join(length) or "the rest", str(text) or "all", been.pop(name, "-")])
     return rows + [[name, UNKNOWN, UNKNOWN, steps] for name, steps in been.items() if name]
+
+
+def plan(run: RunFolder) -> list[list[str]]:
+    """Rows of the recipes: name, how many linears, why these, what each GEMM multiplies."""
+    written = run.plan or run.facts.get("plan") or {}
+    linears = [of for of in (written.get("linears") or {}).values() if isinstance(of, dict)]
+    rows = []
+    for name, gemms in (written.get("recipes") or {}).items():
+        why = [str(of.get("why", "")) for of in linears if of.get("recipe") == name]
+        reasons = ", ".join(f"{reason} ({why.count(reason)})" for reason in dict.fromkeys(why))
+        lines = "; ".join(map(str, gemms)) if isinstance(gemms, list) else str(gemms)
+        rows.append([str(name), f"{len(why)} of {len(linears)}", reasons, lines])
+    return rows
 
 
 def events(run: RunFolder) -> list[tuple[str, str, str]]:
@@ -135,12 +147,13 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
     state = str(run.state.get("state", "finished" if run.summary.get("finished") else UNKNOWN))
     if state == "running":
         state = "running, or killed"
-    yield "state", state
+    reason = run.state.get("reason")
+    yield "state", f"{state}: {reason}" if reason else state
     yield "steps", f"{last['step']:,}" + (f" of {planned:,}" if isinstance(planned, int) else "")
     yield "tokens", short_number(last["tokens"]) if "tokens" in last else UNKNOWN
     yield "model", _model(run)
     yield "precision", _precision(run)
-    yield "quantized (FP4 or FP8)", _share_quantized(run)
+    yield "quantized", _share_quantized(run)
     yield "optimizer", str(facts.get("optimizer", UNKNOWN))
     yield "seed", str(run.setting("run", "seed") or UNKNOWN)
     if found is None:
@@ -152,7 +165,7 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
     else:
         newest = found.starts[-1]
         stopped = f", and {short_time(found.stopped)} between starts" if found.stopped >= 1 else ""
-        count = f" in {len(found.starts)} starts" if len(found.starts) > 1 else ""
+        count = f" in {counted(len(found.starts), 'start')}" if len(found.starts) > 1 else ""
         yield "began", _moment(found.starts[0].began)
         yield "wall time", short_time(found.wall) + count + stopped
         hosts = ", ".join(dict.fromkeys(start.host for start in found.starts))

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from megatron_fp4.report.console import short_number
 from megatron_fp4.report.picture import (
     BLACK,
     INK,
@@ -23,6 +22,7 @@ from megatron_fp4.report.picture import (
     step_axis,
 )
 from megatron_fp4.report.run_folder import RunFolder, open_run
+from megatron_fp4.report.words import short_number
 
 # Of the steps: long enough to show the trend, short enough to follow the decay.
 _SMOOTHING_FRACTION = 0.02

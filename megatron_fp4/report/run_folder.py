@@ -75,6 +75,12 @@ class RunFolder:
         numbers = [float(value) if isinstance(value, int | float) else np.nan for value in values]
         return np.array([record["step"] for record in self.steps]), np.array(numbers)
 
+    def same_batches(self, other: RunFolder) -> bool:
+        """Whether both had seen as many tokens after the last step that both have."""
+        tokens = [{record["step"]: record.get("tokens") for record in run.steps} for run in (self, other)]
+        common = tokens[0].keys() & tokens[1].keys()
+        return bool(common) and tokens[0][max(common)] == tokens[1][max(common)]
+
     def setting(self, *keys: str) -> Any:
         """What the configuration says, None if it does not: `setting("train", "steps")`."""
         node: Any = self.config

@@ -169,7 +169,7 @@ class RunLog:
 
     def stop(self, step: int, why: str | None) -> None:
         """The run is to stop after `step` steps. why: what asked this rank to, None: another rank was asked."""
-        self.metrics.event(step, "stop", signal=str(why))
+        self.metrics.event(step, "stop", signal=why or "a signal to another rank")
         self._told_to_stop = True
 
     def stopped(self, start: int, step: int, why: str | None) -> None:
@@ -181,7 +181,7 @@ class RunLog:
         elif step > start:
             how = f"saved step {step}; the same command goes on"
         elif start > 0:
-            how = f"nothing is new since the checkpoint of step {start}; the same command goes on"
+            how = f"nothing is new since step {start} was saved; the same command goes on"
         else:
             how = "there is nothing to save yet; the same command begins again"
         self.console.text(f"stopped after step {step} of {steps} on {why or 'a signal to another rank'}: {how}")

@@ -39,7 +39,7 @@ STARTUP, FIRST, STEPS, DATA, VALIDATION, SAVES, LOST = (
     "start-up", "first step", "steps", "data wait", "validation", "saves", "lost work",
 )  # fmt: skip
 ROLLBACK, EXPORTS, ENDING, OTHER = "going back", "exports", "end", "other"
-# By the phases of `Progress`; every other one is a part of a training step.
+# By the phases of `Progress`; every other one belongs to the start-up before the first step, and to a step behind.
 KINDS = {
     "start": STARTUP,
     "build": STARTUP,
@@ -105,7 +105,6 @@ class TimeLedger:
                 code = ExitCode.FINISHED if error is None else exit_code_of(error)
                 self._end(code.state, "" if error is None else f"{type(error).__name__}: {error}"[:400])
             self._progress.observer = None
-            self._wake.set()
             self._file.close()
 
     def ended(self, code: ExitCode) -> ExitCode:
@@ -127,7 +126,7 @@ class TimeLedger:
             self._step = max(self._step, step - 1 if kind in (None, DATA) else step)
             if self._first is not None and step > self._first and not self._first_over:
                 self._first_over = first_over = True
-            self._kind = kind or (STEPS if self._first_over else FIRST)
+            self._kind = kind or (STEPS if self._first_over else FIRST if self._first is not None else STARTUP)
         self.worked |= kind not in (None, STARTUP, DATA)
         if begins:
             self._line("loop", step=step - 1)
@@ -163,10 +162,13 @@ class TimeLedger:
         self._line("time", seconds=seconds)
 
     def _end(self, state: str, reason: str) -> None:
+        self._ended = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(30)  # no line behind the last one; more if the disk hangs is for nobody to wait for
         with self._lock:
             self._book()
             seconds = {kind: round(value, 3) for kind, value in self._seconds.items()}
-        self._ended = True
         self._line("end", seconds=seconds, state=state, reason=reason)
 
     def _line(self, kind: str, step: int | None = None, **values: Any) -> None:

@@ -131,11 +131,11 @@ def made_by_pytorch(recipe: Recipe) -> str | None:
     for place, operand in recipe.operands.items():
         if not operand.quantized or operand.reuse_fprop:
             continue
-        key = draws if operand.rounding == "stochastic" else None
+        key = draws if operand.drawn else None
         request = OperandRequest(operand, recipe.gemms[place.gemm].rht, recipe.rht_signs, key, draws, place)
-        fused, side = format_of(operand.format).fused, side_of(request)
+        side = side_of(request)
         along = "rows" if place.transposed and not codes_transpose(request) else "columns"
-        if fused is None or not fused.makes(side, along):
+        if format_of(operand.format).kernels(side, along) is None:
             return f"{place.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
     return None
 

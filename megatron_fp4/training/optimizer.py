@@ -3,7 +3,8 @@
 Each rank updates its own shards; moments are FP32 DTensors placed like their parameter. Which implementation runs
 is in `BuiltOptimizer.name`, for the log: torch's fused one. The multi-tensor kernels of Transformer Engine and apex are
 not used: on an H200 torch's updates the 1.29 billion parameters of the 1.2B model in 10.4 ms (scripts/benchmark.py),
-Transformer Engine's took 10.8 ms, and only torch's can leave out an update without the host waiting for the norm.
+Transformer Engine's took 10.8 ms (apex's was not measured), and only torch's can leave out an update without the host
+waiting for the norm.
 
 The moments exist from the start instead of from the first update: a run that does not fit in memory fails at once,
 and a checkpoint has the same tensors before the first update, after it, and when every step so far was skipped.

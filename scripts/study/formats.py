@@ -26,4 +26,5 @@ def study_formats(study: Study) -> Iterator[tuple[str, str]]:
     cell = "{:.1%} / {:.1%}".format
     rows = [[n, *(cell(nearest[n][f]["zeroed"], random[n][f]["zeroed"]) for f in few)] for n in tensors]
     yield "zeroed", table(["tensor", *few], rows)
-    draw_formats(nearest, study.pictures / "formats.png")
+    if study.pictures is not None:
+        draw_formats(nearest, study.pictures / "formats.png")

@@ -49,7 +49,8 @@ def study_hadamard(study: Study) -> Iterator[tuple[str, str]]:
     yield "rht-wgrad", table(["x and dy", "error of dW", "gain of the ordinary tokens' share of dW"], rows)
     header = ["x and dy", "none", *(str(size) for size in HADAMARD_SIZES)]
     yield "rht-size", table(header, [[n, *(f"{g:.3f}" for g in values)] for n, values in gains.items()])
-    draw_hadamard(gains, errors, sizes, study.pictures / "hadamard.png")
+    if study.pictures is not None:
+        draw_hadamard(gains, errors, sizes, study.pictures / "hadamard.png")
 
     rows = []
     weights = {

@@ -15,4 +15,5 @@ def study_layers(study: Study) -> Iterator[tuple[str, str]]:
     errors = study.errors
     rows = [[f"`{name}`", *(f"{one[g]:.3f}" for g in GEMMS)] for name, one in errors.items()]
     yield "layers", table(["linear", *GEMMS], rows)
-    draw_layers(errors, study.pictures / "layers.png")
+    if study.pictures is not None:
+        draw_layers(errors, study.pictures / "layers.png")

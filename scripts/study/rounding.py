@@ -31,7 +31,8 @@ def study_rounding(study: Study) -> Iterator[tuple[str, str]]:
     shown = [n for n in counts if n in (1, 4, 16, 64, 256, 1024)]
     rows = [[name, *(f"{curve[counts.index(n)]:.4f}" for n in shown)] for name, curve in curves.items()]
     yield "rounding-mean", table(["error of the mean of n quantizations", *(f"n = {n}" for n in shown)], rows)
-    draw_means(counts, curves, study.pictures / "rounding.png")
+    if study.pictures is not None:
+        draw_means(counts, curves, study.pictures / "rounding.png")
 
     rows = []
     tensors = synthetic(study.size.side)

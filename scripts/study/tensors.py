@@ -48,10 +48,13 @@ QUICK = Size(side=256, steps=2, tokens=(2, 64), draws=8, tensors=200, depths=(1,
 
 @dataclass
 class Study:
-    """What the sections share. Captured tensors, made at first use: linear -> x, W, dy, BF16, rows by features."""
+    """What the sections share. Captured tensors, made at first use: linear -> x, W, dy, BF16, rows by features.
+
+    pictures: the folder to draw into, None to draw nothing.
+    """
 
     size: Size
-    pictures: Path
+    pictures: Path | None
     overrides: list[str]
     checkpoint: Path | None
     _run: tuple[Run, dict[str, dict[str, Tensor]], dict[str, dict[str, float]]] | None = field(default=None)

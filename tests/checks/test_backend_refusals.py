@@ -30,6 +30,16 @@ from tests.checks.composed import changed, composed, refusal
             "wgrad.activation.reuse_fprop=true",
             "set it to false",
         ),
+        (
+            {"dgrad.weight.source": "forward"},
+            "dgrad.weight.source=forward",
+            "use tensor, or precision.backend=emulated",
+        ),
+        (
+            {"fprop.activation.four_over_six": True, "fprop.activation.four_over_six_error": "squared"},
+            "fprop.activation.four_over_six_error=squared",
+            "use absolute",
+        ),
     ],
 )
 def test_what_transformer_engine_cannot_do(changes, value, remedy):

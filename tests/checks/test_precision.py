@@ -11,6 +11,8 @@ from models.hybrid import build_model
 from models.pattern import linear_shapes
 from tests.checks.composed import changed, composed, refusal
 
+EDEN = {"wgrad.gradient.rounding": "ms_eden", "wgrad.rht": 128, "rht_signs": "fresh"}
+
 OPERANDS = [
     ({"fprop.activation.block": "1x32"}, "precision.fprop.activation.block=1x32", "1x16 or 16x16"),
     ({"fprop.weight.format": "mxfp4"}, "precision.fprop.weight.block=16x16", "1x32 or 32x32"),
@@ -54,6 +56,36 @@ OPERANDS = [
         "precision.wgrad.activation.reuse_fprop=true",
         "precision.backend=emulated",
     ),
+    ({"fprop.weight.four_over_six_error": "squared"}, "four_over_six_error=squared has no effect", "at absolute"),
+    ({"fprop.weight.source": "forward"}, "precision.fprop.weight.source=forward", "set it to tensor"),
+    ({"dgrad.gradient.source": "forward"}, "precision.dgrad.gradient.source=forward", "never sees gradients"),
+    ({"wgrad.activation.source": "forward", "fprop.rht": 16}, "precision.fprop.rht=16", "to tensor or 0"),
+    (
+        {"wgrad.activation.source": "forward", "fprop.activation.format": "bf16"},
+        "precision.fprop.activation.format=bf16 makes no codes",
+        "set it to tensor",
+    ),
+    (
+        {"wgrad.activation.source": "forward", "fprop.activation.format": "fp8", "fprop.activation.block": "1x128"},
+        "precision.fprop.activation.format=fp8 has scales",
+        "set it to tensor",
+    ),
+    (
+        {"wgrad.activation.source": "forward", "wgrad.activation.reuse_fprop": True},
+        "precision.wgrad.rht=16",
+        "to false or 0",
+    ),
+    (
+        {"wgrad.activation.source": "forward", "wgrad.activation.reuse_fprop": True, "wgrad.rht": 0},
+        "differs from precision.fprop.activation",
+        "set reuse_fprop to false",
+    ),
+    ({**EDEN, "rht_signs": "fixed"}, "precision.rht_signs=fixed", "set precision.rht_signs=fresh"),
+    ({**EDEN, "wgrad.rht": 64}, "precision.wgrad.rht=64", "set precision.wgrad.rht=128"),
+    ({**EDEN, "wgrad.gradient.four_over_six": True}, "four_over_six=true", "nearest or false"),
+    ({**EDEN, "wgrad.gradient.block": "16x16"}, "block=16x16", "set block to 1x16"),
+    ({**EDEN, "wgrad.gradient.format": "mxfp4", "wgrad.gradient.block": "1x32"}, "format=mxfp4", "it is for nvfp4"),
+    ({**EDEN, "fprop.activation.rounding": "ms_eden"}, "fprop.activation.rounding=ms_eden is for dgrad", "use nearest"),
     ({"backend": "transformer_engine"}, "this run is on cpu", "precision.backend=emulated"),
     ({"backend": "torch"}, "this run is on cpu", "precision.backend=emulated"),
     ({"bf16_blocks.first": 4}, "precision.bf16_blocks.first=4 and last=2", "precision=bf16"),

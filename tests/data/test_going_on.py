@@ -58,6 +58,19 @@ def resumed(state: dict[str, Any], *arguments: Any, **options: Any) -> MicroBatc
     return other
 
 
+def test_a_phase_may_get_another_name() -> None:
+    """Also one that has served samples, and while the run is made longer: names are for people."""
+    state = state_after(loader(), 15)
+    renamed = [PHASES[0], Phase("final", steps=10, blend=PHASES[1].blend)]
+    assert seen(resumed(state, renamed), 15, 20) == seen(loader(), 15, 20)
+    longer = resumed(
+        state, [Phase("a", steps=12, blend=PHASES[0].blend), Phase("final", steps=14, blend=PHASES[1].blend)]
+    )
+    assert [(span.name, span.end_step) for span in longer.schedule.spans] == [("a", 10), ("b", 15), ("final", 26)]
+    with pytest.raises(ValueError, match="phase 'b' has served samples"):
+        resumed(state, [Phase("a", steps=12, blend=PHASES[0].blend), Phase("final", steps=14, blend={"code": 1})])
+
+
 def test_unchanged_data_go_on_as_if_nothing_had_been() -> None:
     state = state_after(loader(), 7)
     again = resumed(state)

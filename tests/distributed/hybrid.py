@@ -52,7 +52,16 @@ _WEIGHT = Operand("nvfp4", (16, 16))
 NVFP4 = Recipe("nvfp4", Gemm(_NEAREST, _WEIGHT), Gemm(_STOCHASTIC, _WEIGHT), Gemm(_STOCHASTIC, _NEAREST, 16))
 _MXFP8 = Operand("mxfp8", (1, 32))
 MXFP8 = Recipe("mxfp8", Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8, _MXFP8))
-RECIPES = {"fp32": BF16, "nvfp4": NVFP4, "nvfp4_shard": replace(NVFP4, amax="shard"), "mxfp8": MXFP8}
+_SIX = Operand("nvfp4", (1, 16), four_over_six=True, four_over_six_error="squared")
+_EDEN, _AGAIN = Operand("nvfp4", (1, 16), "ms_eden"), Operand("nvfp4", (1, 16), "ms_eden", source="forward")
+QUARTET2 = Recipe("quartet2", Gemm(_SIX, _SIX), Gemm(_EDEN, _AGAIN, 128), Gemm(_EDEN, _AGAIN, 128), "fresh")
+RECIPES = {
+    "fp32": BF16,
+    "nvfp4": NVFP4,
+    "nvfp4_shard": replace(NVFP4, amax="shard"),
+    "mxfp8": MXFP8,
+    "quartet2": QUARTET2,
+}
 
 Codes = dict[tuple[int, str, str], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]
 

@@ -46,6 +46,7 @@ LINEARS: dict[str, Callable[[ParallelMesh], QuantizedLinear]] = {
     "column": lambda mesh: ColumnParallelLinear(IN, 128, mesh),
     "row": lambda mesh: RowParallelLinear(IN, 48, mesh),
 }
+OUTPUTS = {"grouped": GROUPS * GROUP_ROWS, "column": 128, "row": 48}
 # The dimension of each operand that tensor-parallel ranks share: fprop's x [tokens, in] and W [out, in], dgrad's dy
 # [tokens, out] and W^T [in, out], wgrad's dy^T [out, tokens] and x^T [in, tokens]. None: every rank has all of it.
 COLUMN_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (None, 0), "dgrad": (1, 1), "wgrad": (0, None)}
@@ -55,7 +56,7 @@ ROW_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (1, 1), "dgrad"
 def tensors(name: str, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:
     """x [tokens, in], W [out, in], dy [tokens, out], with outliers on one end so that shards have unequal maxima."""
     generator = torch.Generator().manual_seed(len(name))
-    out = {"grouped": GROUPS * GROUP_ROWS, "column": 128, "row": 48}[name]
+    out = OUTPUTS[name]
     shapes = ((tokens, IN), (out, IN), (tokens, out))
     x, w, dy = (torch.randn(shape, generator=generator) for shape in shapes)
     return x * torch.linspace(1, 9, IN), w * torch.linspace(5, 1, out)[:, None], dy * torch.linspace(1, 4, out)
@@ -116,6 +117,19 @@ def test_codes_do_not_depend_on_the_tensor_parallel_size(tensor, sequence, one):
 @pytest.mark.parametrize(("tensor", "sequence"), [(2, False), (4, True)])
 def test_nor_do_those_of_mxfp8(tensor, sequence, one_in_mxfp8):
     check_codes(launch(run, tensor, tensor, "mxfp8", sequence), one_in_mxfp8)
+
+
+def test_nor_do_those_of_quartet_2():
+    """Groups of 128 output features lie within each rank, and slices of 128 tokens; the third linear has 256."""
+    wide = functools.partial(run_wide, tokens=256)
+    check_codes(launch(wide, 2, 2, "quartet2", True), launch(wide, 1, 1, "quartet2", False)[0])
+
+
+def run_wide(*arguments: Any, **settings: Any) -> dict[str, dict[str, Any]]:
+    """As `run`; the column-parallel linear has 128 output features on each of two ranks."""
+    wide = {"column": lambda mesh: ColumnParallelLinear(IN, 256, mesh)}
+    with mock.patch.dict(LINEARS, wide), mock.patch.dict(OUTPUTS, column=256):
+        return run(*arguments, **settings)
 
 
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:

@@ -30,6 +30,12 @@ M8, M8_W = Operand("mxfp8", (1, 32)), Operand("mxfp8", (32, 32))
 F8, F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 F8P, F8P_W = (replace(operand, power_of_two_scales=True) for operand in (F8, F8_W))
 SIX = replace(X, four_over_six=True)
+SIX_SQUARED = replace(SIX, four_over_six_error="squared")
+EDEN, AGAIN = replace(X, rounding="ms_eden"), replace(X, source="forward")
+EDEN_AGAIN = replace(EDEN, source="forward")
+QUARTET2 = Recipe(
+    "quartet2", Gemm(SIX_SQUARED, SIX_SQUARED), Gemm(EDEN, EDEN_AGAIN, 128), Gemm(EDEN, EDEN_AGAIN, 128), "fresh"
+)
 RECIPES = {
     "bf16": BF16,
     "nvfp4": NVFP4,
@@ -53,6 +59,9 @@ RECIPES = {
     "mxfp8 and nvfp4": changed(NVFP4, fprop_activation=M8, fprop_weight=M8, dgrad_weight=M8),
     "fp8": Recipe("fp8", Gemm(F8, F8_W), Gemm(F8, F8_W), Gemm(F8, F8)),
     "fp8, powers of two": Recipe("fp8", Gemm(F8P, F8P_W), Gemm(F8P, F8P_W), Gemm(F8P, F8P)),
+    "quartet 2": QUARTET2,
+    "quartet 2, from tensors": changed(QUARTET2, dgrad_weight=EDEN, wgrad_activation=EDEN),
+    "codes quantized again": changed(NVFP4, fprop_weight=SIX, dgrad_weight=AGAIN, wgrad_activation=AGAIN),
     "mixed formats": changed(NVFP4, fprop_activation=MX, fprop_weight=MX2, dgrad_weight=MX2, dgrad_gradient=MX_DY),
 }
 

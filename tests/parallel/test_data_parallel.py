@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard, without_fsdp_hooks
 from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
-from megatron_fp4.parallel.gathered_codes import fsdp_groups
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part, rounding_of
@@ -151,25 +150,3 @@ def test_hooks_are_left_out_and_come_back_in_their_order(mesh: ParallelMesh) -> 
         left = [hook for module in modules for kind in kinds for hook in getattr(module, kind).values()]
         assert left == [mine]
     assert before == [list(getattr(module, kind).items()) for module in modules for kind in kinds]
-
-
-def asked_for_at_the_start(rank: int) -> list[list[int]]:
-    """The blocks that have been asked for when the first one runs: where units stay, and where they are freed."""
-    found = []
-    for reshard in (False, True):
-        model = built(toy_mesh(), apply_data_parallel, reshard, RunClock(seed=3))
-
-        def there(*_: object, model: HybridModel = model) -> None:
-            groups = [fsdp_groups(block)[0] for block in model.blocks]
-            found.append([i for i, group in enumerate(groups) if group._all_gather_result or group.is_unsharded])
-
-        model.blocks[0].register_forward_pre_hook(there)
-        batch = batches(rank)[0]
-        model(batch.tokens, batch.targets)
-    return found
-
-
-def test_what_stays_is_asked_for_at_the_start() -> None:
-    for all_stay, only_codes in launch(asked_for_at_the_start, 2):
-        assert all_stay == list(range(len(CONFIG.pattern)))
-        assert only_codes == [0]

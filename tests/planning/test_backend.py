@@ -86,6 +86,8 @@ NVFP4, MXFP8, FP8 = Operand("nvfp4", (1, 16)), Operand("mxfp8", (1, 32)), Operan
 RECIPES = {
     **{name: case[0] for name, case in CASES.items()},
     "nemotron 3": recipe("nvfp4_nemotron_3"),
+    "quartet 2": recipe("nvfp4_quartet2"),
+    "four over six": recipe("nvfp4_4over6_1x16"),
     "fresh signs": recipe("nvfp4", rht_signs="fresh", fprop_rht=16, dgrad_rht=16),
     "codes of fprop": recipe(
         "nvfp4", wgrad_activation=Operand("nvfp4", (1, 16), reuse_fprop=True), wgrad_gradient=NVFP4, wgrad_rht=0

@@ -1,5 +1,7 @@
 """Recipes, tensors and runs of one linear; and its three GEMMs in double, on operands that the oracle quantized."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +21,11 @@ X, W, W2 = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16)), Operand("nvfp4"
 DY = Operand("nvfp4", (1, 16), SR)
 # Section 4 of the paper, written out here once more.
 NVFP4 = Recipe("nvfp4", Gemm(X, W2), Gemm(DY, W2), Gemm(DY, X, 16))
+SIX = Operand("nvfp4", (1, 16), four_over_six=True, four_over_six_error="squared")
+EDEN = Operand("nvfp4", (1, 16), "ms_eden")
+EDEN_AGAIN = replace(EDEN, source="forward")
+# Quartet II, section 1 of its recipe.
+QUARTET2 = Recipe("nvfp4_quartet2", Gemm(SIX, SIX), Gemm(EDEN, EDEN_AGAIN, 128), Gemm(EDEN, EDEN_AGAIN, 128), "fresh")
 MX, MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), SR)
 MXFP4 = Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_DY, MX), Gemm(MX_DY, MX, 32))
 MXFP4_2D = changed(MXFP4, fprop_weight=Operand("mxfp4", (32, 32)), dgrad_weight=Operand("mxfp4", (32, 32)))
@@ -38,7 +45,8 @@ def decoded(x: np.ndarray, operand: Operand, rht: int = 0, signs: np.ndarray | N
             oracle.rht(oracle.bfloat16(x), fixed_signs(rht).double().numpy() if signs is None else signs)
         )
     if operand.format == "nvfp4":
-        return oracle.nvfp4(x, operand.block[0], operand.four_over_six).values
+        squared = operand.four_over_six_error == "squared"
+        return oracle.nvfp4(x, operand.block[0], operand.four_over_six, squared=squared).values
     if operand.format == "mxfp4":
         return oracle.mxfp4(x, operand.block[0]).values
     if operand.format == "mxfp8":
@@ -48,12 +56,23 @@ def decoded(x: np.ndarray, operand: Operand, rht: int = 0, signs: np.ndarray | N
     return x
 
 
+def unit_of(x: np.ndarray, operand: Operand) -> float:
+    """What `code * block scale` is multiplied with: NVFP4's tensor scale."""
+    return np.abs(x).max() / (6 * (256 if operand.four_over_six else 448)) if operand.format == "nvfp4" else 1.0
+
+
 def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """y, dx and dw in double of operands quantized to nearest, each along its GEMM's dot product."""
     x_fprop = decoded(x, recipe.fprop.left, recipe.fprop.rht)
     w_fprop = decoded(w, recipe.fprop.right, recipe.fprop.rht)
     w_dgrad = decoded(w.T, recipe.dgrad.right, recipe.dgrad.rht)
     x_wgrad = decoded(x.T, recipe.wgrad.right, recipe.wgrad.rht)
+    if recipe.dgrad.right.source == "forward":
+        unit = unit_of(w, recipe.fprop.right)
+        w_dgrad = decoded(w_fprop.T / unit, recipe.dgrad.right, recipe.dgrad.rht) * unit
+    if recipe.wgrad.right.source == "forward":
+        unit = unit_of(x, recipe.fprop.left)
+        x_wgrad = decoded(x_fprop.T / unit, recipe.wgrad.right, recipe.wgrad.rht) * unit
     if recipe.dgrad.right.reuse_fprop:
         w_dgrad = w_fprop.T
     if recipe.wgrad.right.reuse_fprop:

@@ -40,6 +40,13 @@ RECIPES = {
         wgrad_activation=replace(ref.X, reuse_fprop=True),
         wgrad_rht=0,
     ),
+    "codes_quantized_again": changed(
+        ref.NVFP4,
+        fprop_activation=ref.SIX,
+        fprop_weight=ref.SIX,
+        dgrad_weight=replace(ref.W, source="forward"),
+        wgrad_activation=replace(ref.X, source="forward"),
+    ),
     "only_gradients": Recipe("gradients", dgrad=Gemm(ref.DY), wgrad=Gemm(ref.DY)),
     "mixed_formats": Recipe("mixed", Gemm(ref.X, ref.F8_W), Gemm(ref.MX_DY, ref.W2), Gemm(ref.F8, ref.MX)),
 }

@@ -15,6 +15,7 @@ from tests.quantization import oracle
 from tests.recipes import changed
 
 FLAT = changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.W)
+ROTATED = changed(FLAT, dgrad_rht=128, wgrad_rht=128, rht_signs="fresh")
 PLAIN = changed(ref.NVFP4, wgrad_rht=0)
 SIX = Operand("nvfp4", (1, 16), four_over_six=True)
 NEAREST_DY = Operand("nvfp4", (1, 16))
@@ -55,6 +56,17 @@ KNOBS = {
     "w of dgrad as fprop": (FLAT, operand_changes(FLAT, "dgrad_weight", reuse_fprop=True), "dx"),
     "16x16 w of dgrad as fprop": (ref.NVFP4, operand_changes(ref.NVFP4, "dgrad_weight", reuse_fprop=True), ""),
     "x of wgrad as fprop": (PLAIN, operand_changes(PLAIN, "wgrad_activation", reuse_fprop=True), "dw"),
+    "4/6 by squares": (
+        operand_changes(FLAT, "fprop_weight fprop_activation", four_over_six=True),
+        operand_changes(FLAT, "fprop_weight fprop_activation", four_over_six=True, four_over_six_error="squared"),
+        "y",
+    ),
+    "w of dgrad from codes": (FLAT, operand_changes(FLAT, "dgrad_weight", source="forward"), "dx"),
+    "x of wgrad from codes": (FLAT, operand_changes(FLAT, "wgrad_activation", source="forward"), "dw"),
+    "MS-EDEN of dy in dgrad": (ROTATED, operand_changes(ROTATED, "dgrad_gradient", rounding="ms_eden"), "dx"),
+    "MS-EDEN of w": (ROTATED, operand_changes(ROTATED, "dgrad_weight", rounding="ms_eden"), "dx"),
+    "MS-EDEN of dy in wgrad": (ROTATED, operand_changes(ROTATED, "wgrad_gradient", rounding="ms_eden"), "dw"),
+    "MS-EDEN of x": (ROTATED, operand_changes(ROTATED, "wgrad_activation", rounding="ms_eden"), "dw"),
     "powers of two of w": (
         ref.FP8,
         operand_changes(ref.FP8, "fprop_weight dgrad_weight", power_of_two_scales=True),

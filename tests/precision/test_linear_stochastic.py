@@ -155,6 +155,53 @@ def test_the_backward_pass_uses_the_coordinates_of_its_forward_pass():
     assert np.array_equal(ref.double(w.grad), shown(dy, PLAIN)[1])
 
 
+def test_signs_and_scales_of_ms_eden_are_those_of_the_forward_pass():
+    """What is made of forward codes in the backward pass takes its signs and draws from its own micro-batch."""
+    x, w, dy = ref.tensors(128, 128, 128)
+    expected = ref.run(x, w, dy, ref.context_of(ref.QUARTET2))
+    context = ref.context_of(ref.QUARTET2)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y = ref.quantized_linear(x, w, context)
+    context.clock.micro_batch, context.clock.step = 5, 6
+    y.backward(dy)
+    assert torch.equal(x.grad, expected[1]) and torch.equal(w.grad, expected[2])
+    # And other ones in every other: kept codes of the weight are the same, what is made of them is not.
+    again = ref.run(x, w, dy, context)
+    assert torch.equal(again[0], expected[0])
+    assert not torch.equal(again[1], expected[1]) and not torch.equal(again[2], expected[2])
+
+
+@pytest.mark.slow
+def test_gradients_by_ms_eden_average_out_and_err_less_than_by_stochastic_rounding():
+    """dx and dW of forward codes against FP64, over steps: their mean is right and each errs less."""
+    x, w, dy = ref.tensors(128, 128, 128)
+    quantized = ref.changed(ref.QUARTET2, dgrad_rht=0, wgrad_rht=0)
+    plain = {name: ref.Operand() for name in ("dgrad_gradient", "wgrad_gradient")}
+    codes = {name: replace(ref.W, reuse_fprop=True) for name in ("dgrad_weight", "wgrad_activation")}
+    # What dgrad and wgrad multiply before they quantize it again: codes as they are, in FP32.
+    exact = ref.run(x, w, dy, ref.context_of(ref.changed(quantized, **plain, **codes)))[1:]
+    num, errors = 60, []
+    for recipe in (
+        ref.QUARTET2,
+        ref.changed(ref.NVFP4, fprop_weight=ref.W, dgrad_weight=ref.DY, wgrad_activation=ref.DY),
+    ):
+        of_steps = []
+        for step in range(num):
+            context = ref.context_of(recipe)
+            context.clock.step = step
+            of_steps.append([ref.double(g) for g in ref.run(x, w, dy, context)[1:]])
+        target = exact if recipe is ref.QUARTET2 else ref.linear(*(ref.double(t) for t in (x, w, dy)), Recipe())[1:]
+        for index, full in enumerate(target):
+            full = full if isinstance(full, np.ndarray) else ref.double(full)
+            found = np.stack([one[index] for one in of_steps])
+            one = np.square(found - full).sum() / num / np.square(full).sum()
+            mean = np.square(found.mean(0) - full).sum() / np.square(full).sum()
+            errors.append(one)
+            if recipe is ref.QUARTET2:
+                assert 0.6 < mean * num / one < 1.5
+    assert errors[0] < 0.7 * errors[2] and errors[1] < 0.7 * errors[3]
+
+
 # The gain of a quantized GEMM: the slope of its result regressed on the exact one.
 
 

@@ -105,11 +105,13 @@ def _encode(x: np.ndarray, scale: np.ndarray, tensor_scale: np.float32) -> np.nd
     return e2m1(np.clip(scaled, F32(-6), F32(6)))
 
 
-def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, never_four: bool = False) -> Quantized:
+def nvfp4(
+    x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, never_four: bool = False, squared: bool = False
+) -> Quantized:
     """NVFP4 with 1x16 (block_rows = 1) or 16x16 blocks (appendix B, in single precision, in this order).
 
     Four over six: a tensor scale for a cap of 256; each block keeps the scale for 6 unless the scale for 4 (times 1.5)
-    has the smaller sum of absolute errors.
+    has the smaller sum of absolute (or `squared`) errors.
     """
     x = np.asarray(x, dtype=F32)
     cap = 256.0 if four_over_six else 448.0
@@ -126,8 +128,8 @@ def nvfp4(x: np.ndarray, block_rows: int = 1, four_over_six: bool = False, never
         if four_over_six:
             scale_4 = e4m3(np.clip(np.minimum(wanted * F32(1.5), FLT_MAX), F32(-448), F32(448)))
             codes_4 = _encode(x, scale_4, factor)
-            error_6 = _single_precision_error(x, codes, scale, amax, cap, block_rows)
-            error_4 = _single_precision_error(x, codes_4, scale_4, amax, cap, block_rows)
+            error_6 = _single_precision_error(x, codes, scale, amax, cap, block_rows, squared)
+            error_4 = _single_precision_error(x, codes_4, scale_4, amax, cap, block_rows, squared)
             four = (error_4 < error_6) & (not never_four)
             scale = np.where(four, scale_4, scale)
             codes = np.where(_spread(four, 16), codes_4, codes)
@@ -140,14 +142,16 @@ def nvfp4_values(codes: np.ndarray, scale: np.ndarray, amax: float, cap: float =
 
 
 def _single_precision_error(
-    x: np.ndarray, codes: np.ndarray, scale: np.ndarray, amax: np.float32, cap: float, block_rows: int
+    x: np.ndarray, codes: np.ndarray, scale: np.ndarray, amax: np.float32, cap: float, block_rows: int, squared: bool
 ) -> np.ndarray:
-    """Sums of absolute errors as Transformer Engine adds them up: the columns of a block in order, then its rows by
-    halves. Choices that err alike are decided by these roundings."""
+    """Sums of absolute or squared errors as Transformer Engine adds them up: the columns of a block in order, then its
+    rows by halves. Choices that err alike are decided by these roundings."""
     # A tensor that would overflow counts as a smaller one; a power of two moves no digit.
     unit = F32(2.0**-20 if 1e34 < amax < np.inf else 1)
     decoded = E2M1[codes].astype(F32) * _spread(scale, 16).astype(F32) * (amax * unit) / F32(6 * cap)
     error = np.abs(decoded - x * unit).reshape(len(x), -1, 16)
+    if squared:
+        error = np.square(error * F32(2.0 ** -np.floor(np.log2(amax))) if amax > 0 else error)
     assert error.dtype == np.float32
     per_row = np.zeros(error.shape[:2], dtype=F32)
     for column in range(16):

@@ -20,7 +20,6 @@ from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp4_cuda import scale_and_cast
 from megatron_fp4.quantization.rounding import rounding_key
@@ -30,6 +29,7 @@ ROOM = Path(cuda.__file__).parent
 OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # Triton's own
 ALONG = ("columns", "rows")
 KEY = rounding_key("draws")
+SET = {"four_over_six_error": {"four_over_six": True, "four_over_six_error": "squared"}}
 
 
 def operands() -> Iterator[Operand]:
@@ -39,13 +39,15 @@ def operands() -> Iterator[Operand]:
             for rounding in ("nearest", "stochastic") if form.stochastic else ("nearest",):
                 yield Operand(name, block, rounding)
                 for option in form.options:
-                    yield Operand(name, block, rounding, **{option: True})
+                    yield Operand(name, block, rounding, **SET.get(option, {option: True}))
+        if form.encode_ms_eden is not None:
+            yield Operand(name, (1, form.tile), "ms_eden")
 
 
 @pytest.mark.parametrize("operand", operands(), ids=str)
 def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
     form, x = FORMATS[operand.format], torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    key = KEY if operand.rounding == "stochastic" else None
+    key = KEY if operand.drawn else None
     encoded = encode_operand(x, operand, key)
     assert form.blocks == ((1, form.tile), (form.tile, form.tile)) and encoded.block == operand.block
     assert encoded.scales.shape == (256, 256 // form.tile)
@@ -100,11 +102,11 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
     with launches() as started:
         x = torch.empty(128, 128, dtype=torch.bfloat16)
         for operand in operands():
-            fused = FORMATS[operand.format].fused
-            for rht in (0, operand.block[1]):
-                key = KEY if operand.rounding == "stochastic" else None
-                request = OperandRequest(operand, rht, key=key)
-                sides = [request if fused and fused.makes(side_of(request), along) else None for along in ALONG]
+            kernels, eden = FORMATS[operand.format].kernels, operand.rounding == "ms_eden"
+            for rht in (0, 128 if eden else operand.block[1]):
+                key = KEY if operand.drawn else None
+                request = OperandRequest(operand, rht, "fresh" if eden else "fixed", key, KEY)
+                sides = [request if kernels(side_of(request), along) else None for along in ALONG]
                 for keep in (False, True):
                     makers = EMULATED.operands(x, *sides, dtype=x.dtype, keep_rows=keep)
                     made = [maker() for maker in makers if maker is not None]
@@ -164,4 +166,8 @@ def test_sides_of_one_format_are_measured_once() -> None:
             started.clear()
             EMULATED.operands(x, columns, rows, dtype=x.dtype)
             assert [kernel for kernel, *_ in started] == ["triton_fp4.measure_kernel"] * measures
-    assert not FORMATS["nvfp4"].fused.makes(Side("nvfp4", row, four_over_six=True), "columns")  # type: ignore[union-attr]
+    # Four over six along the columns and anything along the rows are made by different kernels.
+    with launches() as started:
+        x = torch.empty(64, 64, dtype=torch.bfloat16)
+        EMULATED.operands(x, OperandRequest(Operand("nvfp4", row, four_over_six=True)), x_wanted, dtype=x.dtype)
+        assert [kernel for kernel, *_ in started] == ["triton_fp4.measure_kernel"] * 2

@@ -80,6 +80,17 @@ def test_every_moment_is_booked_once(tmp_path: Path, clock: Clock) -> None:
     assert (start.first_step, start.last_step, start.state, start.ranks, start.device) == (0, 6, "finished", 2, "cpu")
 
 
+def test_a_phase_that_nobody_has_listed_belongs_where_it_comes(tmp_path: Path, clock: Clock) -> None:
+    progress = Progress()
+    with ledger(tmp_path, progress, began=clock.now):
+        spend(clock, progress, 0, "warm the machine", 3)
+        train(clock, progress, 1, 2)
+        spend(clock, progress, 2, "look around", 4)
+    found = goodput_of(tmp_path)
+    assert found is not None
+    assert found.seconds == pytest.approx({"steps": 0.75 + 4, "first step": 4.75, "start-up": 3, "data wait": 0.5})
+
+
 def test_waiting_for_another_ranks_data_is_no_step(tmp_path: Path, clock: Clock) -> None:
     """This rank had its data at once and then waited for the others in a collective."""
     progress = Progress()

@@ -470,16 +470,13 @@ def test_a_run_that_is_told_to_stop_waits_less_for_wandb_and_says_in_one_line_ho
     fake.back.set()
 
     capsys.readouterr()
-    told = {
-        (0, 6): "after step 6 of 300 on SIGTERM: saved step 6; the same command goes on",
-        (
-            4,
-            4,
-        ): "after step 4 of 300 on SIGTERM: nothing is new since the checkpoint of step 4; the same command goes on",
-        (0, 0): "after step 0 of 300 on SIGTERM: there is nothing to save yet; the same command begins again",
-        (0, 300): "after step 300 of 300 on SIGTERM: saved step 300, but not its export, which the same command makes",
-    }
-    for (start, step), line in told.items():
+    told = [
+        (0, 6, "after step 6 of 300 on SIGTERM: saved step 6; the same command goes on"),
+        (4, 4, "after step 4 of 300 on SIGTERM: nothing is new since step 4 was saved; the same command goes on"),
+        (0, 0, "after step 0 of 300 on SIGTERM: there is nothing to save yet; the same command begins again"),
+        (0, 300, "after step 300 of 300 on SIGTERM: saved step 300, but not its export, which the same command makes"),
+    ]
+    for start, step, line in told:
         log.stopped(start, step, "SIGTERM")
         assert capsys.readouterr().out == f"stopped {line}\n"
 

@@ -47,7 +47,11 @@ def write_run(folder: Path, gap: float = 0.0, **extra: Any) -> Path:
         "data: {phases: [{name: broad, fraction: 0.5, blend: {code: 1}}, {name: <b>, fraction: 0.5}]}\n"
         "run: {seed: 7}\nmodel: {name: tiny, pattern: M*-, hidden_dim: 64}\n"
     )
-    (folder / "plan.yaml").write_text("quantized_linears: 8 of 12\nlinears: {a: {recipe: nvfp4}, b: {recipe: bf16}}\n")
+    (folder / "plan.yaml").write_text(
+        "quantized_linears: 8 of 12\n"
+        "linears: {a: {recipe: nvfp4, why: the run's recipe}, b: {recipe: bf16, why: last}}\n"
+        "recipes: {nvfp4: ['fprop x|W: nvfp4 1x16 | nvfp4 16x16'], bf16: ['fprop x|W: bf16 | bf16']}\n"
+    )
     (folder / "state.json").write_text(json.dumps({"state": "finished", "step": 40}))
     return folder
 
@@ -93,6 +97,7 @@ def test_a_page_says_what_the_run_was(tmp_path: Path) -> None:
         "3.0000 nats per token; 3.000 below the unigram entropy (step 40)",
         "broad 0.5 of the run code 1 1 to 19", "31 switch target: bf16; scope: both", "7 skip in_row: 1",
         "4 checkpoints saved, the last of step 40; training stood still 0.25 s at most", "def <f>()",
+        "nvfp4 1 of 2 the run's recipe (1) fprop x|W: nvfp4 1x16 | nvfp4 16x16", "bf16 1 of 2 last (1)",
         "train.steps 300 40", "wall time unknown; its steps took 20s",
     ):  # fmt: skip
         assert words in text, words
@@ -138,6 +143,16 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
         write_report([tmp_path / "a", tmp_path / "a"], defaults=DEFAULTS, target=tmp_path / "both.html")
 
 
+def test_no_gap_to_a_run_with_other_batches(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name) for name in ("a", "b", "c")]
+    text = (runs[1] / "metrics.jsonl").read_text()
+    (runs[1] / "metrics.jsonl").write_text(re.sub(r'"tokens": (\d+)', r'"tokens": \g<1>0', text))
+    gap = Page(write_report(runs, defaults={}, target=tmp_path / "x.html")).section("Gap")
+    assert "No gap of b: steps of a have another number of tokens." in gap and "c: training" in gap
+    gap = Page(write_report([runs[0]], defaults={}, baseline=runs[1])).section("Gap")
+    assert "<svg" not in gap and "No gap of a" in gap
+
+
 def test_the_gap_to_the_configured_baseline(tmp_path: Path) -> None:
     run, other = write_run(tmp_path / "run"), write_run(tmp_path / "other", gap=-0.1)
     with (run / "config.yaml").open("a") as file:
@@ -159,7 +174,7 @@ def test_a_run_of_an_old_version_has_unknowns(tmp_path: Path) -> None:
         assert words in text, words
 
 
-def test_a_million_steps_make_no_huge_page(tmp_path: Path) -> None:
+def test_a_long_run_makes_no_huge_page(tmp_path: Path) -> None:
     steps = [
         json.dumps({"kind": "step", "step": n, "tokens": n, "loss": 3.0 + (n * 7919 % 1000) / 1e3, "lr": 1e-3,
                     "grad_norm": 1.0 + (n * 104729 % 1000) / 1e3, "step_time": 0.1}) + "\n"

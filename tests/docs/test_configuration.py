@@ -1,0 +1,53 @@
+"""The reference of the configuration says what the schema has."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from megatron_fp4.config.schema import CheckpointConfig, Config, OptimizerConfig, PhaseConfig
+from scripts import configuration_reference as reference
+
+
+def test_the_page_is_current() -> None:
+    current = reference.PAGE.read_text() == reference.page()
+    assert current, "docs/configuration.md is not current; run python scripts/configuration_reference.py"
+
+
+def test_every_key_is_explained() -> None:
+    empty, section = [], ""
+    for line in reference.PAGE.read_text().splitlines():
+        section = line.lstrip("# ") if line.startswith("##") else section
+        if line.startswith("| `") and line.endswith("|  |"):
+            empty.append(f"{section}.{line.split('`')[1]}")
+    assert empty == [], "the docstring of their class in megatron_fp4/config says nothing of these keys"
+
+
+def test_every_section_has_its_table() -> None:
+    text = reference.PAGE.read_text()
+    for field in fields(Config):
+        assert (f"\n## {field.name}\n" in text) == (field.name not in ("after_switch", "from_environment"))
+    assert "\n### precision.switch\n" in text and "\n### data.phases[...]\n" in text
+
+
+def test_explanations_are_those_of_the_docstrings() -> None:
+    whole, said = reference.explanations(OptimizerConfig)
+    assert whole == "AdamW; 1-D parameters and biases are not decayed."
+    assert said["lr"] == "the peak learning rate."
+    assert said["beta2"] == "`beta1`, `beta2`, `eps`: of Adam."
+    assert reference.explanations(CheckpointConfig)[1]["keep"] == "how many to keep (0: all)."
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "words"),
+    [
+        (OptimizerConfig, "beta1", "number ≥ 0 and < 1"),
+        (CheckpointConfig, "interval", "integer ≥ 0"),
+        (CheckpointConfig, "local_dir", "text or null"),
+        (PhaseConfig, "blend", "mapping of names to number ≥ 0 or `tokens`"),
+    ],
+)
+def test_types_have_their_ranges(cls: type, key: str, words: str) -> None:
+    hints = reference.get_type_hints(cls, include_extras=True)
+    assert reference.type_name(hints[key]) == words

@@ -1,0 +1,272 @@
+"""MS-EDEN: its numbers, written out once more in NumPy; its edges; and that its mean over signs and draws is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.quantization.elements import E4M3_MAX, round_e4m3_stochastic, unpack_codes
+from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
+from megatron_fp4.quantization.ms_eden import encode_ms_eden, quantize_ms_eden
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import rounding_draws, rounding_key
+from megatron_fp4.quantization.tensor import NVFP4Tensor
+from tests.quantization import oracle
+
+KEY = rounding_key("draws")
+INF, NAN = float("inf"), float("nan")
+
+
+def normal(rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+
+
+def rotated(x: Tensor, signs: Tensor) -> Tensor:
+    return random_hadamard_transform(x.bfloat16(), 128, signs)
+
+
+def turned_back(z: Tensor, signs: Tensor) -> Tensor:
+    tiles = z.double().unflatten(-1, (-1, 128))
+    return (random_hadamard_transform(tiles, 128, torch.ones(128)) * signs.double()).flatten(-2)
+
+
+# ------------------------------------------------------------------------------------------------------------ numbers
+
+E4M3 = np.unique([2.0**-9 * m for m in range(8)] + [2.0**e * (1 + m / 8) for e in range(-6, 9) for m in range(8)])
+E4M3 = E4M3[E4M3 <= E4M3_MAX]
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nearest_even(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """Of two equally near grid points the one at an even index."""
+    high = np.clip(np.searchsorted(grid, values), 1, len(grid) - 1)
+    below, above = values - grid[high - 1], grid[high] - values
+    return grid[np.where((above < below) | ((above == below) & (high % 2 == 0)), high, high - 1)]
+
+
+def restated(z: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Codes [rows, cols] and scales [rows, cols / 16] of z, and the factor of values, from the paper, in double."""
+    largest = 6 / (17 / 16 * 0.93)
+    g = np.abs(z).max() / (256 * largest)
+    blocks = z.reshape(len(z), -1, 8, 16)
+    scales = nearest_even(np.abs(blocks).max(-1) / (largest * g), E4M3)
+    u = np.divide(blocks, (scales * g)[..., None], where=(scales > 0)[..., None], out=np.zeros_like(blocks))
+    codes = np.copysign(nearest_even(np.minimum(np.abs(u), 6), E2M1), u)
+    divisor = (u * codes).sum((-1, -2))
+    c = np.where(divisor == 0, 1, (u * u).sum((-1, -2)) / np.where(divisor == 0, 1, divisor))
+    corrected = scales * c[..., None]
+    low = np.clip(np.searchsorted(E4M3, corrected, side="right") - 1, 0, len(E4M3) - 2)
+    share = (corrected - E4M3[low]) / (E4M3[low + 1] - E4M3[low])
+    up = share + uniform.reshape(corrected.shape) >= 1
+    return codes.reshape(z.shape), np.where(up, E4M3[low + 1], E4M3[low]).reshape(len(z), -1), g
+
+
+@pytest.mark.parametrize("case", ["normal", "of many magnitudes", "tiny blocks"])
+def test_the_numbers_are_those_of_the_paper(case):
+    x = normal(24, 384, seed=1)
+    if case == "of many magnitudes":
+        x = x * torch.exp2(torch.arange(384).div(16, rounding_mode="floor") % 24 - 12.0)
+    if case == "tiny blocks":
+        x[:, :200] *= 2.0**-20
+    uniform = rounding_draws(KEY, 24, 24, "cpu").double().numpy()
+    codes, scales, factor = restated(x.double().numpy(), uniform)
+    made = encode_ms_eden(x, KEY)
+    assert made.decode_scale().item() == pytest.approx(factor, rel=1e-6)
+    # FP32 sums may fall on the other side of a draw, and u on the other side of a tie: seldom.
+    assert (made.elements.double().numpy() != codes).mean() < 1e-3
+    assert (made.scales.double().numpy() != scales).mean() < 1e-2
+    assert len(np.unique(scales)) > 20 or case == "normal"
+
+
+def test_scales_take_their_draws_by_row_and_block():
+    """A part of a tensor that knows where it lies gets the codes and scales that it has in the whole."""
+    x = normal(8, 512)
+    amax = x.abs().amax()
+    whole = quantize_ms_eden(x, key=KEY, amax=amax)
+    part = quantize_ms_eden(x[3:, 256:], key=replace(KEY, row_offset=3, column_offset=256), amax=amax)
+    assert torch.equal(part.codes, whole.codes[3:, 128:])
+    assert torch.equal(part.scales.view(torch.uint8), whole.scales[3:, 16:].view(torch.uint8))
+    other = quantize_ms_eden(x, key=rounding_key("others"), amax=amax)
+    assert torch.equal(other.codes, whole.codes)
+    assert (other.scales.view(torch.uint8) != whole.scales.view(torch.uint8)).float().mean() > 0.05
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**-9, 3 * 2.0**-9, 2.0**-6, 1.0, 1.0625, 255.0, 300.0, 448.0])
+def test_scales_are_rounded_stochastically_to_their_neighbours(value):
+    draws = (torch.arange(2**15) * 2 + 1) * 2.0**-16
+    rounded = round_e4m3_stochastic(torch.full_like(draws, value), draws)
+    low, high = E4M3[np.searchsorted(E4M3, value, "right") - 1], E4M3[np.searchsorted(E4M3, value)]
+    assert set(rounded.unique().tolist()) == {low, high}
+    assert rounded.double().mean().item() == pytest.approx(value, abs=2.0**-15 * (high - low))
+    assert torch.equal(rounded.to(torch.float8_e4m3fn).float(), rounded)
+
+
+# -------------------------------------------------------------------------------------------------------------- edges
+
+
+def test_zeros_have_zero_codes_and_scales():
+    x = normal(4, 256)
+    x[1], x[2, :128] = 0, 0
+    for made in (quantize_ms_eden(x, key=KEY), quantize_ms_eden(torch.zeros(4, 256), key=KEY)):
+        values = made.dequantize()
+        assert values.isfinite().all() and not values[1].any() and not values[2, :128].any()
+        assert not made.scales[1].float().any() and not made.codes[1].any()
+
+
+@pytest.mark.parametrize("value", [1.0, -3.0, 2.0**-115])
+def test_a_group_of_equal_magnitudes_keeps_its_size(value):
+    """Every u is the same, and c undoes the rounding of all: what is left is the draw of the scale."""
+    x = torch.full((64, 128), value)
+    values = quantize_ms_eden(x, key=KEY).dequantize()
+    assert (values / value - 1).abs().max() < 1 / 8  # E4M3's spacing from 256 on
+    assert abs((values / value).mean() - 1) < 5e-3
+
+
+def test_blocks_far_below_the_largest_become_zero_and_leave_the_others_alone():
+    x = normal(4, 128)
+    x[:, :16] *= 2.0**-30
+    made = quantize_ms_eden(x, key=KEY)
+    assert not made.scales[:, 0].float().any() and not unpack_codes(made.codes)[:, :16].remainder(8).any()
+    error = (made.dequantize() - x)[:, 16:].norm() / x.norm()
+    assert 0.05 < error < 0.15
+
+
+@pytest.mark.parametrize("size", [1e-39, 1e-33, 1e30, 3e38])
+def test_extremes_stay_finite(size):
+    x = (normal(4, 256).clamp(-1, 1) * size).bfloat16()
+    values = quantize_ms_eden(x, key=KEY).dequantize()
+    assert values.isfinite().all()
+    if size > 1e-35:
+        assert (values.double() - x.double()).norm() < 0.15 * x.double().norm()
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_what_is_not_finite_poisons_everything(value):
+    x = normal(4, 256)
+    x[2, 130] = value
+    assert not quantize_ms_eden(x, key=KEY).dequantize().isfinite().any()
+    # And through the transform, where infinities meet.
+    assert not quantize_ms_eden(rotated(x, random_signs(128, KEY)), key=KEY).dequantize().isfinite().any()
+
+
+def test_corrected_scales_fit_in_e4m3():
+    """The group that c raises most: one element at the top of each block, all others just below a tie."""
+    for level in (0.7499, 4.9999, 0.2499, 2.4999):
+        x = torch.full((1, 128), level)
+        x[:, ::16] = 6.07
+        made = quantize_ms_eden(x, key=KEY)
+        assert 200 < made.scales.float().max() <= 0.8 * E4M3_MAX
+
+
+@pytest.mark.parametrize(("x", "error"), [(torch.ones(4, 120), ValueError), (torch.ones(4, 128).long(), TypeError)])
+def test_other_tensors_are_refused(x, error):
+    with pytest.raises(error):
+        quantize_ms_eden(x)
+
+
+def test_without_a_key_draws_are_torchs():
+    x = normal(8, 256)
+    torch.manual_seed(0)
+    first, second = quantize_ms_eden(x).scales.view(torch.uint8), quantize_ms_eden(x).scales.view(torch.uint8)
+    torch.manual_seed(0)
+    assert torch.equal(first, quantize_ms_eden(x).scales.view(torch.uint8)) and not torch.equal(first, second)
+
+
+# --------------------------------------------------------------------------------------------------------------- mean
+
+NUM = 150
+
+
+def draws_of(x: Tensor, step: int, side: str = "x") -> NVFP4Tensor:
+    return quantize_ms_eden(rotated(x, signs_of(step)), key=rounding_key(side, step))
+
+
+def signs_of(step: int) -> Tensor:
+    return random_signs(128, rounding_key("signs", step))
+
+
+def test_its_mean_is_the_tensor_and_its_error_half_of_stochastic_roundings():
+    x = normal(64, 256)
+    energy = x.double().square().sum()
+    total, errors, of_stochastic = torch.zeros(64, 256, dtype=torch.double), [], []
+    for step in range(NUM):
+        values = turned_back(draws_of(x, step).dequantize(), signs_of(step))
+        total += values
+        errors.append(((values - x).square().sum() / energy).item())
+        stochastic = quantize_nvfp4(x, rounding="stochastic", key=rounding_key(step)).dequantize()
+        of_stochastic.append(((stochastic - x).double().square().sum() / energy).item())
+    mean, error = total / NUM, float(np.mean(errors))
+    assert error < 0.6 * np.mean(of_stochastic)
+    # What is left of the error after averaging is what independent errors leave, NUM times less.
+    left = ((mean - x).square().sum() / energy).item()
+    assert 0.8 < left * NUM / error < 1.2
+    gain = ((mean * x).sum() / energy).item()
+    assert abs(gain - 1) < 2e-3
+    # Rounding to nearest alone would not do: it shrinks.
+    nearest = quantize_nvfp4(rotated(x, signs_of(0))).dequantize().double()
+    shrunk = (turned_back(nearest, signs_of(0)) * x).sum() / energy
+    assert shrunk < 0.997
+
+
+def test_the_mean_of_products_under_one_rotation_is_the_product():
+    x, y = normal(48, 256, seed=2), normal(40, 256, seed=3)
+    exact = x.double() @ y.double().t()
+    total, errors, of_stochastic = torch.zeros_like(exact), [], []
+    for step in range(NUM):
+        product = draws_of(x, step).dequantize().double() @ draws_of(y, step, "y").dequantize().double().t()
+        total += product
+        errors.append(((product - exact).norm() / exact.norm()).item() ** 2)
+        left, right = (
+            quantize_nvfp4(tensor, rounding="stochastic", key=rounding_key(name, step)).dequantize().double()
+            for name, tensor in (("x", x), ("y", y))
+        )
+        of_stochastic.append(((left @ right.t() - exact).norm() / exact.norm()).item() ** 2)
+    error = float(np.mean(errors))
+    assert error < 0.6 * np.mean(of_stochastic)
+    left = ((total / NUM - exact).norm() / exact.norm()).item() ** 2
+    assert 0.7 < left * NUM / error < 1.3
+    assert abs((total / NUM * exact).sum() / exact.square().sum() - 1) < 5e-3
+
+
+# ------------------------------------------------------------------------------------------- four over six, by squares
+
+
+def test_four_over_six_takes_the_smaller_squared_error():
+    x = normal(64, 256, seed=4)
+    made = quantize_nvfp4(x, four_over_six=True, four_over_six_error="squared")
+    absolute = quantize_nvfp4(x, four_over_six=True)
+    assert made.scale_max == absolute.scale_max == 256 and not torch.equal(made.codes, absolute.codes)
+    square = [(q.dequantize() - x).double().square().sum() for q in (made, absolute)]
+    magnitude = [(q.dequantize() - x).double().abs().sum() for q in (made, absolute)]
+    assert square[0] < square[1] and magnitude[0] > magnitude[1]
+    # Block by block the smaller of the two choices, each of which the oracle makes.
+    decode = (made.amax / (6 * 256)).double()
+    blocks = x.double().unflatten(-1, (-1, 16))
+    base = blocks.abs().amax(-1) / 6 / decode
+    best = []
+    for stretch in (1.0, 1.5):
+        scale = torch.from_numpy(oracle.e4m3((base * stretch).numpy())).double()
+        codes = torch.from_numpy(nearest_even((blocks.abs() / (scale * decode)[..., None]).clamp(max=6).numpy(), E2M1))
+        best.append((codes * (scale * decode)[..., None] - blocks.abs()).square().sum(-1))
+    errors = (made.dequantize().double() - x).unflatten(-1, (-1, 16)).square().sum(-1)
+    torch.testing.assert_close(errors, torch.minimum(*best), rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-36, 1e-25, 1e30, 1e37])
+def test_squares_neither_vanish_nor_overflow(size):
+    x = normal(16, 64, seed=5).double()
+    codes = quantize_nvfp4(x.float(), four_over_six=True, four_over_six_error="squared").codes
+    x = x * 2.0 ** round(np.log2(size))
+    scaled = quantize_nvfp4(x.float(), four_over_six=True, four_over_six_error="squared")
+    if size > 1e-35:
+        assert torch.equal(scaled.codes, codes)
+    assert scaled.dequantize().isfinite().all()
+
+
+def test_another_error_is_refused():
+    with pytest.raises(ValueError, match="four_over_six_error 'mean' is not 'absolute' or 'squared'"):
+        quantize_nvfp4(torch.ones(1, 16), four_over_six=True, four_over_six_error="mean")
