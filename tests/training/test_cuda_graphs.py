@@ -222,14 +222,15 @@ def test_where_graphs_cannot_be(config: Config, ranks: int, device: str, backend
     assert str(choose_graphs(config, ranks, device, backend)) == "no (as train.cuda_graphs says)"
 
 
-FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, left=replace(NVFP4.fprop.left, four_over_six=True)))
+# Of square blocks; those of one row have a kernel.
+FOUR_OVER_SIX = replace(NVFP4, fprop=replace(NVFP4.fprop, right=replace(NVFP4.fprop.right, four_over_six=True)))
 
 
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
         (replace(NVFP4, rht_signs="fresh"), "wgrad_gradient of the recipe nvfp4 is quantized by PyTorch"),
-        (FOUR_OVER_SIX, "fprop_activation of the recipe nvfp4 is quantized by PyTorch"),
+        (FOUR_OVER_SIX, "fprop_weight of the recipe nvfp4 is quantized by PyTorch"),
     ],
 )
 def test_operands_that_no_kernel_makes_are_not_captured(recipe: Recipe, why: str) -> None:
@@ -237,7 +238,19 @@ def test_operands_that_no_kernel_makes_are_not_captured(recipe: Recipe, why: str
     assert not choice.used and why in choice.reason
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "bf16", "mxfp4", "mxfp8", "fp8_block", "nvfp4_all_the_way"])
+RECIPES_OF_OURS = [
+    "nvfp4",
+    "bf16",
+    "mxfp4",
+    "mxfp8",
+    "fp8_block",
+    "nvfp4_all_the_way",
+    "nvfp4_quartet2",
+    "nvfp4_4over6_1x16",
+]
+
+
+@pytest.mark.parametrize("precision", RECIPES_OF_OURS)
 def test_every_recipe_of_ours_can_be_captured(precision: str) -> None:
     config = configure([f"precision={precision}", "run.device=cpu"])
     recipes = [row.recipe for plan in plans_of(config) if plan is not None for row in plan.rows]
