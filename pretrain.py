@@ -11,7 +11,8 @@ another run is there it waits, and then refuses. A signal (TERM, USR1, HUP, INT,
 run.max_minutes stop it after a step, with a checkpoint. Exit codes, and states in run.dir/state.json:
 0 finished; 75 stopped on request and saved; 2 refused, in one line on stderr: the configuration is wrong; 3 diverged:
 too many steps in a row were skipped, or all of them; 4 wrong numbers: hardware or kernels compute something else than
-they should; 1 anything else. A second signal, 5 seconds after the first or later, leaves at once with 128 plus its number.
+they should; 1 anything else. A second signal, 5 seconds after the first or later, leaves at once with 128 plus its
+number.
 """
 
 from __future__ import annotations
@@ -130,8 +131,9 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         progress.at(0, "build")
         run = build(config, mesh, progress)
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
-        code = ledger.ended(run_to_end(run, orders, state))
-        signals.over()
+        code = run_to_end(run, orders, state)
+        signals.over()  # first: torchrun may already be ending whoever is still there
+        ledger.ended(code)
         if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
             say_all(config, run.log.console)
         return code
