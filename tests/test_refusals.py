@@ -111,7 +111,8 @@ OF_EVERY_KEY = of_every_key()
 
 @cache
 def saved() -> dict[str, Any]:
-    return json.loads(json.dumps(as_saved(composed())))
+    """Without a switch, whose target would be composed each time."""
+    return json.loads(json.dumps(as_saved(composed("precision.switch.when=never"))))
 
 
 @pytest.mark.parametrize(("key", "value", "said"), OF_EVERY_KEY, ids=lambda text: text[:60])

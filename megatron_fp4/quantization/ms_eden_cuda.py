@@ -7,7 +7,7 @@ along the rows of a tensor; an operand along its columns is that of its transpos
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 _FACTOR = 1.0 / math.sqrt(GROUP)
 _TOP = SCALE_MAX * E2M1_MAX
 _SHARE = float(torch.tensor(GRID_LARGEST, dtype=torch.float32).reciprocal())
-_COLUMNS, _PAIRS, _TILE = 128, 128, 64  # of a program; the side of what is transposed at once
-_ROTATE_PROGRAMS = 16  # per multiprocessor
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+_COLUMNS, _TILE = 128, 64  # of a program; the side of what is transposed at once
+_MEASURE_PROGRAMS = 16  # per multiprocessor
 
 
 class FusedMSEden(Fused):
@@ -41,7 +42,7 @@ class FusedMSEden(Fused):
         super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows, amax_group=amax_group)
         self._along_columns = self._along_rows = None
         if columns is not None:
-            self._along_columns = _Rows(_transposed(self.x), columns, amax_group, own=True)
+            self._along_columns = _Rows(_transposed(self.x), columns, amax_group)
             self.columns_scale = self._along_columns.scale
         if rows is not None:
             self._along_rows = _Rows(self.x, rows, amax_group)
@@ -73,82 +74,73 @@ class FusedMSEden(Fused):
 class _Rows:
     """The operand [columns, k = rows] of a contiguous BF16 tensor whose maximum behind the transform is known."""
 
-    def __init__(self, x: Tensor, side: Side, amax_group: ProcessGroup | None, own: bool = False) -> None:
-        """own: whether x may be overwritten."""
+    def __init__(self, x: Tensor, side: Side, amax_group: ProcessGroup | None) -> None:
         if x.shape[0] % GROUP or x.shape[1] % BLOCK:
             raise ValueError(f"MS-EDEN: shape {tuple(x.shape)} is not a multiple of {GROUP} rows and {BLOCK} columns")
         assert side.key is not None and side.signs_key is not None
-        self.key, self.tiles, self.columns = side.key, x.shape[0] // GROUP, x.shape[1]
+        self.x, self.key = x, side.key
+        self.tiles, self.columns = x.shape[0] // GROUP, x.shape[1]
         self.scale = torch.empty((), device=x.device)
-        signs = torch.empty(4, dtype=torch.int32, device=x.device)
+        self.signs = torch.empty(4, dtype=torch.int32, device=x.device)
         launch(
             "triton_ms_eden.signs_kernel",
             (1,),
-            (signs, *_device_key(side.signs_key, signs)),
-            {"DEVICE_KEY": side.signs_key.device is not None, "num_warps": 4, "enable_fp_fusion": False},
+            (self.signs, *_device_key(side.signs_key, self.signs)),
+            {"DEVICE_KEY": side.signs_key.device is not None, **_OPTIONS},
         )
-        self.z: Tensor | None = x if own else torch.empty_like(x)
         self.amax = cuda.gpu.zeros(x.device)
-        columns = math.gcd(self.columns, _COLUMNS)
-        across = self.columns // columns
-        down = max(1, _ROTATE_PROGRAMS * cuda.gpu.multiprocessors(x.device) // across)
+        across = -(-self.columns // _COLUMNS)
+        down = max(1, _MEASURE_PROGRAMS * cuda.gpu.multiprocessors(x.device) // across)
         launch(
-            "triton_ms_eden.rotate_kernel",
+            "triton_ms_eden.measure_kernel",
             (across, min(down, self.tiles)),
-            (x.view(torch.int16), self.z.view(torch.int16), signs, self.amax, self.columns, self.tiles),
-            {"FACTOR": _FACTOR, "COLUMNS": columns, **_options(columns)},
+            (x.view(torch.int16), self.signs, self.amax, self.columns, self.tiles),
+            {"FACTOR": _FACTOR, "COLUMNS": _COLUMNS, **_OPTIONS},
         )
         if amax_group is not None:
             # As integers NaN is the largest of all; as floats a reduction may lose it.
             dist.all_reduce(self.amax, op=dist.ReduceOp.MAX, group=amax_group)
 
     def values(self) -> Tensor:
-        """BF16 [columns, k = rows], written over what they are made of: once."""
-        assert self.z is not None, "made before"
-        z, self.z = self.z, None
-        self._quantize(z, z.view(torch.int32), self.amax, self.amax, packed=False)
-        return z.t()
+        """BF16 [columns, k = rows]."""
+        values = torch.empty_like(self.x)
+        self._quantize(values, values, values, packed=False)
+        return values.t()
 
     def packed(self) -> PackedColumns:
         """The same as 4-bit codes."""
-        assert self.z is not None, "made before"
         blocks, width = self.tiles * GROUP // BLOCK, self.columns // 2
         sizes = ((blocks, BLOCK // 4, width), torch.int32), ((blocks, width), torch.int16)
-        codes, scales = new_pair(*sizes, self.z.device)
-        self._quantize(self.z, self.amax, codes, scales, packed=True)
+        codes, scales = new_pair(*sizes, self.x.device)
+        self._quantize(self.x, codes.view(torch.int16), scales.view(torch.uint8), packed=True)
         return PackedColumns(codes, scales)
 
-    def _quantize(self, z: Tensor, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
+    def _quantize(self, values: Tensor, codes: Tensor, scales: Tensor, packed: bool) -> None:
         key = _device_key(self.key, self.amax)
-        pairs = math.gcd(self.columns // 2, _PAIRS)
         launch(
             "triton_ms_eden.quantize_kernel",
-            (self.columns // 2 // pairs * self.tiles,),
+            (-(-self.columns // _COLUMNS) * self.tiles,),
             (
-                z.view(torch.int32),
+                self.x.view(torch.int16),
+                self.signs,
                 values,
                 codes,
                 scales,
                 self.amax.view(torch.float32),
                 self.scale,
                 *key,
-                self.columns // 2,
+                self.columns,
             ),
             {
+                "FACTOR": _FACTOR,
                 "TOP": _TOP,
                 "SHARE": _SHARE,
                 "PACKED": packed,
                 "DEVICE_KEY": self.key.device is not None,
-                "PAIRS": pairs,
-                **_options(pairs),
+                "COLUMNS": _COLUMNS,
+                **_OPTIONS,
             },
         )
-
-
-def _options(vector: int) -> dict[str, Any]:
-    """Of a kernel with a thread for each of `vector` columns: none works twice, where results are written over input.
-    (Less than a warp works several times, in step.)"""
-    return {"num_warps": max(1, vector // 32), "enable_fp_fusion": False}
 
 
 def _device_key(key: RoundingKey, stand_in: Tensor) -> tuple[Tensor, int, int]:
@@ -161,5 +153,5 @@ def _transposed(x: Tensor) -> Tensor:
     out = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device)
     grid = (-(-x.shape[0] // _TILE) * -(-x.shape[1] // _TILE),)
     arguments = (x.view(torch.int16), out.view(torch.int16), *x.shape)
-    launch("triton_ms_eden.transpose_kernel", grid, arguments, {"ROWS": _TILE, "COLUMNS": _TILE, **_options(128)})
+    launch("triton_ms_eden.transpose_kernel", grid, arguments, {"ROWS": _TILE, "COLUMNS": _TILE, **_OPTIONS})
     return out

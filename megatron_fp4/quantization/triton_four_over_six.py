@@ -70,19 +70,17 @@ def quantize_kernel(
     take_4 = error_4 < error_6
     scale = tl.where(take_4, scale_4, scale_6)
     encode = tl.where(take_4, encode_4, encode_6)
-    low = word_of(values, encode, 0).to(tl.uint32, bitcast=True).to(tl.int64)
-    tl.store(codes_ptr + block, low | (word_of(values, encode, 8).to(tl.int64) << 32))
+    words = ()
+    for half in tl.static_range(2):
+        word = tl.zeros([BLOCKS], tl.int32)
+        for i in tl.static_range(8):
+            value = values[half * 8 + i]
+            code = under_sign(grid_nearest(tl.minimum(tl.abs(value) * encode, 6.0)), value)
+            word |= nibble(code) << (4 * i)
+        words += (word,)
+    low = words[0].to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(codes_ptr + block, low | (words[1].to(tl.int64) << 32))
     tl.store(scales_ptr + block, scale_byte(scale, 16).to(tl.uint8))
-
-
-@triton.jit
-def word_of(values, encode, FIRST: tl.constexpr):
-    """The codes of eight elements from FIRST on, int32."""
-    word = tl.zeros_like(encode).to(tl.int32)
-    for i in tl.static_range(8):
-        code = under_sign(grid_nearest(tl.minimum(tl.abs(values[FIRST + i]) * encode, 6.0)), values[FIRST + i])
-        word |= nibble(code) << (4 * i)
-    return word
 
 
 @triton.jit

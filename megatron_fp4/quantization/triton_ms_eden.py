@@ -1,16 +1,17 @@
 """MS-EDEN along the rows of a tensor as Triton kernels, bit for bit the PyTorch functions of `ms_eden.py`.
 
-A group, the 128 elements that one Hadamard transform mixes, lies within one thread: 128 rows of a column, or of two.
-Butterflies, maxima, sums and scales are then chains of elementwise operations on one vector of columns per row, in the
-reference's order, and nothing is exchanged between threads:
+A group, the 128 elements that one Hadamard transform mixes, lies within one thread: 128 rows of a column. Butterflies,
+maxima, sums and scales are then chains of elementwise operations on one vector of columns per row, in the reference's
+order, and nothing is exchanged between threads:
 
     signs       draw the transform's signs
-    rotate      read x -> z = RHT(x^T)^T in BF16, and its amax: FP32 of 128 rows in registers
-    quantize    read z -> values, or packed codes, along the rows: codes of 128 pairs in registers until c is known
+    measure     read x -> amax of RHT(x^T)
+    quantize    read x -> values, or packed codes, along the rows
     transpose   read x -> x^T, for an operand along the columns, which is then one along the rows
 
-Both of the large ones write where they read, if asked to. The unit of `quantize` is the pair of `triton_fp4.py`; values
-and packed codes are laid out as there, where kernels unpack these, too, and what keeps bits equal is what it is there.
+Some 9 instructions an element measure and 25 quantize; the 128 numbers of a thread stay in registers. The transform is
+computed twice, which takes less time than writing and reading its result. Values and packed codes are laid out as by
+the kernels of `triton_fp4.py`, which unpack these, too, and what keeps bits equal is what it is there.
 """
 
 # ruff: noqa: D103 (kernels are documented by their arguments)
@@ -24,21 +25,11 @@ from megatron_fp4.quantization.triton_arithmetic import (
     GOLDEN,
     MIX_A,
     MIX_B,
-    SMALLEST_PAIR,
-    abs_pair,
     as_long,
-    even_of,
     grid_nearest,
-    largest_of,
-    max_pair,
+    nan_max,
     nan_min,
-    odd_of,
-    pack,
-    round_pair,
     scale_byte,
-    signs_of_codes,
-    times_pair,
-    word_of_codes,
 )
 
 
@@ -61,56 +52,52 @@ def signs_kernel(
 
 
 @triton.jit
-def rotate_kernel(
+def measure_kernel(
     x_ptr,  # BF16 as int16 [tiles * 128, columns]
-    z_ptr,  # out: the transformed x, likewise; may be x
     signs_ptr,  # int32 [4], from signs_kernel
-    amax_ptr,  # int32 [1], zero: bits of the largest magnitude of z
+    amax_ptr,  # int32 [1], zero: bits of the largest magnitude of the transformed x
     num_columns,
     num_tiles,
     FACTOR: tl.constexpr,
-    COLUMNS: tl.constexpr,  # divides num_columns
+    COLUMNS: tl.constexpr,
 ):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    largest = tl.zeros([COLUMNS], tl.int32)
+    column = tl.minimum(tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), num_columns - 1)
+    largest = tl.zeros([COLUMNS], tl.float32)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-        start = as_long(tile) * 128 * num_columns
-        z = rotated(x_ptr + start, column, num_columns, signs_ptr, FACTOR)
-        out_ptr = z_ptr + start + column
-        for r in tl.static_range(0, 128, 2):
-            both = round_pair(z[r], z[r + 1])
-            largest = max_pair(largest, abs_pair(both))
-            store_lower(out_ptr, both)
-            out_ptr += num_columns
-            store_upper(out_ptr, both)
-            out_ptr += num_columns
-    tl.atomic_max(amax_ptr, tl.max(largest_of(largest).to(tl.int32, bitcast=True), 0))
+        z = rotated(x_ptr + as_long(tile) * 128 * num_columns, column, num_columns, signs_ptr, FACTOR)
+        for r in tl.static_range(128):
+            largest = nan_max(largest, tl.abs(z[r]))
+    # Rounding is monotone: the largest rounded magnitude is the rounded largest magnitude.
+    bits = to_bf16(largest).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr, tl.max(bits, 0))
 
 
 @triton.jit(do_not_specialize=["start_row", "start_column"])
 def quantize_kernel(
-    z_ptr,  # pairs of columns, int32 [tiles * 128, columns / 2], from rotate_kernel
-    values_ptr,  # out, unless packed: likewise; may be z
-    codes_ptr,  # out, packed: int32 [tiles * 8, 4, columns / 2]
-    scales_ptr,  # out, packed: int16 [tiles * 8, columns / 2]
+    x_ptr,  # BF16 as int16 [tiles * 128, columns]
+    signs_ptr,  # int32 [4], from signs_kernel
+    values_ptr,  # out, unless packed: BF16 [tiles * 128, columns]
+    codes_ptr,  # out, packed: int16 [tiles * 8, 4, columns], a nibble for each of four rows
+    scales_ptr,  # out, packed: uint8 [tiles * 8, columns]
     amax_ptr,  # FP32 [1]
     decode_ptr,  # out: FP32 [1], amax / TOP
     key_ptr,  # int32 [2]: what is to be added to the starts
-    start_row,  # of the operand, whose rows are the columns of z: first argument of the row hash, ...
+    start_row,  # of the operand, whose rows are the columns of x: first argument of the row hash, ...
     start_column,  # ... and of that of pairs of blocks
-    num_pairs,
+    num_columns,
+    FACTOR: tl.constexpr,
     TOP: tl.constexpr,  # M * 256
     SHARE: tl.constexpr,  # 1 / M
     PACKED: tl.constexpr,
     DEVICE_KEY: tl.constexpr,
-    PAIRS: tl.constexpr,  # divides num_pairs
+    COLUMNS: tl.constexpr,
 ):
     if DEVICE_KEY:
         start_row += tl.load(key_ptr)
         start_column += tl.load(key_ptr + 1)
-    across = num_pairs // PAIRS
+    across = tl.cdiv(num_columns, COLUMNS)
     tile = tl.program_id(0) // across
-    pair = (tl.program_id(0) % across) * PAIRS + tl.arange(0, PAIRS)
+    column = tl.minimum((tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS), num_columns - 1)
     amax = tl.load(amax_ptr)
     tensor_scale = nan_min(tl.div_rn(TOP, amax), 3.4028234663852886e38)
     tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
@@ -119,72 +106,59 @@ def quantize_kernel(
     if tl.program_id(0) == 0:
         tl.store(decode_ptr, tl.div_rn(amax, TOP))
 
-    in_ptr = z_ptr + as_long(tile) * 128 * num_pairs + pair
-    codes = ()  # pairs on the grid, under the signs of z
+    z = rotated(x_ptr + as_long(tile) * 128 * num_columns, column, num_columns, signs_ptr, FACTOR)
+    codes = ()  # on the grid, under the signs of z
     scales = ()
     squares = ()
     crosses = ()
-    for _ in tl.static_range(8):
-        rows = ()
-        largest = tl.zeros([PAIRS], tl.int32)
+    for block in tl.static_range(8):
+        of_block = ()
+        largest = tl.zeros([COLUMNS], tl.float32)
         for r in tl.static_range(16):
-            rows += (load_word(in_ptr),)
-            in_ptr += num_pairs
-            largest = max_pair(largest, abs_pair(rows[r]))
-        scale_even, encode_even = scale_of(even_of(largest), reach, inverse)
-        scale_odd, encode_odd = scale_of(odd_of(largest), reach, inverse)
+            of_block += (to_bf16(z[block * 16 + r]),)
+            largest = nan_max(largest, tl.abs(of_block[r]))
+        scale = nearest_e4m3(nan_min(largest * reach, 448.0))
+        encode = nan_min(tl.div_rn(1.0, scale * inverse), 3.4028234663852886e38)
+        encode = tl.where(scale == 0.0, 0.0, encode)
         for r in tl.static_range(16):
-            even = tl.abs(even_of(rows[r])) * encode_even
-            odd = tl.abs(odd_of(rows[r])) * encode_odd
-            code_even = grid_nearest(tl.minimum(even, 6.0))
-            code_odd = grid_nearest(tl.minimum(odd, 6.0))
+            scaled = tl.abs(of_block[r]) * encode
+            code = grid_nearest(tl.minimum(scaled, 6.0))
             if r == 0:
-                square_even = even * even
-                square_odd = odd * odd
-                cross_even = even * code_even
-                cross_odd = odd * code_odd
+                square = scaled * scaled
+                cross = scaled * code
             else:
-                square_even = square_even + even * even
-                square_odd = square_odd + odd * odd
-                cross_even = cross_even + even * code_even
-                cross_odd = cross_odd + odd * code_odd
-            signs = signs_of_codes(rows[r]) if PACKED else rows[r]
-            codes += (pack(code_even, code_odd) | (signs & -2147450880),)
-        scales += (scale_even, scale_odd)
-        squares += (square_even, square_odd)
-        crosses += (cross_even, cross_odd)
-    correction_even = correction_of(squares, crosses, 0)
-    correction_odd = correction_of(squares, crosses, 1)
+                square = square + scaled * scaled
+                cross = cross + scaled * code
+            codes += (under_sign(code, of_block[r]),)
+        scales += (scale,)
+        squares += (square,)
+        crosses += (cross,)
+    divisor = by_halves(crosses)
+    correction = tl.where(divisor == 0.0, 1.0, tl.div_rn(by_halves(squares), divisor))
 
-    hash_even = hash_of(start_row, 2 * pair)
-    hash_odd = hash_of(start_row, 2 * pair + 1)
+    row_hash = hash_of(start_row, column)
     if PACKED:
-        out_ptr = codes_ptr + as_long(tile) * 32 * num_pairs + pair
-        scales_ptr += as_long(tile) * 8 * num_pairs + pair
+        out_ptr = codes_ptr + as_long(tile) * 32 * num_columns + column
+        scales_ptr += as_long(tile) * 8 * num_columns + column
     else:
-        out_ptr = values_ptr + as_long(tile) * 128 * num_pairs + pair
-    for two in tl.static_range(4):
-        of_blocks = hash_of(start_column, tile * 4 + two)
-        draws_even = mixed(hash_even ^ of_blocks)
-        draws_odd = mixed(hash_odd ^ of_blocks)
+        out_ptr = values_ptr + as_long(tile) * 128 * num_columns + column
+    for pair in tl.static_range(4):
+        draws = mixed(row_hash ^ hash_of(start_column, tile * 4 + pair))
         for half in tl.static_range(2):
-            even = stochastic_e4m3(scales[4 * two + 2 * half] * correction_even, (draws_even >> (16 * half)) & 0xFFFF)
-            odd = stochastic_e4m3(scales[4 * two + 2 * half + 1] * correction_odd, (draws_odd >> (16 * half)) & 0xFFFF)
+            uniform = (((draws >> (16 * half)) & 0xFFFF) | 1).to(tl.float32) * 1.52587890625e-05
+            scale = stochastic_e4m3(nan_min(scales[2 * pair + half] * correction, 448.0), uniform)
             if PACKED:
-                store_lower(scales_ptr, scale_byte(even, 16) | (scale_byte(odd, 16) << 8))
-                scales_ptr += num_pairs
-                for r in tl.static_range(two * 32 + half * 16, two * 32 + half * 16 + 16, 4):
-                    word = word_of_codes(
-                        bits_of(codes[r]), bits_of(codes[r + 1]), bits_of(codes[r + 2]), bits_of(codes[r + 3]),
-                        codes[r], codes[r + 1], codes[r + 2], codes[r + 3],
-                    )  # fmt: skip
-                    store_word(out_ptr, word)
-                    out_ptr += num_pairs
+                store_byte(scales_ptr, scale_byte(scale, 16))
+                scales_ptr += num_columns
+                for r in tl.static_range(pair * 32 + half * 16, pair * 32 + half * 16 + 16, 4):
+                    word = nibble(codes[r]) | (nibble(codes[r + 1]) << 4)
+                    word |= (nibble(codes[r + 2]) << 8) | (nibble(codes[r + 3]) << 12)
+                    store_lower(out_ptr, word)
+                    out_ptr += num_columns
             else:
-                both = pack(even, odd)
-                for r in tl.static_range(two * 32 + half * 16, two * 32 + half * 16 + 16):
-                    store_word(out_ptr, times_pair(codes[r], both))
-                    out_ptr += num_pairs
+                for r in tl.static_range(pair * 32 + half * 16, pair * 32 + half * 16 + 16):
+                    store_upper(out_ptr, codes[r] * scale)
+                    out_ptr += num_columns
 
 
 @triton.jit
@@ -237,13 +211,14 @@ def rotated(x_ptr, column, width, signs_ptr, FACTOR: tl.constexpr):
 def load_upper(ptr):
     """32 bits, the upper 16 from `ptr`."""
     asm: tl.constexpr = "{ .reg .b16 h; ld.global.b16 h, [$1]; mov.b32 $0, {0, h}; }"
-    return tl.inline_asm_elementwise(asm, "=r,l", [ptr.to(tl.int64)], tl.int32, False, 1)
+    return tl.inline_asm_elementwise(asm, "=r,l", [ptr.to(tl.int64)], tl.int32, True, 1)
 
 
 @triton.jit
-def load_word(ptr):
-    """32 bits."""
-    return tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [ptr.to(tl.int64)], tl.int32, False, 1)
+def store_byte(ptr, word):
+    """The lowest 8 of 32 bits."""
+    asm: tl.constexpr = "st.global.b8 [$1], $2; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l,r", [ptr.to(tl.int64), word], tl.int32, False, 1)
 
 
 @triton.jit
@@ -254,46 +229,24 @@ def store_lower(ptr, word):
 
 
 @triton.jit
-def store_upper(ptr, word):
-    """The upper 16 of 32 bits."""
+def store_upper(ptr, value):
+    """FP32 that BF16 holds, as BF16."""
     asm: tl.constexpr = "{ .reg .b16 l, h; mov.b32 {l, h}, $2; st.global.b16 [$1], h; mov.b32 $0, 0; }"
-    tl.inline_asm_elementwise(asm, "=r,l,r", [ptr.to(tl.int64), word], tl.int32, False, 1)
+    tl.inline_asm_elementwise(asm, "=r,l,f", [ptr.to(tl.int64), value], tl.int32, False, 1)
 
 
 @triton.jit
-def store_word(ptr, word):
-    """32 bits."""
-    asm: tl.constexpr = "st.global.b32 [$1], $2; mov.b32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l,r", [ptr.to(tl.int64), word], tl.int32, False, 1)
+def by_halves(values):
+    """The sum of eight, first half plus second half."""
+    first = values[0] + values[4]
+    second = values[1] + values[5]
+    return (first + (values[2] + values[6])) + (second + (values[3] + values[7]))
 
 
 @triton.jit
-def bits_of(pair):
-    """Codes without signs as `word_of_codes` takes them."""
-    return times_pair(pair & 0x7FFF7FFF, SMALLEST_PAIR)
-
-
-@triton.jit
-def scale_of(largest, reach, inverse):
-    """FP32 block scale and encode factor of blocks with these largest magnitudes."""
-    scale = nearest_e4m3(nan_min(largest * reach, 448.0))
-    encode = nan_min(tl.div_rn(1.0, scale * inverse), 3.4028234663852886e38)
-    return scale, tl.where(scale == 0.0, 0.0, encode)
-
-
-@triton.jit
-def correction_of(squares, crosses, ODD: tl.constexpr):
-    """c, of the even or odd columns' sums over eight blocks."""
-    divisor = by_halves(crosses, ODD)
-    return tl.where(divisor == 0.0, 1.0, tl.div_rn(by_halves(squares, ODD), divisor))
-
-
-@triton.jit
-def by_halves(values, ODD: tl.constexpr):
-    """The sum of every second of 16, first half plus second half."""
-    first = values[ODD] + values[8 + ODD]
-    second = values[2 + ODD] + values[10 + ODD]
-    return (first + (values[4 + ODD] + values[12 + ODD])) + (second + (values[6 + ODD] + values[14 + ODD]))
+def to_bf16(x):
+    """FP32, rounded to what BF16 holds."""
+    return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -319,10 +272,8 @@ def nearest_e4m3(scale):
 
 
 @triton.jit
-def stochastic_e4m3(scale, bits):
-    """`elements.round_e4m3_stochastic`, the draw being 16 bits of which the last counts as 1; 448 at most."""
-    scale = nan_min(scale, 448.0)
-    uniform = (bits | 1).to(tl.float32) * 1.52587890625e-05
+def stochastic_e4m3(scale, uniform):
+    """`elements.round_e4m3_stochastic`."""
     exponent = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)
     spacing = exponent.to(tl.float32, bitcast=True) * 0.125
     per_spacing = (0x7F000000 - exponent).to(tl.float32, bitcast=True) * 8.0  # exact

@@ -14,13 +14,14 @@ from tests.checks.composed import changed, composed
 
 STEPS = 300
 TOKENS = 8 * 256  # of a step of the default run
+LAST = composed().data.phases[-1].name
 BLENDS = [{"code": 0.7, "prose": 0.3}, {"code": 0.5, "prose": 0.5}, {"code": 0.3, "prose": 0.7}]
 
 
 def of_lengths(*lengths: dict[str, float]) -> list[PhaseConfig]:
     return [
         PhaseConfig(name=name, blend=blend, **length)  # type: ignore[arg-type]
-        for name, blend, length in zip(("broad", "balanced", "final"), BLENDS, lengths, strict=True)
+        for name, blend, length in zip(("broad", "balanced", "prose"), BLENDS, lengths, strict=True)
     ]
 
 
@@ -80,8 +81,8 @@ def test_lengthening_again_and_again() -> None:
     assert [third.locate(i) for i in range(consumed)] == [second.locate(i) for i in range(consumed)]
     names = [(span.name, span.end_step) for span in third.spans if span.num_samples]
     assert names == [
-        ("broad", 210), ("balanced", 270), ("final", 300), ("balanced", 360), ("final", 370),
-        ("broad", 700), ("balanced", 900), ("final", 1000),
+        ("broad", 210), ("balanced", 270), (LAST, 300), ("balanced", 360), (LAST, 370),
+        ("broad", 700), ("balanced", 900), (LAST, 1000),
     ]  # fmt: skip
 
 
@@ -94,4 +95,4 @@ def test_phases_of_a_given_length_say_how_to_lengthen_them() -> None:
         laid_out("steps alone", 400)
     # That remedy on the run as it stands: the last phase goes on.
     behind = laid_out("steps and the rest", 400).behind(laid_out("steps alone", STEPS).description(), STEPS * 8)
-    assert [(span.name, span.end_step) for span in behind.spans] == [("broad", 210), ("balanced", 270), ("final", 400)]
+    assert [(span.name, span.end_step) for span in behind.spans] == [("broad", 210), ("balanced", 270), ("prose", 400)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
@@ -30,6 +32,7 @@ from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.fp8_cuda import quantize_fp8_fused
 from models.hybrid import build_model
@@ -351,3 +354,16 @@ def test_a_million_tokens_and_more() -> None:
         weight = nn.Parameter(torch.empty(64, 64))
         quantized_linear(x, weight, ref.context_of(NVFP4)).sum().backward()
         assert x.grad is not None
+
+
+def test_a_transform_of_dgrad_does_not_mix_output_features_of_two_ranks() -> None:
+    """Its groups of 128 would be others on other meshes. Groups of features (heads) are padded one by one."""
+    shape = LinearShape("blocks.0.mixer.up_proj", 0, 512, 640, "-", "model.hidden_dim", False, "FFN blocks' up_proj")
+    for fits, tensor in ((shape, 1), (shape, 5), (replace(shape, groups=10), 2), (replace(shape, out_features=768), 2)):
+        check_sizes(build_plan([fits], ref.QUARTET2, Bf16BlocksConfig(), 1), tensor, "emulated")
+    message = (
+        "640 output features of FFN blocks' up_proj / parallel.tensor=2 are not a multiple of 128, as "
+        "precision.dgrad.rht=128 needs, which mixes as many; use a multiple of 256, or parallel.tensor=1, or a smaller"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_sizes(build_plan([shape], ref.QUARTET2, Bf16BlocksConfig(), 1), 2, "emulated")
