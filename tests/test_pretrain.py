@@ -122,7 +122,14 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.slow
 def test_default_run_shows_and_writes_everything(straight: Any) -> None:
     _, folder, output = straight
-    for text in ("Model tiny", "Precision plan nvfp4", "Batch", "Data phases", "emulated exactly by PyTorch kernels", "unigram entropy"):
+    for text in (
+        "Model tiny",
+        "Precision plan nvfp4",
+        "Batch",
+        "Data phases",
+        "emulated exactly by PyTorch kernels",
+        "unigram entropy",
+    ):
         assert text in output
     for name in ("metrics.jsonl", "loss.png", "config.yaml", "plan.yaml", "summary.json", "checkpoints/latest"):
         assert (folder / name).exists(), name
