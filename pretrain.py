@@ -131,8 +131,9 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         progress.at(0, "build")
         run = build(config, mesh, progress)
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
-        code = ledger.ended(run_to_end(run, orders, state))
-        signals.over()
+        code = run_to_end(run, orders, state)
+        signals.over()  # first: torchrun may already be ending whoever is still there
+        ledger.ended(code)
         if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
             say_all(config, run.log.console)
         return code

@@ -323,9 +323,18 @@ def test_what_does_not_go_together(
 
 def test_a_key_of_wandb_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
     online = changed(composed(), {"logging.wandb": "online"})
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password 0123\n")
+    assembly.check(online, 1, "cpu")
+    (tmp_path / ".netrc").unlink()
+    (tmp_path / ".netrc").write_text("machine wandb.example:8443 login user password 0123\n")
+    with pytest.raises(ConfigError, match="needs a key"):
+        assembly.check(online, 1, "cpu")
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://wandb.example:8443\n")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))  # `wandb login --host` writes the address there
     assembly.check(online, 1, "cpu")
     (tmp_path / ".netrc").unlink()
     monkeypatch.setenv("WANDB_API_KEY", "0123")

@@ -6,6 +6,7 @@ wrong with a value alone the schema refuses (`megatron_fp4/config/schema.py`); p
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import importlib.util
 import math
@@ -286,12 +287,25 @@ def _has_wandb_key() -> bool:
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    settings = _wandb_settings()
+    server = urlsplit(os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or "https://api.wandb.ai")
     for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
         with contextlib.suppress(OSError, netrc.NetrcParseError):
-            if path and netrc.netrc(os.path.expanduser(path)).authenticators(host):
+            # wandb writes the host with its port there, if the address has one.
+            known = netrc.netrc(os.path.expanduser(path)) if path else None
+            if known and (known.authenticators(server.netloc) or known.authenticators(server.hostname or "")):
                 return True
-    return False
+    return "api_key" in settings
+
+
+def _wandb_settings() -> Mapping[str, str]:
+    """What wandb's own files say: of the user, where `wandb login --host` writes the address of a server, and of the
+    current folder."""
+    own = os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb")
+    files = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(configparser.Error, UnicodeDecodeError):
+        files.read([os.path.expanduser(f"{own}/settings"), "wandb/settings"])
+    return files["default"] if files.has_section("default") else {}
 
 
 def _divisors(number: int) -> list[int]:

@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -87,6 +87,7 @@ def _acquire(descriptor: int, run_dir: Path) -> str | None:
             log.warning("run.dir=%s: its file system has no locks (%s); start no second run there", run_dir, error)
             return None
         else:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            with suppress(OSError):  # a full disk: the lock holds without a name
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             return None

@@ -137,6 +137,8 @@ class StopRequest:
 
     def _leave(self, number: int) -> NoReturn:
         self._say(f"{_name(number)}, the second signal: leaving at once, nothing is saved")
+        if os.isatty(1):  # a progress bar hides the cursor, and nobody else will bring it back
+            os.write(1, b"\x1b[?25h")
         os._exit(128 + number)
 
     def _say(self, text: str) -> None:

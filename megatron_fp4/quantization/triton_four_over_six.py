@@ -6,7 +6,7 @@ store. Each block is quantized under both scales, and its error under each decid
 """
 
 # ruff: noqa: D103 (kernels are documented by their arguments)
-# mypy: disable-error-code="assignment"
+# mypy: disable-error-code="assignment, misc, var-annotated"
 from __future__ import annotations
 
 import triton
