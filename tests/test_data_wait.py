@@ -32,5 +32,5 @@ def test_a_starved_run_reports_what_it_gets(
         assert step["data_wait"] >= 8 * 0.05
         assert step["step_time"] >= step["data_wait"]
         assert step["tokens_per_second"] == pytest.approx(8 * 64 / step["step_time"])
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 4/4")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "  step 4/4  " in line]
     assert "  data wait " in line and "p99 " in line

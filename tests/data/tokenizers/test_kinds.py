@@ -94,7 +94,8 @@ def test_a_run_opens_every_kind(kind: str, tmp_path: Path) -> None:
     path = KINDS[kind][0](tmp_path)
     tokenizer = load_tokenizer(path)
     with IndexedDatasetWriter(tmp_path / "web", dtype_for_vocabulary(tokenizer.vocab_size)) as writer:
-        writer.add_document([*tokenizer.encode_batch(TEXTS[:1])[0], tokenizer.eod_id])
+        for _ in range(8):
+            writer.add_document([*tokenizer.encode_batch(TEXTS[:1])[0], tokenizer.eod_id])
     settings = [f"data.sources={{web: {tmp_path}/web}}", "data.phases=[{name: main, blend: {web: 1.0}}]"]
     settings += ["data=indexed", f"data.tokenizer={path}", "train.sequence_length=16", "model.vocab_size=512"]
     assert pretrain.main(["--check", *settings]) == 0
