@@ -63,7 +63,7 @@ from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
-from megatron_fp4.report.completion import Missing, missing_of
+from megatron_fp4.report.completion import REPORT_FILE, Missing, missing_of
 from megatron_fp4.report.summary import summarize
 from megatron_fp4.report.time_ledger import TimeLedger
 from megatron_fp4.training.autotuning import rehearsal
@@ -134,7 +134,8 @@ def pretrain(config: Config, signals: StopRequest) -> int:
         code = run_to_end(run, orders, state)
         signals.over()  # first: torchrun may already be ending whoever is still there
         ledger.ended(code)
-        if ledger.worked and code is ExitCode.FINISHED and config.logging.report:
+        wanted = ledger.worked or not (run_dir / REPORT_FILE).exists()
+        if wanted and code is ExitCode.FINISHED and config.logging.report:
             say_all(config, run.log.console)
         return code
 

@@ -421,6 +421,8 @@ def test_a_wandb_that_dies_in_between_is_started_again_and_gets_it_all(tmp_path,
     with MetricsWriter(tmp_path, tensorboard=False, wandb_mode="online") as writer:
         for step in range(1, 7):
             writer.step(metrics(step))
+        while fake.tries:  # a run that ends meanwhile would not try again
+            time.sleep(0.01)
     assert fake.logged == [1, 2, 3, 4, 5, 6]  # each once, in order
     assert len(fake.starts) == 1 + tries and len({run_id for _, run_id, _ in fake.starts}) == 1
     assert [record["step"] for record in read_metrics(tmp_path / METRICS_FILE)] == list(range(1, 7))
