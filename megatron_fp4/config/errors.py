@@ -9,7 +9,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,6 @@ def explain_value(error: ValidationError, keys: Mapping[str, Any], directory: Pa
             ):
                 return f"{file}: {_wrong_value(first['type'], location, value)}"
     return _wrong_value(first["type"], location, value)
-
-
-@lru_cache(maxsize=64)
-def _parsed(text: str) -> Any:
-    """A config file's content; a caller must not change it."""
-    return yaml.safe_load(text)
 
 
 def _without_branches(location: Sequence[str | int]) -> list[str | int]:
