@@ -37,6 +37,7 @@ from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.report.words import counted, rounded_time
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.flops import training_flops_per_token
@@ -73,7 +74,7 @@ def print_check(config: Config) -> int:
     tokens = loader.schedule.samples_before(steps) * config.train.sequence_length
     rest = "" if start == 0 else f" for the {steps - start:,} steps that are left"
     rest = ", nothing left to do: the run is finished" if start == steps else f", {minutes}{rest}"
-    print(f"ok: {ranks:,} rank{'s'[: ranks > 1]}, {tokens:,} tokens, {memory / _GIB:.1f} GiB a rank{rest}")
+    print(f"ok: {counted(ranks, 'rank')}, {tokens:,} tokens, {memory / _GIB:.1f} GiB a rank{rest}")
     return 0
 
 
@@ -151,10 +152,10 @@ def needs(
         seconds = sum(phase.num_steps * step_time(config, ranks, dry, phase, recipes).seconds for phase in phases)
         here = "" if on_gpus else "as on GPUs, because a step is too long to try on this CPU, "
         told = f"time: {here}at run.dry_mfu={run.dry_mfu:g} of run.dry_peak_tflops={run.dry_peak_tflops:g}"
-        return dry.memory.peak, f"about {duration(seconds)}", f"{memory}; {told}, without validation and saves"
+        return dry.memory.peak, f"about {rounded_time(seconds)}", f"{memory}; {told}, without validation and saves"
     each, samples = seconds_of_a_sequence(config), sum(phase.num_steps * phase.batch_size for phase in phases)
     told = f"time: {each:.2g} s a sequence on each rank, as one process just took here, without validation and saves"
-    return dry.memory.peak, f"about {duration(samples * each / ranks)}", f"{memory}; {told}"
+    return dry.memory.peak, f"about {rounded_time(samples * each / ranks)}", f"{memory}; {told}"
 
 
 def seconds_of_a_sequence(config: Config) -> float:
@@ -187,13 +188,3 @@ def flops_of(config: Config) -> int:
     """Model FLOPs of a sequence, forward and backward."""
     length = config.train.sequence_length
     return training_flops_per_token(config.model, length) * length
-
-
-def duration(seconds: float) -> str:
-    """Such as `4 minutes`, `30 hours`, `12 days`."""
-    for unit, size in (("second", 1.0), ("minute", 60.0), ("hour", 3600.0), ("day", 86400.0)):
-        larger = {"second": 90.0, "minute": 5400.0, "hour": 172_800.0, "day": float("inf")}[unit]
-        if seconds < larger:
-            number = max(1, round(seconds / size))
-            return f"{number:,} {unit}{'' if number == 1 else 's'}"
-    raise AssertionError

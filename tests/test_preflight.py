@@ -18,6 +18,7 @@ from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.report.words import rounded_time
 from tests.test_going_on import FEW, checkpoint, cut, data, flip
 
 __all__ = ["data"]
@@ -172,7 +173,7 @@ def test_on_a_gpu_the_time_is_the_plans(check: Check, tmp_path: Path, monkeypatc
     [(0.2, "1 second"), (80, "80 seconds"), (240, "4 minutes"), (7200, "2 hours"), (86400 * 40, "40 days")],
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert preflight.duration(seconds) == words
+    assert rounded_time(seconds) == words
 
 
 def test_every_json_file_of_a_run_is_json(trained: Path) -> None:

@@ -26,9 +26,7 @@ from rich.text import Text
 from megatron_fp4.config.schema import ParallelConfig, TrainConfig
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.report.metrics import StepMetrics
-from megatron_fp4.report.words import counted, short_seconds, with_unit
-from megatron_fp4.report.words import short_number as short_number
-from megatron_fp4.report.words import short_time as short_time
+from megatron_fp4.report.words import counted, short_number, short_seconds, short_time, with_unit
 
 _FILE_WIDTH = 120
 

@@ -50,6 +50,14 @@ def long_time(seconds: float) -> str:
     return short_seconds(seconds)
 
 
+def rounded_time(seconds: float) -> str:
+    """An estimate, without digits that it does not have: 4 minutes, 30 hours, 12 days."""
+    for unit, size, limit in (("second", 1, 90), ("minute", 60, 5400), ("hour", 3600, 172_800)):
+        if seconds < limit:
+            return counted(max(1, round(seconds / size)), unit)
+    return counted(round(seconds / 86400), "day")
+
+
 def _scaled(value: float) -> tuple[str, str]:
     if not math.isfinite(value):
         return str(value), ""
