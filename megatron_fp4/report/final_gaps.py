@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_fp4.report.held_out import HeldOut
 from megatron_fp4.report.noise import Estimate, Pooled, estimate, pooled
-from megatron_fp4.report.paired import Gap, gaps, partners
+from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners
 from megatron_fp4.report.picture import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
 from megatron_fp4.report.words import counted
 
@@ -48,7 +48,7 @@ class FinalGaps:
             if name != self.base:
                 try:
                     by_tokens = gaps(runs, self.groups[self.base], self.losses)
-                except ValueError:
+                except NoPairError:
                     by_tokens = {}
                 found[name] = [gap for at in by_tokens.values() for gap in at.values()]
         return found
@@ -91,7 +91,10 @@ class FinalGaps:
         for name, runs in self.groups.items():
             for run in runs:
                 if run.final is None:
-                    why = f"not finished, last validated after {max(run.losses) / 1e6:,.0f}M tokens"
+                    last = (
+                        f"last validated after {max(run.losses) / 1e6:,.0f}M tokens" if run.losses else "not validated"
+                    )
+                    why = f"not finished, {last}"
                 elif name != self.base and not any(other.final == run.final for other in partners(run, base)):
                     why = f"no finished run of {self.base} has its start ({run.pair.start}), data and length"
                 else:
