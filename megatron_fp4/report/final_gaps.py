@@ -91,10 +91,8 @@ class FinalGaps:
         for name, runs in self.groups.items():
             for run in runs:
                 if run.final is None:
-                    last = (
-                        f"last validated after {short_tokens(max(run.losses))} tokens" if run.losses else "unvalidated"
-                    )
-                    why = f"not finished, {last}"
+                    last = short_tokens(max(run.losses, default=0))
+                    why = f"not finished, last validated after {last} tokens"
                 elif name != self.base and not any(other.final == run.final for other in partners(run, base)):
                     why = f"no finished run of {self.base} has its start ({run.pair.start}), data and length"
                 else:
