@@ -13,12 +13,12 @@ from megatron_fp4.report.noise import student_quantile
 M = 1_000_000
 
 
-def run(seed: int, loss: float, *, finished: bool = True, name: str = "") -> HeldOut:
+def run(seed: int, loss: float, *, finished: bool = True, folder: str = "") -> HeldOut:
     """One of 10M tokens with two sources, 0.4 nats apart."""
     if not finished:
-        return HeldOut(seed, {5 * M: 3.0}, name=name)
+        return HeldOut(seed, {5 * M: 3.0}, folder=folder)
     sources = {10 * M: {"code": loss - 0.2, "prose": loss + 0.2}}
-    return HeldOut(seed, {5 * M: 3.0, 10 * M: loss}, sources, final=10 * M, name=name)
+    return HeldOut(seed, {5 * M: 3.0, 10 * M: loss}, sources, final=10 * M, folder=folder)
 
 
 BASE = [run(1, 2.0), run(2, 2.0), run(3, 2.0)]
@@ -27,8 +27,8 @@ GROUPS = {
     "fp4": [run(1, 2.02), run(2, 2.04), run(3, 2.06)],  # 1, 2 and 3%: standard error 0.577
     "two": [run(1, 2.04), run(2, 2.08)],  # 2 and 4%
     "one": [run(3, 2.2)],  # 10%
-    "late": [run(1, 2.0, finished=False, name="late_seed1")],
-    "alone": [run(9, 2.0, name="alone_seed9")],
+    "late": [run(1, 2.0, finished=False, folder="/runs/late_seed1")],
+    "alone": [run(9, 2.0, folder="/runs/alone_seed9")],
 }
 
 
