@@ -73,16 +73,16 @@ class _QuantizedLinear(torch.autograd.Function):
         reuse, keeps = call.recipe[WGRAD_ACTIVATION].reuse_fprop, needs_wgrad and context.keeps_input
         again = needs_wgrad and not keeps and call.requantizes("activation")
         x_tokens = call.pad_tokens(call.gathered_unless_sliced(x, "activation"))
-        means = call.means("activation", x_tokens, needs_wgrad)
+        means, rest = call.split("activation", x_tokens, needs_wgrad)
         make_fprop, make_wgrad = call.prepare(
             FPROP_ACTIVATION,
             WGRAD_ACTIVATION if needs_wgrad and not (reuse or keeps or again) else None,
             x_tokens,
             keep_columns=again,
             keep_rows=True,
-            means=means,
+            rest=rest,
         )
-        del x_tokens
+        del x_tokens, rest
         means = call.means_of_all("activation", means)
         x_kept = None
         if again and make_fprop is not None:  # fprop's codes wait for the backward pass, of this rank's tokens
@@ -126,18 +126,15 @@ class _QuantizedLinear(torch.autograd.Function):
         # Maxima first: their exchange would wait for larger messages.
         x_means = saved[-1] if ctx.adds_means else None
         if needs_wgrad and ctx.keeps:
-            make_x = call.wgrad_activation(
-                call.pad_tokens(call.gathered_unless_sliced(saved[3], "activation")),
-                call.own_means("activation", x_means),
-            )
+            make_x = call.wgrad_activation(call.pad_tokens(call.gathered_unless_sliced(saved[3], "activation")))
         elif needs_wgrad:
             make_x = functools.partial(call.wgrad_operand, saved[3:6], ctx.layouts[1])
         dy_tokens = call.pad(call.gathered_unless_sliced(grad_outputs[0], "gradient"))
-        dy_means = call.means("gradient", dy_tokens, needs_wgrad)
+        dy_means, rest = call.split("gradient", dy_tokens, needs_wgrad)
         make_dgrad, make_wgrad = call.prepare(
-            DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None, dy_tokens, means=dy_means
+            DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None, dy_tokens, rest=rest
         )
-        del dy_tokens
+        del dy_tokens, rest
         dy_means = call.means_of_all("gradient", dy_means)
         receive_x = call.send(make_x, WGRAD_ACTIVATION)
         receive_dgrad, receive_wgrad = call.send(make_dgrad, DGRAD_GRADIENT), call.send(make_wgrad, WGRAD_GRADIENT)

@@ -39,7 +39,8 @@ from megatron_fp4.precision.recipe import (
 from megatron_fp4.precision.token_messages import start_all_gather
 from megatron_fp4.quantization.elements import E2M1_MAX
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.group_means import add_by_group, group_means, group_sums, without_means
+from megatron_fp4.quantization.group_means import add_by_group, group_sums
+from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
@@ -174,24 +175,24 @@ class LinearCall:
         *,
         keep_columns: bool = False,
         keep_rows: bool = False,
-        means: Tensor | None = None,
+        rest: Tensor | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
         keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype
-        is BF16, and counts as rounded then (weights). means: as of `without_means`.
+        is BF16, and counts as rounded then (weights). rest: as of `without_means`.
         """
         if columns is not None and rows is not None and self.removes_mean(columns) != self.removes_mean(rows):
             # Two different tensors.
-            first, _ = self.prepare(columns, None, x, keep_columns=keep_columns, means=means)
-            _, second = self.prepare(None, rows, x, keep_rows=keep_rows, means=means)
+            first, _ = self.prepare(columns, None, x, keep_columns=keep_columns, rest=rest)
+            _, second = self.prepare(None, rows, x, keep_rows=keep_rows, rest=rest)
             return first, second
         place = columns or rows
         tensor = "" if place is None else place.tensor
         sliced = tensor in self.slices
         return self.backend.operands(
-            x if place is None else self.without_means(place, x, means),
+            x if place is None else self.without_means(place, x, rest),
             None if columns is None else self.request(columns),
             None if rows is None else self.request(rows),
             dtype=self.dtype,
@@ -200,12 +201,12 @@ class LinearCall:
             amax_group=self.slices.get(tensor) or self.context.amax_group(tensor),
         )
 
-    def wgrad_activation(self, x: Tensor, means: Tensor | None = None) -> MakeOperand:
-        """What makes x [tokens, in], padded, wgrad's operand in the backward pass. means: as of `without_means`."""
+    def wgrad_activation(self, x: Tensor) -> MakeOperand:
+        """What makes x [tokens, in], padded, wgrad's operand in the backward pass."""
         reuse, again = self._reuses("activation"), self.requantizes("activation")
         of_fprop = reuse or again
         make, make_rows = self.prepare(
-            FPROP_ACTIVATION if of_fprop else None, None if of_fprop else WGRAD_ACTIVATION, x, means=means
+            FPROP_ACTIVATION if of_fprop else None, None if of_fprop else WGRAD_ACTIVATION, x
         )
         if of_fprop:
             assert make is not None
@@ -315,36 +316,29 @@ class LinearCall:
         """Whether the weight gradient has a part that is the product of both tensors' means."""
         return uses_means([self.recipe.wgrad])
 
-    def means(self, tensor: str, x: Tensor, needs_wgrad: bool = True) -> Tensor | None:
-        """The means of a tensor [tokens, features], padded, or of this rank's slice of it; None if nobody needs them.
-
-        [groups, features] in x's dtype, see quantization/group_means.py.
+    def split(self, tensor: str, x: Tensor, needs_wgrad: bool = True) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """The means of a tensor [tokens, features], padded, or of this rank's slice of it, and what is left without
+        them, padded; None if nobody needs them. Both in x's dtype, see quantization/group_means.py.
         """
         if not (self.removes_mean(USES[tensor][0]) or (needs_wgrad and self.adds_means)):
-            return None
-        return group_means(x[: self.num_tokens], self.recipe.mean_group)
+            return None, None
+        means, rest = split_means(x[: self.num_tokens], self.recipe.mean_group)
+        return means, rest if rest.shape[0] == x.shape[0] else self.pad_tokens(rest)
 
-    def without_means(self, place: Place, x: Tensor, means: Tensor | None = None) -> Tensor:
+    def without_means(self, place: Place, x: Tensor, rest: Tensor | None = None) -> Tensor:
         """What the operand at `place` is made of where that of `x` [tokens, features], padded, would be: `x` itself, or
-        x without its means. means: those, if they are known already."""
+        what is left of it without its means. rest: that, if it is known already."""
         if not self.removes_mean(place):
             return x
-        tokens, size = x[: self.num_tokens], self.recipe.mean_group
-        rest = without_means(tokens, group_means(tokens, size) if means is None else means, size)
-        return rest if rest.shape[0] == x.shape[0] else self.pad_tokens(rest)
+        rest = self.split(place.tensor, x)[1] if rest is None else rest
+        assert rest is not None
+        return rest
 
     def means_of_all(self, tensor: str, means: Tensor | None) -> Tensor | None:
-        """The means of all tokens, from those that `means` gave."""
+        """The means of all tokens, from those that `split` gave."""
         if means is None or tensor not in self.slices:
             return means
         return start_all_gather(means, self.slices[tensor], beside=False).wait()
-
-    def own_means(self, tensor: str, means: Tensor | None) -> Tensor | None:
-        """Of the means of all tokens those that `means` gave."""
-        if means is None or tensor not in self.slices:
-            return means
-        group = self.slices[tensor]
-        return means.chunk(group.size())[group.rank()]
 
     def add_means(self, place: Place, product: Tensor, means: Tensor | None, weight: BackendOperand) -> None:
         """Add to a product [tokens, features], padded, what the means that the operand at `place` is without have of
