@@ -30,6 +30,7 @@ from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
+from megatron_fp4.checks.deoscillation import validate_deoscillation
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
@@ -99,7 +100,7 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
-    plans_of(config)
+    validate_deoscillation(config, [plan for plan in plans_of(config) if plan is not None])
     check_resume(config)
 
 
