@@ -19,8 +19,7 @@ def validate_deoscillation(config: Config, plans: Sequence[Plan]) -> None:
         for name in ("window", "ratio", "start"):
             if (value := getattr(settings, name)) != getattr(defaults, name):
                 raise ConfigError(
-                    f"{KEY}.{name}={value} has no effect with {KEY}.interval=0; leave it out, or set "
-                    f"{KEY}.interval=200"
+                    f"{KEY}.{name}={value} has no effect with {KEY}.interval=0; leave it out, or set {KEY}.interval=200"
                 )
         return
     if settings.window > settings.interval:
