@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megatron_fp4.report.held_out import HeldOut
 from megatron_fp4.report.noise import Estimate, Pooled, estimate, pooled
-from megatron_fp4.report.paired import Gap, gaps, partners
+from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners
 from megatron_fp4.report.picture import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
-from megatron_fp4.report.words import counted
+from megatron_fp4.report.words import counted, short_tokens
 
 Groups = Mapping[str, Sequence[HeldOut]]
 Losses = Callable[[HeldOut], Mapping[int, float]]
@@ -48,7 +48,7 @@ class FinalGaps:
             if name != self.base:
                 try:
                     by_tokens = gaps(runs, self.groups[self.base], self.losses)
-                except ValueError:
+                except NoPairError:
                     by_tokens = {}
                 found[name] = [gap for at in by_tokens.values() for gap in at.values()]
         return found
@@ -91,7 +91,10 @@ class FinalGaps:
         for name, runs in self.groups.items():
             for run in runs:
                 if run.final is None:
-                    why = f"not finished, last validated after {max(run.losses) / 1e6:,.0f}M tokens"
+                    last = (
+                        f"last validated after {short_tokens(max(run.losses))} tokens" if run.losses else "unvalidated"
+                    )
+                    why = f"not finished, {last}"
                 elif name != self.base and not any(other.final == run.final for other in partners(run, base)):
                     why = f"no finished run of {self.base} has its start ({run.pair.start}), data and length"
                 else:
@@ -213,7 +216,7 @@ def _said(of: Estimate | None) -> str:
 def _notes(groups: Groups, of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
     base, runs = of_base.base, [run for run in groups[of_base.base] if run.final is not None]
     ends = sorted({run.final for run in runs if run.final is not None})
-    spans = " to ".join(f"{tokens / 1e6:,.0f}M" for tokens in dict.fromkeys((ends[0], ends[-1])))
+    spans = " to ".join(short_tokens(tokens) for tokens in dict.fromkeys((ends[0], ends[-1])))
     noise = of_base.base_noise
     scatter = "" if noise is None else f", standard deviation {noise.deviation:.2f}%"
     losses = ", ".join(f"{run.losses[run.final]:.4f}" for run in runs[:8] if run.final is not None)

@@ -59,8 +59,8 @@ class HeldOut:
 def read_held_out(run_dir: str | Path) -> HeldOut:
     """Of the run in `run_dir`, finished or not.
 
-    Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if nothing was validated
-    or the seed is not in config.yaml.
+    Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in
+    config.yaml.
     """
     config_file = Path(run_dir) / "config.yaml"
     if not config_file.exists():
@@ -78,10 +78,8 @@ def read_held_out(run_dir: str | Path) -> HeldOut:
             if measured and len(measured) == len(record["losses"]):
                 tokens, last = int(record["tokens"]), int(record["step"])
                 losses[tokens], sources[tokens] = statistics.mean(measured.values()), measured
-    if not losses:
-        raise ValueError(f"{run_dir} has no validation losses to compare")
     starts = [record for record in records if record["kind"] == "run"]
-    finished = not starts or last == starts[-1].get("steps", last)
+    finished = bool(losses) and (not starts or last == starts[-1].get("steps", last))
     return HeldOut(
         seed, losses, sources, data_seed, start_of(starts), max(losses) if finished else None, Path(run_dir).name
     )

@@ -13,7 +13,11 @@ from typing import NamedTuple
 from megatron_fp4.report.held_out import HeldOut, Pair
 from megatron_fp4.report.noise import Spread, spread
 from megatron_fp4.report.picture import BLACK, INK, legend_below, look, open_frame, picture
-from megatron_fp4.report.words import counted
+from megatron_fp4.report.words import counted, short_tokens
+
+
+class NoPairError(ValueError):
+    """Of no run of a group is there a partner."""
 
 
 class Gap(NamedTuple):
@@ -39,7 +43,7 @@ def gaps(
     Runs that have these in common share a partner, and so its noise: they count as one, their mean.
 
     losses: which losses of a run to compare, by tokens. Raises ValueError if two runs of a group have the same start
-    and the same seeds, or if there is no pair.
+    and the same seeds, and NoPairError.
     """
     for group in (runs, base):
         seen: dict[tuple[Pair, int], str] = {}
@@ -60,7 +64,7 @@ def gaps(
                 every.setdefault(tokens, {}).setdefault(run.pair, []).append(gap)
     if not every:
         of_runs, of_base = ("; ".join(sorted({_spelled(run.pair) for run in group})) for group in (runs, base))
-        raise ValueError(
+        raise NoPairError(
             f"no pair: the runs began with {of_runs}, the base with {of_base}; both must have begun alike, read the "
             "same data in the same order, and been validated after equally many tokens"
         )
@@ -72,15 +76,31 @@ def gaps(
     }
 
 
+def gaps_of_groups(groups: Mapping[str, Sequence[HeldOut]]) -> dict[str, dict[int, dict[Pair, Gap]]]:
+    """`gaps` to the first group of all others that have a pair. Raises NoPairError if none has."""
+    base, *others = groups
+    found, problem = {}, None
+    for name in others:
+        try:
+            found[name] = gaps(groups[name], groups[base])
+        except NoPairError as error:
+            problem = problem or error
+    if not found and problem is not None:
+        raise problem
+    return found
+
+
 def _spelled(pair: Pair) -> str:
     return pair.start if pair.start == f"seed {pair.data_seed}" else f"{pair.start}, data seed {pair.data_seed}"
 
 
 def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
-    """Markdown; the first group is the base. A row for each number of tokens that the base was measured after."""
+    """Markdown; the first group is the base. A row for each number of tokens that the base was measured after.
+
+    Raises NoPairError if no group has a pair.
+    """
     base_name, *others = groups
-    base = groups[base_name]
-    gap_of = {name: gaps(groups[name], base) for name in others}
+    base, gap_of = groups[base_name], gaps_of_groups(groups)
     lines = [
         f"| tokens | {base_name} | standard deviation | " + " | ".join(f"{name} above it" for name in others) + " |",
         "|---|---|---|" + "---|" * len(others),
@@ -88,12 +108,12 @@ def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
     for tokens in sorted({tokens for run in base for tokens in run.losses}):
         of_base = spread([run.losses[tokens] for run in base if tokens in run.losses])
         cells = [
-            f"{tokens / 1e6:,.0f}M",
+            short_tokens(tokens),
             f"{of_base.mean:.4f} ({of_base.count})",
             "-" if of_base.deviation is None else f"{100 * of_base.deviation / of_base.mean:.2f}%",
         ]
         for name in others:
-            at = gap_of[name].get(tokens)
+            at = gap_of.get(name, {}).get(tokens)
             cells.append("-" if at is None else _cell(spread([gap.percent for gap in at.values()])))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -124,10 +144,9 @@ def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
                 label=f"{base_name}: one standard deviation over its runs",
             )  # fmt: skip
         axes.axhline(0, color=INK, linewidth=1.0)
-        for index, name in enumerate(others, start=1):
-            style = look(index)
-            found = gaps(groups[name], base).items()
-            by_tokens = {tokens: [gap.percent for gap in at.values()] for tokens, at in found}
+        for name, found in gaps_of_groups(groups).items():
+            style = look(1 + others.index(name))
+            by_tokens = {tokens: [gap.percent for gap in at.values()] for tokens, at in found.items()}
             means = {tokens: spread(at) for tokens, at in by_tokens.items()}
             count = max(s.count for s in means.values())
             axes.errorbar(

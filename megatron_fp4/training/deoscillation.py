@@ -159,6 +159,16 @@ class Deoscillation:
         self._before: dict[str, Tensor] = {}  # FP32 local masters before the update of this step
 
     @property
+    def description(self) -> str | None:
+        """When it resets what, in words; None without windows."""
+        if self.windows is None or not (windows := self.windows.all()):
+            return None
+        ends = f"after step {windows[0].stop:,}"
+        if len(windows) > 1:
+            ends += f", then every {self.windows.interval:,} to step {windows[-1].stop:,}"
+        return f"{ends}: quantized weights that flipped more than {self.ratio:g} times as far as they moved"
+
+    @property
     def open(self) -> bool:
         """Whether a window is open, whose sums a checkpoint has to hold."""
         return self._window is not None

@@ -93,6 +93,15 @@ def test_what_a_run_says_of_its_start_its_data_and_its_end(tmp_path):
     assert len({run.pair for run in (one, weights, other)}) == 3
 
 
+def test_a_run_that_has_just_begun_leaves_the_others_to_be_compared(tmp_path):
+    begun = read_held_out(write_run(tmp_path / "begun", 1, {}, steps=8))
+    assert (begun.losses, begun.final) == ({}, None)
+    groups = {"bf16": [HeldOut(1, {1_000_000: 2.0})], "new": [begun], "fp4": [HeldOut(1, {1_000_000: 2.02})]}
+    assert table(groups).splitlines()[-1] == "| 1M | 2.0000 (1) | - | - | +1.00% (1) |"
+    with pytest.raises(ValueError, match="no pair"):
+        table({name: groups[name] for name in ("bf16", "new")})
+
+
 def test_the_table_has_errors_and_counts():
     base = [HeldOut(1, {10_000_000: 2.0}), HeldOut(2, {10_000_000: 2.2})]
     groups = {
