@@ -36,8 +36,8 @@ Points = Mapping[str, Mapping[str, float]]
 class Correlation:
     """Of a figure with the gap, over `count` recipes.
 
-    spearman, pearson: of ranks and of numbers. low, high: the 95% interval of the first, by bootstrap. weakest: of the
-    first the smallest, by size and with the sign of the whole, when any one recipe is left out.
+    spearman, pearson: of ranks and of numbers. low, high: the 95% interval of the first, by bootstrap. weakest: the
+    first with one recipe left out, that which leaves least of it (or turns its sign).
     """
 
     figure: str

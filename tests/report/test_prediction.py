@@ -75,10 +75,10 @@ def test_what_a_recipe_does_not_quantize_has_no_error_and_no_crest():
 
 
 def study(count: int, related: bool) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """Recipes with 40 figures of noise and, if related, one that is the gap's square."""
+    """Recipes with 20 figures of noise and, if related, one that is the gap's square."""
     generator = np.random.default_rng(5)
     gaps = {f"r{i}": float(gap) for i, gap in enumerate(generator.uniform(0.1, 2.0, count))}
-    points = {r: {f"zeroed, {j}, median": float(generator.normal()) for j in range(40)} for r in gaps}
+    points = {r: {f"zeroed, {j}, median": float(generator.normal()) for j in range(20)} for r in gaps}
     if related:
         for recipe, gap in gaps.items():
             points[recipe] |= {"error, wgrad, median": gap**2, "error, wgrad, worst": 3 * gap**2}
@@ -103,8 +103,8 @@ def test_without_a_relation_the_strongest_is_no_more_than_chance():
     chance = by_chance(points, gaps)
     assert abs(found[0].spearman) > 0.4 and "is no more than chance gives" in correlation_table(found, chance)
     assert all(one.low <= one.spearman <= one.high for one in found)
-    assert sum(one.low <= 0 <= one.high for one in found) >= 30
-    assert all(abs(one.weakest) <= abs(one.spearman) + 0.2 for one in found)
+    assert sum(one.low <= 0 <= one.high for one in found) >= 15
+    assert all(np.sign(one.spearman) * one.weakest <= abs(one.spearman) for one in found)
 
 
 def test_ties_share_their_rank():
