@@ -8,7 +8,7 @@ import pytest
 
 from megatron_fp4.report.final_gaps import FinalGaps, draw_final, final_table, source_table
 from megatron_fp4.report.held_out import HeldOut
-from megatron_fp4.report.noise import student_quantile
+from megatron_fp4.report.noise import Pooled, student_quantile
 
 M = 1_000_000
 
@@ -47,19 +47,29 @@ def test_gaps_with_their_own_errors_and_with_pooled_ones():
 
 def test_the_table_says_all_of_it():
     lines = final_table(GROUPS, "fp4").splitlines()
-    assert lines[2:7] == [
-        "| fp4 | 3 | +2.00% ± 0.58 | +0.0400 ± 0.0115 | no | - | - |",
-        "| two | 2 | +3.00% ± 0.82* | +0.0600 ± 0.0163* | yes | +1.48% ± 0.62* | no |",
-        "| one | 1 | +10.00% ± 1.15* | +0.2000 ± 0.0231* | yes | +6.80% ± 0.88* | yes |",
-        "| late | 0 | - | - | - | - | - |",
-        "| alone | 0 | - | - | - | - | - |",
+    assert lines[2:8] == [
+        "| bf16 | 2.0000 ± 0.00% (3) | - | - | - | - | -1.95% ± 0.55 | no |",
+        "| fp4 | 2.0400 ± 0.98% (3) | 3 | +2.00% ± 0.58 | +0.0400 ± 0.0115 | no | - | - |",
+        "| two | 2.0600 ± 1.37% (2) | 2 | +3.00% ± 0.82* | +0.0600 ± 0.0163* | yes | +1.48% ± 0.62* | no |",
+        "| one | 2.2000 (1) | 1 | +10.00% ± 1.15* | +0.2000 ± 0.0231* | yes | +6.80% ± 0.88* | yes |",
+        "| late | (0) | 0 | - | - | - | - | - |",
+        "| alone | 2.0000 (1) | 0 | - | - | - | - | - |",
     ]
-    notes = "\n".join(lines[7:])
-    assert "bf16: 3 finished runs after 10M tokens, losses 2.0000, 2.0000, 2.0000, standard deviation 0.00%." in notes
+    notes = "\n".join(lines[8:])
+    assert "of bf16 after 10M tokens" in notes
     assert "pooled over all groups with several: 1.15%, 3 degrees of freedom." in notes
     assert "pooled over all groups with several: 0.88%, 3 degrees of freedom, of those above fp4." in notes
     assert "left out: late_seed1 (late): not finished, last validated after 5M tokens" in notes
     assert "left out: alone_seed9 (alone): no finished run of bf16 has its start (seed 9), data and length" in notes
+
+
+def test_ends_after_other_numbers_of_tokens_have_no_common_mean():
+    runs = [HeldOut(s, {t * M: loss}, final=t * M) for s, t, loss in ((1, 1, 2.0), (2, 1, 4.0), (3, 9, 1.0))]
+    found = FinalGaps({"a": runs, "b": [HeldOut(s.seed, s.losses, final=s.final) for s in runs]}, "a")
+    assert found.ends("a") == {M: [2.0, 4.0], 9 * M: [1.0]}
+    assert found.noise("a") == Pooled(pytest.approx(100 * 2**0.5 / 3), 1)
+    table = final_table(found.groups).splitlines()
+    assert table[2].startswith("| a | ± 47.14% (3) | - |") and "after 1M to 9M tokens" in table[5]
 
 
 def test_by_source():
@@ -72,7 +82,7 @@ def test_by_source():
 
 def test_without_replicates_there_is_no_error():
     groups = {"bf16": BASE[:1], "fp4": [run(1, 2.02)]}
-    assert final_table(groups).splitlines()[2] == "| fp4 | 1 | +1.00% | +0.0200 | - |"
+    assert final_table(groups).splitlines()[3] == "| fp4 | 2.0200 (1) | 1 | +1.00% | +0.0200 | - |"
 
 
 def test_where_nothing_is_finished_there_is_no_end(tmp_path: Path):
