@@ -45,8 +45,6 @@ def build(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Calla
 
 def test_one_seed_varies_without_the_other(build: Callable[..., Built]) -> None:
     weight, tokens = build("run.seed=1")
-    explicit = build("run.seed=1", "data.seed=1")
-    assert torch.equal(explicit[0], weight) and torch.equal(explicit[1], tokens)
     other_data = build("run.seed=1", "data.seed=2")
     assert torch.equal(other_data[0], weight) and not torch.equal(other_data[1], tokens)
     other_weights = build("run.seed=2", "data.seed=1")
