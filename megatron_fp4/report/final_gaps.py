@@ -1,7 +1,7 @@
 """What recipes cost at the end of their runs, and which differences are more than noise: a table, and a figure.
 
-A gap is of a pair of finished runs (`held_out.py`) that were validated after equally many tokens. Groups of one or two
-pairs have their standard error from the standard deviation of all groups, pooled (`noise.py`).
+A gap is of a pair of finished runs (`held_out.py`) that were validated after equally many tokens. Groups of fewer
+than five pairs have their standard error from the standard deviation within all groups, pooled (`noise.py`).
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
     for found, words in ((of_base, ""), *(((of_other, f", of those above {of_other.base}"),) if of_other else ())):
         if found.shared and any(row.shared for row in found.percent.values()):
             lines.append(
-                f"*: of one or two pairs, by the standard deviation of gaps pooled over all groups with several: "
+                f"*: of fewer than five pairs, by the standard deviation of gaps within all groups, pooled: "
                 f"{found.shared.deviation:.2f}%, {counted(found.shared.freedom, 'degree')} of freedom{words}."
             )
     left = of_base.left_out()
