@@ -76,8 +76,9 @@ def read_held_out(run_dir: str | Path) -> HeldOut:
     try:
         config = yaml.safe_load(config_file.read_text())
         seed, data_seed = int(config["run"]["seed"]), (config.get("data") or {}).get("seed")
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{config_file} names no run.seed") from error
+        data_seed = None if data_seed is None else int(data_seed)
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
     records = records_of_run(run_dir)
     losses, sources, last = {}, {}, 0
     for record in records:

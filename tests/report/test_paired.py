@@ -99,9 +99,10 @@ def test_sources_weigh_alike_and_one_that_was_not_measured_leaves_its_point_out(
     run = write_run(tmp_path / "run", 7, {1: {"a": 1.0, "b": 3.0}, 2: {"a": 1.0, "b": None}})
     expected = HeldOut(7, {1_000_000: 2.0}, {1_000_000: {"a": 1.0, "b": 3.0}}, final=1_000_000, folder=str(run))
     assert read_held_out(run) == expected
-    (run / "config.yaml").write_text("model: {}\n")
-    with pytest.raises(ValueError, match=r"names no run\.seed"):
-        read_held_out(run)
+    for config in ("model: {}\n", "run: {seed: '${oc.env:SEED}'}\n"):
+        (run / "config.yaml").write_text(config)
+        with pytest.raises(ValueError, match=r"names no run\.seed"):
+            read_held_out(run)
 
 
 def test_what_a_run_says_of_its_start_its_data_and_its_end(tmp_path):
