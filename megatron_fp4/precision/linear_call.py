@@ -316,13 +316,16 @@ class LinearCall:
         """Whether the weight gradient has a part that is the product of both tensors' means."""
         return uses_means([self.recipe.wgrad])
 
-    def split(self, tensor: str, x: Tensor, needs_wgrad: bool = True) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def split(self, tensor: str, x: Tensor, needs_wgrad: bool = True) -> tuple[Tensor | None, Tensor | None]:
         """The means of a tensor [tokens, features], padded, or of this rank's slice of it, and what is left without
-        them, padded; None if nobody needs them. Both in x's dtype, see quantization/group_means.py.
+        them, padded; None for what nobody needs. Both in x's dtype, see quantization/group_means.py.
         """
         if not (self.removes_mean(USES[tensor][0]) or (needs_wgrad and self.adds_means)):
             return None, None
-        means, rest = split_means(x[: self.num_tokens], self.recipe.mean_group)
+        only_means = not any(self.removes_mean(place) for place in USES[tensor])
+        means, rest = split_means(x[: self.num_tokens], self.recipe.mean_group, only_means=only_means)
+        if only_means:
+            return means, None
         return means, rest if rest.shape[0] == x.shape[0] else self.pad_tokens(rest)
 
     def without_means(self, place: Place, x: Tensor, rest: Tensor | None = None) -> Tensor:
