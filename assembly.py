@@ -30,6 +30,7 @@ from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
+from megatron_fp4.checks.deoscillation import validate_deoscillation
 from megatron_fp4.checks.precision import validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.environment import as_saved
@@ -54,6 +55,7 @@ from megatron_fp4.report.run_folder import check_baseline
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
+from megatron_fp4.training.deoscillation import Deoscillation, Windows
 from megatron_fp4.training.micro_batch import MicroBatch
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer, build_optimizer
@@ -98,7 +100,7 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
-    plans_of(config)
+    validate_deoscillation(config, [plan for plan in plans_of(config) if plan is not None])
     check_resume(config)
 
 
@@ -172,6 +174,7 @@ class Run:
     backend: BackendChoice
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
+    deoscillation: Deoscillation
     bundle: DataBundle
     loader: MicroBatchLoader
     validation: list[ValidationSet]
@@ -253,6 +256,7 @@ class Run:
         else:
             resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
         self.controller.load_state_dict(resumed.trainer["switch"])
+        self.deoscillation.load_state_dict(resumed.trainer.get("deoscillation"))
         self.spikes.rolled_back(resumed.trainer.get("spikes"))
         self.guard.rolled_back(step, resumed.step)
         return resumed.step
@@ -319,6 +323,7 @@ class Run:
         return {
             "loader": self.loader,
             "switch": self.controller,
+            "deoscillation": self.deoscillation,  # behind the switch, which says whose plan it is
             "skipped": self.guard,
             "spikes": self.spikes,
             "wandb_run_id": self.log,
@@ -368,6 +373,30 @@ def initialized_model(
     return model, controller
 
 
+def open_deoscillation(
+    config: Config,
+    mesh: ParallelMesh,
+    model: HybridModel,
+    controller: PrecisionController,
+    optimizer: torch.optim.Optimizer,
+    checkpointer: Checkpointer,
+) -> Deoscillation:
+    """What resets the oscillating weights of `model`, its sums in the checkpoints of `checkpointer`."""
+    settings, steps = config.optimizer.deoscillation, config.train.steps
+    decay_start = WSDSchedule(config.schedule, config.optimizer.lr, steps).decay_start_step
+    checkpointer.deoscillation = Deoscillation(
+        Windows.of(settings, steps, decay_start) if settings.interval else None,
+        settings.ratio,
+        dict(model.linears()),
+        controller,
+        mesh,
+        getattr(torch, config.precision.compute_dtype),
+        optimizer,
+        checkpointer.before_change,
+    )
+    return checkpointer.deoscillation
+
+
 def open_graphs(
     config: Config, mesh: ParallelMesh, model: HybridModel, controller: PrecisionController, warn: Callable[[str], None]
 ) -> MicroBatchGraphs | None:
@@ -397,6 +426,17 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         identity = run_identity(config, {"tokenizer": tokenizer})
         optimizer = build_optimizer(model, config.optimizer)
     log = RunLog(config, active=mesh.rank == 0, memory_size=memory_size(mesh.device))
+    checkpointer = Checkpointer(
+        Path(config.run.dir) / "checkpoints",
+        mesh,
+        keep=config.checkpoint.keep,
+        identity=identity,
+        asynchronous=config.checkpoint.asynchronous,
+        max_failed_saves=config.checkpoint.max_failed_saves,
+        local_dir=None if config.checkpoint.local_dir is None else Path(config.checkpoint.local_dir),
+        num_steps=config.train.steps,
+        timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
+    )
     return Run(
         config=config,
         mesh=mesh,
@@ -405,21 +445,12 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         backend=backend,
         schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
+        deoscillation=open_deoscillation(config, mesh, model, controller, optimizer.optimizer, checkpointer),
         bundle=bundle,
         loader=loader,
         validation=validation,
         yardsticks=measures,
-        checkpointer=Checkpointer(
-            Path(config.run.dir) / "checkpoints",
-            mesh,
-            keep=config.checkpoint.keep,
-            identity=identity,
-            asynchronous=config.checkpoint.asynchronous,
-            max_failed_saves=config.checkpoint.max_failed_saves,
-            local_dir=None if config.checkpoint.local_dir is None else Path(config.checkpoint.local_dir),
-            num_steps=config.train.steps,
-            timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
-        ),
+        checkpointer=checkpointer,
         exports=Exports(config, log, active=mesh.rank == 0, last=last_exportable(config, plans_of(config))),
         guard=NonFiniteGuard(config.train.max_skipped_steps, config.train.steps),
         spikes=SpikeGuard(config.spikes),

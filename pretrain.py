@@ -224,6 +224,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        run.deoscillation.before_step(step)
         run.progress.at(done, "replay")
         measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
@@ -243,6 +244,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
         if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
             answer_spike(run, spike, lambda: run.beside_graphs(diagnose_spike, batch, result))  # noqa: B023
+        if resets := run.deoscillation.after_step(done):
+            log.resets(resets)
         if done == steps or is_due(config.validation.interval, done):
             losses = validate(run, done)
         take_note_of_saves(run, result.requests.save_failed)
@@ -250,7 +253,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
             save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
-        elif is_due(config.checkpoint.local_interval, done):
+        elif is_due(config.checkpoint.local_interval, done) and not run.deoscillation.open:
             save(run, done, local=True)
         if result.requests.stop and done < steps:
             log.stop(done, orders.why_stop)

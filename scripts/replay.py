@@ -186,6 +186,7 @@ def compare(
         run.spikes.observe(result, done, lambda: None)
         if done in went_back and done < last:
             run.roll_back(done, went_back[done])
+        run.deoscillation.after_step(done)
     return differing
 
 
@@ -196,6 +197,7 @@ def repeat(run: Run, step: int, batch: Any) -> StepResult:
         step, lambda: gradient_noise(run.model, batch, run.mesh, controller, step=step, reshard=reshard).ratio
     )
     run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+    run.deoscillation.before_step(step)
     return train_step(
         run.model,
         run.optimizer.optimizer,

@@ -38,12 +38,21 @@ from megatron_fp4.checkpoint.local_start import choose_with_local
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.random_state import capture_random_state, restore_random_state, unpack
 from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, SaveReport, Saves, Snapshot, manifest_of
-from megatron_fp4.checkpoint.shards import check_names, own_pieces, read_shards, state_of, verify, wholes_of
+from megatron_fp4.checkpoint.shards import (
+    SUMS,
+    check_names,
+    own_pieces,
+    read_shards,
+    state_of,
+    verify,
+    wholes_of,
+)
 from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.training.deoscillation import Deoscillation
 
 logger = logging.getLogger(__name__)
 _PATIENCE = datetime.timedelta(hours=6)
@@ -107,6 +116,8 @@ class Checkpointer:
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self.initialized_from: Origin | None = None
         """The checkpoint whose weights, and nothing else, this run began with; its trainer state keeps it too."""
+        self.deoscillation: Deoscillation | None = None
+        """Whose sums are saved and loaded with model and optimizer."""
         self._together = Together(root, timeout)
         # A shared disk may hang for hours while training goes on; its recovery must find the group alive.
         in_background = Together(root, max(timeout, _PATIENCE)) if asynchronous else self._together
@@ -126,7 +137,8 @@ class Checkpointer:
         if self.local is not None:
             self.local.clear_unfinished()
         if self._asynchronous:
-            pieces = own_pieces(state_of(model, optimizer), self._mesh.rank, everything=self.local is not None)
+            sums = self.deoscillation.most_tensors() if self.deoscillation is not None else {}
+            pieces = own_pieces(state_of(model, optimizer, sums), self._mesh.rank, everything=self.local is not None)
             needed = sum(piece.values.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             problems = self._together.collect("look for memory", lambda: host_memory_error(needed))
             if problem := self._together.first("look for memory", lambda: next(filter(None, problems), None)):
@@ -161,7 +173,7 @@ class Checkpointer:
         self.saves.end()
         began = time.perf_counter()
         trainer_json = json.dumps(dict(trainer), indent=1)
-        state = state_of(model, optimizer)
+        state = state_of(model, optimizer, self.deoscillation.tensors() if self.deoscillation is not None else {})
         manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
         pieces = own_pieces(state, self._mesh.rank, everything=local)
         generators = capture_random_state(self._mesh.device)
@@ -169,6 +181,11 @@ class Checkpointer:
         if not local:
             self._saved_step = step
         return final
+
+    def before_change(self) -> None:
+        """Let the device wait for a save's copies before weights or sums change outside of an update."""
+        if self.saves.staging is not None:
+            self.saves.staging.before_update()
 
     @property
     def failed(self) -> bool:
@@ -352,7 +369,13 @@ class Checkpointer:
         together, records, device = self._together, manifest.files, self._mesh.device
         content = together.first("read it", lambda: files.read_checked(folder, METADATA, _record(records, METADATA)))
         metadata = together.each("read it", lambda: read_metadata(content))
-        state = state_of(model, optimizer)
+        sums = {}
+        if self.deoscillation is not None:
+            names = metadata.state_dict_metadata
+            sums = self.deoscillation.tensors_for(
+                [name.removeprefix(f"{SUMS}.") for name in names if name.startswith(f"{SUMS}.")]
+            )
+        state = state_of(model, optimizer, sums)
         together.each("load it", lambda: check_names(metadata, state))
         read = together.each("load it", lambda: read_shards(folder, metadata, records, state))
         generators: list[bytes] = []  # rank 0's

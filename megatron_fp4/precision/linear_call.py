@@ -351,6 +351,12 @@ class LinearCall:
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
 
+    def fprop_weight(self) -> BackendOperand:
+        """fprop's operand of the weight by itself, padded, for whoever wants its values."""
+        make, _ = self.prepare(FPROP_WEIGHT, None, self.pad_rows(self.master))
+        assert make is not None
+        return make()
+
     def _packed_weight(self) -> BackendOperand | None:
         """fprop's operand as codes, where the backend keeps those; padding comes in when they are unpacked."""
         if self.dtype != torch.bfloat16:
