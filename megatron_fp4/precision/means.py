@@ -16,12 +16,12 @@ tokens' own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import BackendOperand, RowGroups
+from megatron_fp4.precision.backend import Backend, BackendOperand, RowGroups
 from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.recipe import USES, Place, Recipe, uses_means
 from megatron_fp4.precision.token_messages import start_all_gather
@@ -30,7 +30,22 @@ from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear_call import LinearCall
+    from torch.distributed import ProcessGroup
+
+
+class _Call(Protocol):
+    """What is needed of a `LinearCall`, which says what these are."""
+
+    recipe: Recipe
+    backend: Backend
+    num_tokens: int
+    slices: dict[str, ProcessGroup]
+    group_rows: int
+    padded_group_rows: int
+
+    def pad_tokens(self, x: Tensor) -> Tensor: ...
+
+    def signs(self, gemm: str) -> Tensor: ...
 
 
 def adds_means(recipe: Recipe) -> bool:
@@ -44,7 +59,7 @@ def mean_tokens(recipe: Recipe, tensor: str) -> int:
     return recipe.mean_group if needed else 1
 
 
-def split(call: LinearCall, tensor: str, x: Tensor, needs_wgrad: bool = True) -> tuple[Tensor | None, Tensor | None]:
+def split(call: _Call, tensor: str, x: Tensor, needs_wgrad: bool = True) -> tuple[Tensor | None, Tensor | None]:
     """The means [groups, features] of a tensor [tokens, features], padded, or of this rank's slice of it, and what is
     left of it without them, padded; None for what nobody needs. Both in x's dtype."""
     if not (call.recipe[USES[tensor][0]].removes_mean or (needs_wgrad and adds_means(call.recipe))):
@@ -56,7 +71,7 @@ def split(call: LinearCall, tensor: str, x: Tensor, needs_wgrad: bool = True) ->
     return means, rest if rest.shape[0] == x.shape[0] else call.pad_tokens(rest)
 
 
-def without_means(call: LinearCall, place: Place, x: Tensor, rest: Tensor | None = None) -> Tensor:
+def without_means(call: _Call, place: Place, x: Tensor, rest: Tensor | None = None) -> Tensor:
     """What the operand at `place` is made of where that of `x` [tokens, features], padded, would be: `x` itself, or
     what is left of it without its means. rest: that, if it is known already."""
     if not call.recipe[place].removes_mean:
@@ -66,14 +81,14 @@ def without_means(call: LinearCall, place: Place, x: Tensor, rest: Tensor | None
     return rest
 
 
-def means_of_all(call: LinearCall, tensor: str, means: Tensor | None) -> Tensor | None:
+def means_of_all(call: _Call, tensor: str, means: Tensor | None) -> Tensor | None:
     """The means of all tokens, from those that `split` gave."""
     if means is None or tensor not in call.slices:
         return means
     return start_all_gather(means, call.slices[tensor], beside=False).wait()
 
 
-def add_means(call: LinearCall, place: Place, product: Tensor, means: Tensor | None, weight: BackendOperand) -> None:
+def add_means(call: _Call, place: Place, product: Tensor, means: Tensor | None, weight: BackendOperand) -> None:
     """Add to a product [tokens, features], padded, what the means that the operand at `place` is without have of it:
     their own product with the weight, in FP32, the same row for every token of a group."""
     if not call.recipe[place].removes_mean:
@@ -85,7 +100,7 @@ def add_means(call: LinearCall, place: Place, product: Tensor, means: Tensor | N
     add_by_group(product[: call.num_tokens], terms, call.recipe.mean_group)
 
 
-def add_products_of_means(call: LinearCall, gradient: Tensor, dy_means: Tensor, x_means: Tensor) -> None:
+def add_products_of_means(call: _Call, gradient: Tensor, dy_means: Tensor, x_means: Tensor) -> None:
     """Add to a weight gradient, FP32 [out, in] without padding, what its operands are without."""
     padded, kept = call.padded_group_rows, call.group_rows
     rows = None if padded == kept else RowGroups(padded, kept)

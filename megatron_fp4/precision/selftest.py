@@ -280,7 +280,8 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
             return {place: make() for place, make, _ in _makers(call, {name: tensor})}
 
         call = LinearCall(_context(backend, ungrouped), tensors["weight"], tensor)
-        sources = {place: tensor.t() if place.transposed else tensor for place in stochastic}
+        sources = {place: without_means(call, place, tensor) for place in stochastic}
+        sources = {place: source.t() if place.transposed else source for place, source in sources.items()}
         rows = {place: transformed(source, call, place).contiguous() for place, source in sources.items()}
         for place in stochastic:
 
