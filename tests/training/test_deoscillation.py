@@ -60,7 +60,7 @@ class Trained:
             self.model, mesh, units=list(self.model.blocks), fp32_units=self.model.fp32_units(), compute_dtype=dtype,
             reshard=False, ends=[self.model.embedding, self.model.head],
         )  # fmt: skip
-        self.model.to_empty(device="cpu")
+        self.model.to_empty(device=mesh.device)
         initialize(self.model, SMALL, seed=7)
         self.linears = dict(self.model.linears())
         shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in self.linears.items()]
@@ -296,19 +296,23 @@ def test_without_sums_of_its_own_a_run_waits_for_the_next_window(mesh: ParallelM
 
 
 class Moves(torch.optim.Optimizer):
-    """Moves every weight at random, equally on any mesh."""
+    """Sets every weight at random, and then moves it, equally on any mesh and device."""
 
     def __init__(self, model: HybridModel) -> None:
-        self.named, self.draws = list(model.named_parameters()), torch.Generator().manual_seed(3)
-        super().__init__([parameter for _, parameter in self.named], {})
+        self.parameters, self.draws = list(model.parameters()), torch.Generator().manual_seed(3)
+        super().__init__(self.parameters, {})
+        self.move(0.0, 0.1)
+
+    def step(self) -> None:  # type: ignore[override]
+        self.move(1.0, 0.01)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for _, parameter in self.named:
-            local = local_part(parameter)
-            moves = 0.01 * torch.randn(parameter.shape, generator=self.draws)
-            at = global_offsets(parameter)
-            local.add_(moves[tuple(slice(o, o + n) for o, n in zip(at, local.shape, strict=True))])
+    def move(self, keep: float, size: float) -> None:
+        for parameter in self.parameters:
+            local, at = local_part(parameter), global_offsets(parameter)
+            moves = size * torch.randn(parameter.shape, generator=self.draws)
+            here = moves[tuple(slice(o, o + n) for o, n in zip(at, local.shape, strict=True))]
+            local.mul_(keep).add_(here.to(local.device))
 
 
 def moved(mesh: ParallelMesh) -> list[tuple[Resets | None, dict[str, Tensor]]]:
