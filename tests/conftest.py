@@ -3,13 +3,26 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from data.builtin import open_builtin
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the built-in corpus at a vocabulary of 512, which takes some ten seconds to build: once for
+    all processes that run tests. Not to be changed."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    open_builtin(512, folder / "corpus")
+    return folder / "corpus"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,7 @@
-"""pretrain.py as its user starts it: in processes of its own, under torchrun, with a model small enough for seconds."""
+"""pretrain.py as its user starts it: in processes of its own, under torchrun, with a model small enough for seconds.
+
+The first start of each kind is of a new interpreter; those that go on come from a fork server (tests/programs.py).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
+from tests.programs import ROOT, Program, environments_of_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = 8
 SMALL = [
     "model.pattern=M-*-",
@@ -54,9 +57,9 @@ SMALL = [
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides of a small run; the corpus is prepared once."""
-    return [*SMALL, f"data.cache_dir={tmp_path_factory.mktemp('corpus')}"]
+def small(corpus: Path) -> list[str]:
+    """Overrides of a small run on the built-in corpus."""
+    return [*SMALL, f"data.cache_dir={corpus}"]
 
 
 def command(num_processes: int, overrides: list[str], torchrun: str = "torch.distributed.run") -> list[str]:
@@ -76,9 +79,12 @@ def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distr
 
 
 def run(num_processes: int, overrides: list[str], code: int = 0) -> str:
-    process = start(num_processes, overrides)
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == code, output
+    """What a run printed whose processes come from a fork server, without torchrun: rank 0, then the others."""
+    environments = environments_of_ranks(num_processes) if num_processes > 1 else [None]
+    programs = [Program([ROOT / "pretrain.py", *overrides], environment) for environment in environments]
+    outputs = [program.communicate(timeout=240)[0] for program in programs]
+    output = "".join(outputs)
+    assert [program.returncode for program in programs] == [code] * num_processes, output
     return output
 
 
@@ -117,7 +123,10 @@ def assert_same_checkpoint(one: Path, other: Path, scratch: Path) -> None:
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, small: list[str]) -> Any:
     """(processes, folder, output) of a run from step 0 to the end."""
     folder = tmp_path_factory.mktemp(f"straight{request.param}") / "run"
-    return request.param, folder, run(request.param, [*small, f"run.dir={folder}"])
+    process = start(request.param, [*small, f"run.dir={folder}"])
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return request.param, folder, output
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,9 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("s3cret-corpus")
-
-
 def test_modes_and_texts_of_everything_in_the_folder(tmp_path: Path, corpus: Path, monkeypatch: Any) -> None:
     """Two ranks with a loader worker each, and wandb: all that they create is theirs to read, and no resolved value."""
+    corpus = Path(shutil.copytree(corpus, tmp_path / "s3cret-corpus"))
     monkeypatch.setenv("MY_CORPUS", str(corpus))
     folder = tmp_path / "run"
     overrides = [

@@ -129,8 +129,9 @@ class PhaseConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class MegatronConfig:
-    """The Megatron run whose samples `data.order=megatron` goes on with. Its `--seed` is `run.seed`, its `--seq-length`
-    `train.sequence_length`, and the sources are in the blend in the order of its prefixes.
+    """The Megatron run whose samples `data.order=megatron` goes on with. Its `--seed` is `data.seed` (or
+    `run.seed`), its `--seq-length` `train.sequence_length`, and the sources are in the blend in the order of its
+    prefixes.
 
     split: `--split`, such as `[949,50,1]`, if `--data-path` named the files: training takes the first share, and
         without `data.validation` the second one is held out. null: all, as with `--train-data-path`.
@@ -183,6 +184,8 @@ class DataConfig:
     order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
         already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
+    seed: of that order and of `fim`; null means `run.seed`. Runs of one `run.seed` and several of these begin with the
+        same weights and read other samples; runs of several `run.seed` and one of these read the same.
     megatron: the run that `data.order=megatron` goes on with.
     fim: source name -> fill-in-the-middle of its documents; a source that is not named has none.
     phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
@@ -203,6 +206,7 @@ class DataConfig:
     tokenizer: str | None = None
     eod_token: str | None = None
     order: Literal["documents", "windows", "megatron"] = "documents"
+    seed: Seed | None = None
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     fim: dict[str, FimConfig] = field(default_factory=dict)
     max_epochs: Positive | dict[str, Positive] | None = None
@@ -420,7 +424,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class RunConfig:
-    """dir: everything the run writes. seed: of initialization, data order and stochastic rounding.
+    """dir: everything the run writes. seed: of initialization, stochastic rounding and, unless `data.seed` is given,
+        data order.
 
     device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
     replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit
@@ -477,3 +482,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     after_switch: PrecisionConfig | None = None
     from_environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of samples."""
+        return self.run.seed if self.data.seed is None else self.data.seed

@@ -177,7 +177,8 @@ def _makers(call: LinearCall, tensors: Mapping[str, Tensor]) -> Iterator[tuple[P
         makers = call.prepare(*USES[name], tensor)
         for place, make in zip(USES[name], makers, strict=True):
             assert make is not None
-            yield place, make, tensor.t() if place.transposed else tensor
+            source = call.without_means(place, tensor)
+            yield place, make, source.t() if place.transposed else source
 
 
 def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

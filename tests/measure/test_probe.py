@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +12,15 @@ from torch import Tensor
 
 from megatron_fp4.measure import probe as probe_module
 from megatron_fp4.measure import samples
-from megatron_fp4.measure.probe import LinearMeasurement, Probe
+from megatron_fp4.measure.probe import LinearMeasurement, Probe, ProbedCall
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import quantize_operand
+from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
-from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
+from megatron_fp4.quantization.tensor import Encoded
 from tests.recipes import changed
 from tests.training.harness import alone, launch, toy_mesh
 
@@ -94,6 +97,9 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         assert ("crest_rht" in statistics) == bool(rht)
         if operand.source == "tensor":
             assert statistics["amax"] == tensors[name].abs().max().item()
+        else:  # of what the codes stand for
+            assert statistics["amax"] == pytest.approx(tensors[name].abs().max().item(), rel=0.05)
+            assert statistics["rms"] == pytest.approx(tensors[name].double().square().mean().sqrt().item(), rel=0.02)
         if operand.reuse_fprop or (rht and recipe.rht_signs == "fresh"):
             continue
         seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
@@ -114,6 +120,55 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         expected[gemm] = ((result.double() - product).norm() / product.norm()).item()
     quantized = {place.gemm for place in PLACES if place.name in found.operands}
     assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
+
+
+class _Records(EmulatedBackend):
+    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`."""
+
+    def __init__(self) -> None:
+        self.multiplied: list[tuple[Tensor, Tensor | None]] = []
+
+    def gemm(self, a: Any, b: Any, *settings: Any, **more: Any) -> Tensor:
+        self.multiplied += [(of.unpacked().clone(), of.scale) for of in (a, b)]
+        return super().gemm(a, b, *settings, **more)
+
+
+@contextmanager
+def _measured() -> Iterator[dict[tuple[str, Place], tuple[Encoded, Tensor | None]]]:
+    """What probes made of each linear's operands inside a `with`, and in which units."""
+    measured, encode, one = {}, samples.encode_operand, ProbedCall._operand
+
+    def operand(call: ProbedCall, place: Place, x: Tensor, count: int, unit: Tensor | None = None) -> None:
+        def encoded(*arguments: Any, **settings: Any) -> Encoded:
+            made = encode(*arguments, **settings)
+            measured[call.call.context.name, place] = made, unit
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(samples, "encode_operand", encoded)
+            one(call, place, x, count, unit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProbedCall, "_operand", operand)
+        yield measured
+
+
+def _same(measured: tuple[Encoded, Tensor | None], multiplied: tuple[Tensor, Tensor | None]) -> bool:
+    """Whether values and tensor scales are the same bit for bit."""
+    (encoded, unit), (values, scale) = measured, multiplied
+    own = encoded.decode_scale()
+    both = own if unit is None else unit if own is None else own * unit
+    same_scale = both is scale is None or (both is not None and scale is not None and torch.equal(both, scale))
+    return same_scale and torch.equal(encoded.block_values(), values.float())
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_what_is_measured_is_what_the_linear_multiplies(recipe: Recipe) -> None:
+    backend = _Records()
+    with alone(), _measured() as measured:
+        _run(recipe, Probe(), backend=backend)
+    multiplied = dict(zip(PLACES, backend.multiplied, strict=True))
+    assert measured and all(_same(of, multiplied[place]) for (_, place), of in measured.items())
 
 
 def test_the_transform_is_seen() -> None:
@@ -222,7 +277,30 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
         y = second(first(x))
         y.backward(torch.randn(64, 64, generator=generator).bfloat16())
     assert all(layer.context.probe is None for layer in layers.values())
+    _measure_slices(tp_size)
     return probe.collect(list(layers))
+
+
+def _measure_slices(tp_size: int) -> None:
+    """Of linears that quantize their own slice of the tokens, with the draws of its place, probes measure the whole."""
+    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
+    layers = {"first": ColumnParallelLinear(64, 128, mesh), "second": RowParallelLinear(128, 64, mesh)}
+    recipe = changed(
+        RECIPES["by Quartet II"], fprop_activation=replace(SIX, four_over_six=False, rounding="stochastic")
+    )
+    generator = torch.Generator().manual_seed(1 + mesh.tp_rank)
+    for name, layer in layers.items():
+        layer.weight.data._local_tensor.normal_(generator=generator)
+        layer.context.name, layer.context.recipe, layer.context.backend = name, recipe, _Records()
+    with _measured() as measured, Probe().attached({name: layer.context for name, layer in layers.items()}):
+        x = torch.randn(256 // tp_size, 64, generator=generator).bfloat16().requires_grad_()
+        y = layers["second"](layers["first"](x))
+        y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+    assert len(measured) == 2 * len(PLACES)
+    for (name, place), of in measured.items():
+        backend = layers[name].context.backend
+        assert isinstance(backend, _Records)
+        assert _same(of, backend.multiplied[PLACES.index(place)]), (name, place)
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """Runs a function on several gloo ranks, and gives it a small sharded model to train.
 
-Processes come from a fork server that has torch imported already, so that a launch costs well under a second.
+Processes come from a fork server that has torch imported already (tests/programs.py), so that a launch costs well under
+a second.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import random
@@ -31,9 +31,8 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import local_parameter as local
 from megatron_fp4.training.optimizer import build_optimizer
+from tests.programs import fork_server
 
-# torch._dynamo because FSDP imports it when first used, which would cost every process a second.
-_PRELOAD = [__name__, "megatron_fp4.checkpoint.checkpointer", "pytest", "numpy.random", "torch._dynamo"]
 VOCAB_SIZE = 32
 LENGTH = 8
 
@@ -54,9 +53,7 @@ def launch(
     exit_codes: given, receives the ranks' exit codes, and failing ranks are no error; what they returned is None.
     seconds: after which ranks that still run are killed.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(target=_enter, args=(function, rank, world_size, folder, args), daemon=True)

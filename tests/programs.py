@@ -1,0 +1,149 @@
+"""Programs as their users start them, in processes that come from a fork server with torch imported already: a start
+costs some tenths of a second instead of five.
+
+What such a process has in common with `python program.py`: a process id, arguments, an environment, a folder, files for
+what it prints, default handlers of signals, `__main__`, its exit code. What differs: modules of `PRELOAD` were imported
+before, so what happens while they are is for a test that starts Python itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# torch._dynamo and torch._inductor because FSDP and deterministic algorithms import them when first used.
+PRELOAD = [
+    "tests.programs",
+    "tests.training.harness",
+    "pretrain",
+    "pytest",
+    "numpy.random",
+    "torch._dynamo",
+    "torch._inductor.config",
+    "torch.utils.tensorboard",
+    "megatron_fp4.checkpoint.checkpointer",
+    "megatron_fp4.report.plot",
+    "megatron_fp4.planning.dry_run",
+]
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """There is one in each process; it ends with it."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+class Program:
+    """A started program, with those of `subprocess.Popen`'s methods that tests use.
+
+    command: the path of a script and its arguments. environment: None for this process's own. errors_apart: stderr is
+    not part of the output. Nothing reads while it runs: what it prints goes to files.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
+        errors_apart: bool = False,
+    ) -> None:
+        self._scratch = tempfile.TemporaryDirectory()
+        self._printed = [Path(self._scratch.name, name) for name in ("output", "errors")]
+        given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
+        words = [str(word) for word in command]
+        self._process = fork_server().Process(
+            target=_run, args=(words, given, str(folder), *map(str, self._printed), errors_apart)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises TimeoutExpired, and kills the process then."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self.send_signal(signal.SIGKILL)
+            self._process.join()
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0, "\n".join(self._read()))
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed, once it has ended. Raises as `wait` does."""
+        self.wait(timeout)
+        output, errors = self._read()
+        return output, errors
+
+    def _read(self) -> list[str]:
+        return [path.read_text(errors="replace") if path.exists() else "" for path in self._printed]
+
+
+def run_program(
+    command: Sequence[str | Path],
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` with `capture_output` and `text`."""
+    program = Program(command, environment, folder, errors_apart=True)
+    output, errors = program.communicate(timeout)
+    return subprocess.CompletedProcess(list(command), program.wait(), output, errors)
+
+
+def environments_of_ranks(world_size: int) -> list[dict[str, str]]:
+    """This process's environment with what torchrun adds for each rank on one host."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    world |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    return [{**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def _run(
+    command: list[str], environment: dict[str, str], folder: str, output: str, errors: str, errors_apart: bool
+) -> None:
+    """In the new process: become `python command`."""
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for path, descriptor in ((output, 1), (errors, 2)):
+        if descriptor == 2 and not errors_apart:
+            os.dup2(1, 2)
+            continue
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    torch.set_num_threads(1)
+    sys.argv = command
+    sys.path[:] = [str(Path(command[0]).resolve().parent), *(path for path in sys.path if path)]
+    runpy.run_path(command[0], run_name="__main__")
