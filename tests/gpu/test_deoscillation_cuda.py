@@ -27,7 +27,8 @@ def test_values(recipe: str, mesh: ParallelMesh) -> None:
             assert torch.equal(found.real().cpu(), expected.real())
 
 
-def test_resets(mesh: ParallelMesh) -> None:
-    for (resets, weights), (on_gpu, weights_on_gpu) in zip(moved(on_cpu()), moved(mesh), strict=True):
-        assert resets is not None and resets == on_gpu and resets.num_reset > 0
-        assert all(torch.equal(weights[name], weights_on_gpu[name].cpu()) for name in weights)
+@pytest.mark.parametrize("recipe", ["16x16", "1x16 4/6"])
+def test_resets(recipe: str, mesh: ParallelMesh) -> None:
+    (resets, weights), (on_gpu, weights_on_gpu) = moved(on_cpu(), recipe), moved(mesh, recipe)
+    assert resets is not None and resets == on_gpu and resets.num_reset > 0
+    assert all(torch.equal(weights[name], weights_on_gpu[name].cpu()) for name in weights)
