@@ -22,7 +22,7 @@ Work: each step of a window quantizes the weights once more, as its first micro-
 
 A checkpoint inside a window holds the sums (in the part `deoscillation`, beside model and optimizer), so that a resume
 goes on with every bit. A run that comes into the middle of a window without sums (it began from a checkpoint of a run
-without this, went back to an earlier one after a spike, or has another ratio) waits for the next window.
+without this, went back to an earlier one after a spike, or has another ratio or other formats) waits for the next.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.precision.switch import step_or_fraction
 
 KEY = "optimizer.deoscillation"
@@ -256,15 +257,19 @@ class Deoscillation:
         return self._sums
 
     def state_dict(self) -> dict[str, Any] | None:
-        """For the checkpoint, beside its tensors: the window that is open, None without."""
-        return None if self._window is None else {"window": self._window, "ratio": self.ratio}
+        """For the checkpoint, beside its tensors: the window that is open and what its sums are of, None without."""
+        return None if self._window is None else {"window": self._window, **self._kind()}
+
+    def _kind(self) -> dict[str, Any]:
+        weights = {name: str(self._linears[name].context.recipe[FPROP_WEIGHT]) for name in self._watched_now()}
+        return {"ratio": self.ratio, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint whose tensors have been loaded, or wait for the next window if it has none for this
         run."""
         sums = self._sums
         self._close()
-        if state is not None and state["ratio"] == self.ratio and sums:
+        if state is not None and sums and self._kind().items() <= state.items():
             self._window, self._plan, self._sums = state["window"], self._controller.plan, sums
 
 

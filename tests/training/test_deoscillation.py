@@ -283,13 +283,16 @@ def test_goes_on_inside_a_window_with_every_bit(
     assert again.step(7) == events[7]
     back()
     again.before_step(9)
-    assert again.deoscillation.state_dict() == {"window": 9, "ratio": RATIO}
+    state = again.deoscillation.state_dict()
+    assert state is not None and (state["window"], state["ratio"]) == (9, RATIO)
+    assert set(state["weights"].values()) == {"nvfp4 16x16"} and len(state["weights"]) == len(again.linears) - 1
     assert not any(whole(sums).any() for sums in again.deoscillation.tensors().values())
 
 
 def test_without_sums_of_its_own_a_run_waits_for_the_next_window(mesh: ParallelMesh, tmp_path: Path) -> None:
-    for old in (Trained(mesh, windows=None), Trained(mesh, ratio=3.0)):
-        folder = tmp_path / str(old.deoscillation.ratio)
+    six = Trained(mesh, recipe=RECIPES["16x16 4/6"])
+    for name, old in {"none": Trained(mesh, windows=None), "six": six, "ratio": Trained(mesh, ratio=3.0)}.items():
+        folder = tmp_path / name
         old.checkpoints(folder)
         for step in range(3):
             old.step(step)
