@@ -89,7 +89,7 @@ class Trained:
 
     def update(self, step: int, accept: bool = True) -> None:
         train_step(
-            self.model, self.optimizer, micro_batches(step, self.mesh, 2), self.mesh, self.clock,
+            self.model, self.optimizer, micro_batches(step, self.mesh, self.mesh.dp_size), self.mesh, self.clock,
             step=step, lr=1e-2, clip_norm=1.0, accept=None if accept else lambda *_: False,
         )  # fmt: skip
 
