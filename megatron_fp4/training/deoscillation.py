@@ -126,7 +126,7 @@ class Deoscillation:
 
     linears: those of the plan by name, with parameters that hold values. ratio: see the top of this file. dtype: the
     compute dtype. optimizer: of the run, whose updates are watched. before_change: called before weights change or sums
-    go outside of an update, for whoever may still be copying them.
+    go outside of an update, for whoever may still be copying them. say: tells people why a window is left out.
     """
 
     def __init__(
@@ -139,8 +139,10 @@ class Deoscillation:
         dtype: torch.dtype,
         optimizer: torch.optim.Optimizer,
         before_change: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.windows, self.ratio, self._before_change = windows, ratio, before_change
+        self.windows, self.ratio, self._before_change, self._say = windows, ratio, before_change, say
+        self._left_out: int | None = None
         self._controller, self._mesh, self._dtype = controller, mesh, dtype
         # Of every plan, so that a checkpoint has the same tensors under each.
         names = watched(controller.plans) if windows is not None else []
@@ -181,9 +183,16 @@ class Deoscillation:
         window = self.windows.around(step)
         if self._window is not None and (window != self._window or self._plan is not self._controller.plan):
             self._close()
-        if window == step and self._window is None and self._watched_now():
-            self._window, self._plan = window, self._controller.plan
-            self._sums = self._zeros(self._linears)
+        if window is not None and self._window is None and self._watched_now():
+            if window == step:
+                self._window, self._plan = window, self._controller.plan
+                self._sums = self._zeros(self._linears)
+            elif window != self._left_out:
+                self._left_out = window
+                self._say(
+                    f"de-oscillation: nothing is known of how the window of steps {window + 1} to "
+                    f"{window + self.windows.window} began, under the plan and ratio of now; it is left out"
+                )
         if self._window is not None and not self._quantized:
             self._quantized = {name: self._forward_weight(name) for name in self._watched_now()}
 

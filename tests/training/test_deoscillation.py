@@ -78,9 +78,10 @@ class Trained:
             else optimizer(self.model)
         )
         self.checkpointer: Checkpointer | None = None
+        self.said: list[str] = []
         self.deoscillation = Deoscillation(
             windows, ratio, self.linears, self.controller, mesh, dtype, self.optimizer,
-            lambda: self.checkpointer.before_change() if self.checkpointer is not None else None,
+            lambda: self.checkpointer.before_change() if self.checkpointer is not None else None, self.said.append,
         )  # fmt: skip
 
     def before_step(self, step: int) -> None:
@@ -247,7 +248,7 @@ def test_a_precision_switch_ends_a_window_without_a_reset(mesh: ParallelMesh) ->
     run.step(1)
     assert run.deoscillation.open
     for step in range(2, 8):
-        assert run.step(step) is None and not run.deoscillation.open
+        assert run.step(step) is None and not run.deoscillation.open and not run.said
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
@@ -268,7 +269,7 @@ def test_goes_on_inside_a_window_with_every_bit(
     first.checkpointer.finish()
     assert [len([*folder.glob("*.distcp")]) for folder in sorted(tmp_path.glob("step_*"))] == [2, 3, 2, 3]
     again = Trained(mesh, windows)
-    assert again.checkpoints(tmp_path, asynchronous) == 7
+    assert again.checkpoints(tmp_path, asynchronous) == 7 and not again.said
     assert again.deoscillation.open and any(sums.any() for sums in again.deoscillation.tensors().values())
     assert [again.step(step) for step in (7, 8)] == events[7:] and events[7] is not None
     assert same(again.state(), straight.state())
@@ -300,6 +301,8 @@ def test_without_sums_of_its_own_a_run_waits_for_the_next_window(mesh: ParallelM
         run = Trained(mesh)
         assert run.checkpoints(folder) == 3 and same(run.state(), old.state())
         assert run.step(3) is None and not run.deoscillation.open
+        (said,) = run.said
+        assert "the window of steps 2 to 4 began" in said and said.endswith("it is left out")
         assert run.step(4) is None and run.step(5) is None and run.deoscillation.open
     off = Trained(mesh, windows=None)
     assert off.checkpoints(folder) == 3 and off.step(3) is None and same(off.weights(), off.weights())
