@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ import pytest
 import torch
 
 from scripts.compare_memory import table
+from tests.programs import run_program
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("train.sequence_length=64", "precision.switch.when=never")
 
 
 def compare(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/compare_memory.py", *arguments]
-    environment = {**os.environ, "WORLD_SIZE": str(ranks)}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    return run_program(["scripts/compare_memory.py", *arguments], {**os.environ, "WORLD_SIZE": str(ranks)})
 
 
 @pytest.mark.slow
