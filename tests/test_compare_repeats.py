@@ -194,7 +194,7 @@ def test_a_resumed_start_finds_no_choices_of_the_machine(
 def test_a_run_killed_before_its_first_checkpoint_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, KILLED)
     with pytest.raises(FailedError, match="killed before its first checkpoint; raise --kill-after"):
-        compare_repeats.Program([], 1, tmp_path, 30.0).killed("killed", 2)
+        compare_repeats.Program([], 1, tmp_path, 5.0).killed("killed", 2)
 
 
 def test_a_run_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
