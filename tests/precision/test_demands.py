@@ -49,6 +49,7 @@ SCOPES = ("both", "forward", "backward")
 TOKENS = (2064, 16)
 
 
+@functools.cache
 def composed(model: str, precision: str = "nvfp4") -> Config:
     return compose_config([f"model={model}", f"precision={precision}"], CONFIGS)
 
