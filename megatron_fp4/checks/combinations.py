@@ -17,8 +17,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_fp4.checks.effects import validate_prompts, validate_replay, validate_spikes
+from megatron_fp4.config.data_schema import DataConfig
 from megatron_fp4.config.file_mode import umask_of
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.training.schedule import WSDSchedule
 

@@ -232,7 +232,7 @@ class ProbedCall:
         )
         assert make is not None
         made = make()
-        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as `requantized_by` has it
+        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `requantized_by`
 
     def _operand(self, place: Place, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         """x: [rows, k] as the linear quantizes it, `count` elements no padding; in units of `unit`, as `_source`."""

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.backend import (
+    Backend,
+    BackendOperand,
+    MakeOperand,
+    OperandRequest,
+    RowGroups,
+    requantized_by,
+)
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
@@ -223,14 +230,14 @@ class LinearCall:
 
     def requantized(self, operand: BackendOperand, place: Place) -> MakeOperand:
         """What makes the operand at `place` of what fprop's operand of the same tensor stands for."""
-        made: MakeOperand = self.backend.requantized(
+        return requantized_by(
+            self.backend,
             operand,
             self.request(place),
             dtype=self.dtype,
             keep=place.tensor in self.slices,
             amax_group=self.slices.get(place.tensor) or self.context.amax_group(place.tensor),
         )
-        return made
 
     def send(self, make: MakeOperand | None, place: Place, beside: bool = True) -> MakeOperand | None:
         """What gives the operand of all tokens.

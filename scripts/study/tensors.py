@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from assembly import CONFIGS, Run, build, configure, set_determinism
+from assembly import CONFIGS, build, configure, set_determinism
 from megatron_fp4.checkpoint.files import read_manifest
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
@@ -25,6 +25,7 @@ from megatron_fp4.precision.plan import build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.training.accumulate import ALONE, accumulate
 from megatron_fp4.training.step import train_step
+from run_parts import Run
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.linear_call import LinearCall

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from assembly import configure, plans_of
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_fp4.config.data_schema import DataConfig
+from megatron_fp4.config.schema import Config, ConfigError, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
