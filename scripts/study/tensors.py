@@ -68,6 +68,11 @@ class Study:
         return {name: tensors[name] for first in firsts for name in first}
 
     @property
+    def every_linear(self) -> dict[str, dict[str, Tensor]]:
+        """The same of all linears."""
+        return self._trained()[1]
+
+    @property
     def errors(self) -> dict[str, dict[str, float]]:
         """Relative error of fprop, dgrad and wgrad of every linear, all of them quantized."""
         return self._trained()[2]
