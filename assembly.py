@@ -201,8 +201,10 @@ def open_deoscillation(
     controller: PrecisionController,
     optimizer: torch.optim.Optimizer,
     checkpointer: Checkpointer,
+    say: Callable[[str], None],
 ) -> Deoscillation:
-    """What resets the oscillating weights of `model`, its sums in the checkpoints of `checkpointer`."""
+    """What resets the oscillating weights of `model`, its sums in the checkpoints of `checkpointer`. say: as
+    `Deoscillation` has it."""
     settings, steps = config.optimizer.deoscillation, config.train.steps
     decay_start = WSDSchedule(config.schedule, config.optimizer.lr, steps).decay_start_step
     checkpointer.deoscillation = Deoscillation(
@@ -214,6 +216,7 @@ def open_deoscillation(
         getattr(torch, config.precision.compute_dtype),
         optimizer,
         checkpointer.before_change,
+        say,
     )
     return checkpointer.deoscillation
 
@@ -266,7 +269,9 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         backend=backend,
         schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
         optimizer=optimizer,
-        deoscillation=open_deoscillation(config, mesh, model, controller, optimizer.optimizer, checkpointer),
+        deoscillation=open_deoscillation(
+            config, mesh, model, controller, optimizer.optimizer, checkpointer, log.console.text
+        ),
         bundle=bundle,
         loader=loader,
         validation=validation,

@@ -29,8 +29,9 @@ from megatron_fp4.precision.backend import (
     requantized_by,
 )
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, GemmOperand, transform_signs
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
+from megatron_fp4.precision.means import mean_tokens, without_means
 from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.precision.recipe import (
     BF16,
@@ -41,14 +42,10 @@ from megatron_fp4.precision.recipe import (
     WGRAD_ACTIVATION,
     Place,
     Recipe,
-    uses_means,
 )
 from megatron_fp4.precision.token_messages import start_all_gather
 from megatron_fp4.quantization.elements import E2M1_MAX
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.group_means import add_by_group, group_sums
-from megatron_fp4.quantization.group_means_cuda import split_means
-from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
@@ -164,7 +161,7 @@ class LinearCall:
             if group is None or not self._sends_operands(tensor):
                 continue
             # Whole blocks, tiles and groups with a mean; padding then is none.
-            if self.num_tokens % (group.size() * math.lcm(demands.tokens, self._mean_tokens(tensor))) == 0:
+            if self.num_tokens % (group.size() * math.lcm(demands.tokens, mean_tokens(self.recipe, tensor))) == 0:
                 self.slices[tensor] = group
 
     @property
@@ -188,9 +185,10 @@ class LinearCall:
 
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
         keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype
-        is BF16, and counts as rounded then (weights). rest: as of `without_means`.
+        is BF16, and counts as rounded then (weights). rest: as `without_means` has it.
         """
-        if columns is not None and rows is not None and self.removes_mean(columns) != self.removes_mean(rows):
+        removed = {self.recipe[place].removes_mean for place in (columns, rows) if place is not None}
+        if len(removed) == 2:
             # Two different tensors.
             first, _ = self.prepare(columns, None, x, keep_columns=keep_columns, rest=rest)
             _, second = self.prepare(None, rows, x, keep_rows=keep_rows, rest=rest)
@@ -199,7 +197,7 @@ class LinearCall:
         tensor = "" if place is None else place.tensor
         sliced = tensor in self.slices
         return self.backend.operands(
-            x if place is None else self.without_means(place, x, rest),
+            x if place is None else without_means(self, place, x, rest),
             None if columns is None else self.request(columns),
             None if rows is None else self.request(rows),
             dtype=self.dtype,
@@ -312,57 +310,6 @@ class LinearCall:
         made: BackendOperand = self.backend.transposed(operand)
         return made
 
-    # ---------------------------------------------------------------------------------------------------------- means
-
-    def removes_mean(self, place: Place) -> bool:
-        """Whether the operand at `place` is quantized without its means over groups of tokens."""
-        return self.recipe[place].removes_mean
-
-    @property
-    def adds_means(self) -> bool:
-        """Whether the weight gradient has a part that is the product of both tensors' means."""
-        return uses_means([self.recipe.wgrad])
-
-    def split(self, tensor: str, x: Tensor, needs_wgrad: bool = True) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """The means of a tensor [tokens, features], padded, or of this rank's slice of it, and what is left without
-        them, padded; None if nobody needs them. Both in x's dtype, see quantization/group_means.py.
-        """
-        if not (self.removes_mean(USES[tensor][0]) or (needs_wgrad and self.adds_means)):
-            return None, None
-        means, rest = split_means(x[: self.num_tokens], self.recipe.mean_group)
-        return means, rest if rest.shape[0] == x.shape[0] else self.pad_tokens(rest)
-
-    def without_means(self, place: Place, x: Tensor, rest: Tensor | None = None) -> Tensor:
-        """What the operand at `place` is made of where that of `x` [tokens, features], padded, would be: `x` itself, or
-        what is left of it without its means. rest: that, if it is known already."""
-        if not self.removes_mean(place):
-            return x
-        rest = self.split(place.tensor, x)[1] if rest is None else rest
-        assert rest is not None
-        return rest
-
-    def means_of_all(self, tensor: str, means: Tensor | None) -> Tensor | None:
-        """The means of all tokens, from those that `split` gave."""
-        if means is None or tensor not in self.slices:
-            return means
-        return start_all_gather(means, self.slices[tensor], beside=False).wait()
-
-    def add_means(self, place: Place, product: Tensor, means: Tensor | None, weight: BackendOperand) -> None:
-        """Add to a product [tokens, features], padded, what the means that the operand at `place` is without have of
-        it: their own product with the weight, in FP32, the same row for every token of a group."""
-        if not self.removes_mean(place):
-            return
-        assert means is not None
-        rht = self.recipe.gemms[place.gemm].rht
-        rows = random_hadamard_transform(means.to(torch.bfloat16), rht, self.signs(place.gemm)) if rht else means
-        terms = self.backend.gemm(GemmOperand(rows), weight, torch.float32)
-        add_by_group(product[: self.num_tokens], terms, self.recipe.mean_group)
-
-    def _mean_tokens(self, tensor: str) -> int:
-        """Tokens that share a mean of the tensor, 1 where nobody needs one."""
-        needed = self.adds_means or self.removes_mean(USES[tensor][0])
-        return self.recipe.mean_group if needed else 1
-
     # --------------------------------------------------------------------------------------------------------- weight
 
     @property
@@ -449,23 +396,11 @@ class LinearCall:
         total = local_part(weight.grad)
         return total if total.dtype == torch.float32 and total.is_contiguous() else None
 
-    def weight_gradient(
-        self,
-        dy: BackendOperand,
-        x: BackendOperand,
-        total: Tensor | None,
-        means: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """dy^T x of wgrad's operands, FP32 [out, in] without padding; added to `total` where there is one.
-
-        means: of dy and x, whose product the operands are without.
-        """
+    def weight_gradient(self, dy: BackendOperand, x: BackendOperand, total: Tensor | None) -> Tensor:
+        """dy^T x of wgrad's operands, FP32 [out, in] without padding; added to `total` where there is one."""
         padded, kept = self.padded_group_rows, self.group_rows
         rows = None if padded == kept else RowGroups(padded, kept)
         product: Tensor = self.backend.gemm(dy, x, torch.float32, total, rows)
-        if means is not None:
-            of_dy = group_sums(means[0], self.num_tokens, self.recipe.mean_group)
-            product = self.backend.gemm(GemmOperand(of_dy.t()), GemmOperand(means[1].t()), torch.float32, product, rows)
         return product
 
     # -------------------------------------------------------------------------------------------------------- padding

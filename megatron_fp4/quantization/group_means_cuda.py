@@ -16,16 +16,16 @@ from megatron_fp4.quantization.group_means import group_means, without_means
 _COLUMNS = 128  # of a program
 
 
-def split_means(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """`group_means` of x [tokens, features], and x `without_means`."""
+def split_means(x: Tensor, size: int, *, only_means: bool = False) -> tuple[Tensor, Tensor]:
+    """`group_means` of x [tokens, features], and x `without_means`; or, with `only_means`, x itself for the second."""
     whole = x.shape[0] and x.shape[0] % size == 0
     if not (whole and x.dtype == torch.bfloat16 and cuda.gpu.available(x.device)):
         means = group_means(x, size)
-        return means, without_means(x, means, size)
+        return means, x if only_means else without_means(x, means, size)
     x = x.contiguous()
     groups, features = x.shape[0] // size, x.shape[1]
-    means, rest = x.new_empty(groups, features), torch.empty_like(x)
+    means, rest = x.new_empty(groups, features), x if only_means else torch.empty_like(x)
     grid = (groups * -(-features // _COLUMNS),)
-    constants = {"SIZE": size, "COLUMNS": _COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
+    constants = {"SIZE": size, "COLUMNS": _COLUMNS, "REST": not only_means, "num_warps": 4, "enable_fp_fusion": False}
     launch("triton_group_means.split_kernel", grid, (x, means, rest, features, 1 / size), constants)
     return means, rest

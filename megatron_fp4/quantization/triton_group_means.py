@@ -19,11 +19,12 @@ from megatron_fp4.quantization.triton_arithmetic import as_long
 def split_kernel(
     x_ptr,  # BF16 [groups * SIZE, features]
     means_ptr,  # out: BF16 [groups, features]
-    rest_ptr,  # out: BF16 [groups * SIZE, features]
+    rest_ptr,  # out with REST: BF16 [groups * SIZE, features]
     features,
     share,  # 1 / SIZE
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    REST: tl.constexpr,
 ):
     across = tl.cdiv(features, COLUMNS)
     group = tl.program_id(0) // across
@@ -39,8 +40,9 @@ def split_kernel(
     half = tl.sum(tl.reshape(half, [2, 2, COLUMNS]), 0)
     mean = (tl.sum(half, 0) * share).to(tl.bfloat16)
     tl.store(means_ptr + as_long(group) * features + column, mean, column < features)
-    taken = mean.to(tl.float32)[None, :]
-    for i in range(0, SIZE // 16):
-        place = start + as_long(i) * 16 * features + offsets
-        rest = tl.load(x_ptr + place, mask, 0.0).to(tl.float32) - taken
-        tl.store(rest_ptr + place, rest.to(tl.bfloat16), mask)
+    if REST:
+        taken = mean.to(tl.float32)[None, :]
+        for i in range(0, SIZE // 16):
+            place = start + as_long(i) * 16 * features + offsets
+            rest = tl.load(x_ptr + place, mask, 0.0).to(tl.float32) - taken
+            tl.store(rest_ptr + place, rest.to(tl.bfloat16), mask)

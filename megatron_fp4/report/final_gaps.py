@@ -1,7 +1,7 @@
 """What recipes cost at the end of their runs, and which differences are more than noise: a table, and a figure.
 
-A gap is of a pair of finished runs (`held_out.py`) that were validated after equally many tokens. Groups of one or two
-pairs have their standard error from the standard deviation of all groups, pooled (`noise.py`).
+A gap is of a pair of finished runs (`held_out.py`) that were validated after equally many tokens. Groups of fewer
+than five pairs have their standard error from the standard deviation within all groups, pooled (`noise.py`).
 """
 
 from __future__ import annotations
@@ -75,14 +75,17 @@ class FinalGaps:
             name: estimate([gap.nats for gap in of_group], shared) for name, of_group in self.gaps.items() if of_group
         }
 
-    @cached_property
-    def base_noise(self) -> Pooled | None:
-        """The standard deviation of the base's own last losses, in percent of their mean, over those after equally many
-        tokens."""
+    def ends(self, group: str) -> dict[int, list[float]]:
+        """The last losses of a group's finished runs, by tokens."""
         by_tokens: dict[int, list[float]] = {}
-        for run in self.groups[self.base]:
+        for run in self.groups[group]:
             for tokens, loss in self.losses(run).items():
                 by_tokens.setdefault(tokens, []).append(loss)
+        return dict(sorted(by_tokens.items()))
+
+    def noise(self, group: str) -> Pooled | None:
+        """The standard deviation of these losses in percent of their mean, among those after equally many tokens."""
+        by_tokens = self.ends(group)
         return pooled([100 * loss * len(losses) / sum(losses) for loss in losses] for losses in by_tokens.values())
 
     def left_out(self) -> list[str]:
@@ -91,10 +94,8 @@ class FinalGaps:
         for name, runs in self.groups.items():
             for run in runs:
                 if run.final is None:
-                    last = (
-                        f"last validated after {short_tokens(max(run.losses))} tokens" if run.losses else "unvalidated"
-                    )
-                    why = f"not finished, {last}"
+                    last = short_tokens(max(run.losses, default=0))
+                    why = f"not finished, last validated after {last} tokens"
                 elif name != self.base and not any(other.final == run.final for other in partners(run, base)):
                     why = f"no finished run of {self.base} has its start ({run.pair.start}), data and length"
                 else:
@@ -111,20 +112,19 @@ def final_table(groups: Groups, against: str | None = None) -> str:
     base, of_base, of_other = next(iter(groups)), *_compared(groups, against)
     if not of_base.percent:
         return "\n".join([_NO_PAIR.format(base=base), *(f"left out: {line}" for line in of_base.left_out())])
-    heads = ["recipe", "pairs", f"above {base}", "nats per token", "beyond the noise"]
+    heads = ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token", "beyond the noise"]
     if of_other is not None:
         heads += [f"above {against}", "beyond the noise"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name in groups:
-        if name == base:
-            continue
         percent, nats = of_base.percent.get(name), of_base.nats.get(name)
-        cells = [name, str(percent.count if percent else 0), _percent(percent), _nats(nats), _said(percent)]
+        count = "-" if name == base else str(percent.count if percent else 0)
+        cells = [name, _end(of_base, name), count, _percent(percent), _nats(nats), _said(percent)]
         if of_other is not None:
             difference = None if name == against else of_other.percent.get(name)
             cells += [_percent(difference), _said(difference)]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_notes(groups, of_base, of_other)])
+    return "\n".join([*lines, "", *_notes(of_base, of_other)])
 
 
 def source_table(groups: Groups) -> str | None:
@@ -154,8 +154,8 @@ def draw_final(groups: Groups, target: str | Path, against: str | None = None) -
     if not rows:
         raise ValueError(_NO_PAIR.format(base=base))
     with picture(target, figsize=(8.5, 1.7 + 0.36 * len(rows)), dpi=150) as (figure, axes):
-        if of_base.base_noise is not None:
-            edge = of_base.base_noise.deviation
+        if (noise := of_base.noise(base)) is not None:
+            edge = noise.deviation
             axes.axvspan(
                 -edge, edge, color=BLACK, alpha=0.07, linewidth=0, label=f"{base}: one standard deviation of its runs"
             )
@@ -197,6 +197,16 @@ def _compared(groups: Groups, against: str | None) -> tuple[FinalGaps, FinalGaps
     return FinalGaps(groups, base), FinalGaps(groups, against) if against not in (None, base) else None
 
 
+def _end(found: FinalGaps, group: str) -> str:
+    by_tokens, noise = found.ends(group), found.noise(group)
+    count = sum(map(len, by_tokens.values()))
+    deviation = "" if noise is None else f"{noise.deviation:.2f}%"
+    if len(by_tokens) == 1:
+        [losses] = by_tokens.values()
+        return f"{sum(losses) / count:.4f}{' ± ' if deviation else ''}{deviation} ({count})"
+    return f"± {deviation} ({count})" if deviation else f"({count})"
+
+
 def _percent(of: Estimate | None) -> str:
     if of is None:
         return "-"
@@ -213,23 +223,19 @@ def _said(of: Estimate | None) -> str:
     return "-" if of is None or of.beyond_noise is None else "yes" if of.beyond_noise else "no"
 
 
-def _notes(groups: Groups, of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
-    base, runs = of_base.base, [run for run in groups[of_base.base] if run.final is not None]
-    ends = sorted({run.final for run in runs if run.final is not None})
+def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
+    ends = list(of_base.ends(of_base.base))
     spans = " to ".join(short_tokens(tokens) for tokens in dict.fromkeys((ends[0], ends[-1])))
-    noise = of_base.base_noise
-    scatter = "" if noise is None else f", standard deviation {noise.deviation:.2f}%"
-    losses = ", ".join(f"{run.losses[run.final]:.4f}" for run in runs[:8] if run.final is not None)
-    more = ", ..." if len(runs) > 8 else ""
     lines = [
-        f"{base}: {counted(len(runs), 'finished run')} after {spans} tokens, losses {losses}{more}{scatter}.",
-        "±: one standard error of the mean over pairs. beyond the noise: zero is outside the 95% interval (Student's "
-        "t); of twenty recipes that cost nothing, one is expected there.",
+        f"loss at the end: of {of_base.base} after {spans} tokens; mean and standard deviation of finished runs, and "
+        "how many they are.",
+        "±, of gaps: one standard error of the mean over pairs. beyond the noise: zero is outside the 95% interval "
+        "(Student's t); of twenty recipes that cost nothing, one is expected there.",
     ]
     for found, words in ((of_base, ""), *(((of_other, f", of those above {of_other.base}"),) if of_other else ())):
         if found.shared and any(row.shared for row in found.percent.values()):
             lines.append(
-                f"*: of one or two pairs, by the standard deviation of gaps pooled over all groups with several: "
+                f"*: of fewer than five pairs, by the standard deviation of gaps within all groups, pooled: "
                 f"{found.shared.deviation:.2f}%, {counted(found.shared.freedom, 'degree')} of freedom{words}."
             )
     left = of_base.left_out()

@@ -33,8 +33,9 @@ class HeldOut:
     """Validation losses of one run.
 
     losses: by tokens trained on, nats per token, mean of the sources, each weighed alike. sources: the same by source.
-    seed, data_seed: `run.seed` and `data.seed` (None: the run's). start: of a branch, which checkpoint it began from.
-    final: tokens of its last validation if the run is finished. name: for messages.
+    seed, data_seed: `run.seed` and `data.seed` (None: the run's). start: of a branch, which checkpoint it began from;
+    trunk: the folder, as it was called then, of the run whose checkpoint that is. steps: how many the run is to have.
+    final: tokens of its last validation if the run is finished. folder: where it lies.
     """
 
     seed: int
@@ -42,8 +43,15 @@ class HeldOut:
     sources: dict[int, dict[str, float]] = field(default_factory=dict)
     data_seed: int | None = None
     start: str | None = None
+    trunk: str | None = None
+    steps: int | None = None
     final: int | None = None
-    name: str = ""
+    folder: str = ""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return Path(self.folder).name
 
     @property
     def pair(self) -> Pair:
@@ -68,8 +76,9 @@ def read_held_out(run_dir: str | Path) -> HeldOut:
     try:
         config = yaml.safe_load(config_file.read_text())
         seed, data_seed = int(config["run"]["seed"]), (config.get("data") or {}).get("seed")
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{config_file} names no run.seed") from error
+        data_seed = None if data_seed is None else int(data_seed)
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
     records = records_of_run(run_dir)
     losses, sources, last = {}, {}, 0
     for record in records:
@@ -79,25 +88,28 @@ def read_held_out(run_dir: str | Path) -> HeldOut:
                 tokens, last = int(record["tokens"]), int(record["step"])
                 losses[tokens], sources[tokens] = statistics.mean(measured.values()), measured
     starts = [record for record in records if record["kind"] == "run"]
-    finished = bool(losses) and (not starts or last == starts[-1].get("steps", last))
-    return HeldOut(
-        seed, losses, sources, data_seed, start_of(starts), max(losses) if finished else None, Path(run_dir).name
-    )
+    steps = starts[-1].get("steps") if starts else None
+    finished = bool(losses) and last == (last if steps is None else steps)
+    start, trunk = start_of(starts)
+    final = max(losses) if finished else None
+    return HeldOut(seed, losses, sources, data_seed, start, trunk, steps, final, str(Path(run_dir).resolve()))
 
 
-def start_of(starts: Sequence[Mapping[str, Any]]) -> str | None:
-    """The checkpoint that a run with these `run` records began from; None if it began from nothing.
+def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
+    """The checkpoint that a run with these `run` records began from, and, if it took its whole state, the folder of the
+    run that saved it; None if it began from nothing.
 
-    The same checkpoint has the same name wherever it lies, with its whole state and as weights alone two names.
+    The same checkpoint has the same name wherever it lies; with its whole state and as weights alone two names.
     """
     for how in ("origin", "initialized_from"):
         for origin in (start.get(how) for start in starts):
             if isinstance(origin, Mapping):
                 path = Path(str(origin.get("path", "")))
                 content = str(origin.get("manifest_sha256", path))[:12]
-                run = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
-                return f"{run} step {origin.get('step')} ({content}{'' if how == 'origin' else ', weights alone'})"
-    return None
+                run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+                start = f"{run.name} step {origin.get('step')} ({content}"
+                return (f"{start})", str(run)) if how == "origin" else (f"{start}, weights alone)", None)
+    return None, None
 
 
 def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:

@@ -1,11 +1,11 @@
 """How sure a mean of few numbers is: standard errors, standard deviations pooled over groups, Student's t.
 
-Groups of one or two numbers know too little of their own spread. If what makes numbers scatter is the same in every
-group (here: seeds), the groups with several numbers say together how much it is:
+Groups of few numbers know little of their own spread: of three, the 95% interval is 4.3 standard errors to each side.
+If what makes numbers scatter is the same in every group (here: seeds), the groups say together how much it is:
 
     s^2 = sum (n_g - 1) s_g^2 / sum (n_g - 1)
 
-with as many degrees of freedom as the denominator.
+with as many degrees of freedom as the denominator, over groups of two numbers or more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 # So many numbers of its own a group needs to say how they scatter.
-_OWN = 3
+_OWN = 5
 _SHARE = 0.95
 
 
@@ -83,13 +83,11 @@ class Estimate:
 
 
 def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate:
-    """Of at least one number: with their own standard deviation if there are three or more, else with `shared`; if that
-    is None too, with their own as far as there is one."""
+    """Of at least one number: with their own standard deviation if there are five or more, else with `shared`; if that
+    says no more than their own, with their own as far as there is one."""
     own = spread(numbers)
-    if own.deviation is not None and (own.count >= _OWN or shared is None):
+    if own.count >= _OWN or shared is None or shared.freedom < own.count:
         return Estimate(own.mean, own.error, own.count, own.count - 1)
-    if shared is None:
-        return Estimate(own.mean, None, own.count)
     return Estimate(own.mean, shared.deviation / math.sqrt(own.count), own.count, shared.freedom, shared=True)
 
 

@@ -29,9 +29,19 @@ class Gap(NamedTuple):
 
 def partners(run: HeldOut, base: Sequence[HeldOut]) -> list[HeldOut]:
     """The runs of `base` that began as `run` did and read the same; of these those of its own seed, if there are any
-    (branches from one checkpoint may differ in the seed of their rounding)."""
+    (branches from one checkpoint may differ in the seed of their rounding). If there are none, the run that `run` is a
+    branch of, which went on itself, if it has the same length and so the same learning rates."""
     alike = [other for other in base if other.pair == run.pair]
-    return [other for other in alike if other.seed == run.seed] or alike
+    return [other for other in alike if other.seed == run.seed] or alike or _trunk(run, base)
+
+
+def _trunk(run: HeldOut, base: Sequence[HeldOut]) -> list[HeldOut]:
+    if run.trunk is None:
+        return []
+    data_seed, name = run.pair.data_seed, Path(run.trunk).name
+    fit = [other for other in base if other.pair.data_seed == data_seed and other.steps == run.steps]
+    named = [other for other in fit if other.name == name]  # folders may have come here from another machine
+    return [other for other in fit if other.folder == run.trunk] or (named if len(named) == 1 else [])
 
 
 def gaps(

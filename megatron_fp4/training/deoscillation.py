@@ -22,7 +22,7 @@ Work: each step of a window quantizes the weights once more, as its first micro-
 
 A checkpoint inside a window holds the sums (in the part `deoscillation`, beside model and optimizer), so that a resume
 goes on with every bit. A run that comes into the middle of a window without sums (it began from a checkpoint of a run
-without this, went back to an earlier one after a spike, or has another ratio) waits for the next window.
+without this, went back to an earlier one after a spike, or has another ratio or other formats) waits for the next.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.precision.switch import step_or_fraction
 
 KEY = "optimizer.deoscillation"
@@ -125,7 +126,7 @@ class Deoscillation:
 
     linears: those of the plan by name, with parameters that hold values. ratio: see the top of this file. dtype: the
     compute dtype. optimizer: of the run, whose updates are watched. before_change: called before weights change or sums
-    go outside of an update, for whoever may still be copying them.
+    go outside of an update, for whoever may still be copying them. say: tells people why a window is left out.
     """
 
     def __init__(
@@ -138,8 +139,10 @@ class Deoscillation:
         dtype: torch.dtype,
         optimizer: torch.optim.Optimizer,
         before_change: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.windows, self.ratio, self._before_change = windows, ratio, before_change
+        self.windows, self.ratio, self._before_change, self._say = windows, ratio, before_change, say
+        self._left_out: int | None = None
         self._controller, self._mesh, self._dtype = controller, mesh, dtype
         # Of every plan, so that a checkpoint has the same tensors under each.
         names = watched(controller.plans) if windows is not None else []
@@ -180,9 +183,16 @@ class Deoscillation:
         window = self.windows.around(step)
         if self._window is not None and (window != self._window or self._plan is not self._controller.plan):
             self._close()
-        if window == step and self._window is None and self._watched_now():
-            self._window, self._plan = window, self._controller.plan
-            self._sums = self._zeros(self._linears)
+        if window is not None and self._window is None and self._watched_now():
+            if window == step:
+                self._window, self._plan = window, self._controller.plan
+                self._sums = self._zeros(self._linears)
+            elif window != self._left_out:
+                self._left_out = window
+                self._say(
+                    f"de-oscillation: nothing is known of how the window of steps {window + 1} to "
+                    f"{window + self.windows.window} began, under the plan and ratio of now; it is left out"
+                )
         if self._window is not None and not self._quantized:
             self._quantized = {name: self._forward_weight(name) for name in self._watched_now()}
 
@@ -256,15 +266,19 @@ class Deoscillation:
         return self._sums
 
     def state_dict(self) -> dict[str, Any] | None:
-        """For the checkpoint, beside its tensors: the window that is open, None without."""
-        return None if self._window is None else {"window": self._window, "ratio": self.ratio}
+        """For the checkpoint, beside its tensors: the window that is open and what its sums are of, None without."""
+        return None if self._window is None else {"window": self._window, **self._kind()}
+
+    def _kind(self) -> dict[str, Any]:
+        weights = {name: str(self._linears[name].context.recipe[FPROP_WEIGHT]) for name in self._watched_now()}
+        return {"ratio": self.ratio, "weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a checkpoint whose tensors have been loaded, or wait for the next window if it has none for this
         run."""
         sums = self._sums
         self._close()
-        if state is not None and state["ratio"] == self.ratio and sums:
+        if state is not None and sums and self._kind().items() <= state.items():
             self._window, self._plan, self._sums = state["window"], self._controller.plan, sums
 
 

@@ -25,6 +25,7 @@ def test_the_bits_of_the_cpu(tokens, features, size, dtype):
     means, rest = split_means(x.cuda(), size)
     assert torch.equal(means.cpu(), expected)
     assert torch.equal(rest.cpu(), without_means(x, expected, size))
+    assert torch.equal(split_means(x.cuda(), size, only_means=True)[0].cpu(), expected)
 
 
 def test_what_is_not_finite_stays_in_its_group_and_feature():

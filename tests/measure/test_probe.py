@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
 from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe, uses_means
+from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.tensor import Encoded
 from tests.recipes import changed, without_means
@@ -45,6 +45,7 @@ RECIPES = {
     ),
     "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, reuse_fprop=True), wgrad_rht=0),
     "by Quartet II": Recipe("by Quartet II", Gemm(SIX, SIX), Gemm(EDEN, AGAIN, 128), Gemm(EDEN, AGAIN, 128), "fresh"),
+    "means": without_means(NVFP4, mean_group=32),
     "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
     "dgrad only": Recipe("dgrad only", dgrad=Gemm(SR, ROW)),
 }
@@ -90,6 +91,10 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
     tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
+    for place, operand in recipe.operands.items():
+        if operand.removes_mean:
+            _, rest = split_means({"activation": x, "gradient": dy}[place.tensor], recipe.mean_group)
+            tensors[place.name] = rest.t() if place.transposed else rest
     assert set(found.operands) == {place.name for place, operand in recipe.operands.items() if operand.quantized}
     context = LinearContext("a", recipe, RunClock(seed=3, step=5))
     for name, statistics in found.operands.items():
@@ -124,12 +129,16 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
 
 
 class _Records(EmulatedBackend):
-    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`."""
+    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`;
+    `means`: not those of means, which come behind the others of their GEMM."""
 
-    def __init__(self) -> None:
+    def __init__(self, means: bool) -> None:
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
+        self.means = means
 
     def gemm(self, a: Any, b: Any, *settings: Any, **more: Any) -> Tensor:
+        if self.means and not a.quantized:
+            return super().gemm(a, b, *settings, **more)
         self.multiplied += [(of.unpacked().clone(), of.scale) for of in (a, b)]
         return super().gemm(a, b, *settings, **more)
 
@@ -163,18 +172,12 @@ def _same(measured: tuple[Encoded, Tensor | None], multiplied: tuple[Tensor, Ten
     return same_scale and torch.equal(encoded.block_values(), values.float())
 
 
-MEASURED = {**RECIPES, "without means": without_means(NVFP4)}
-
-
-@pytest.mark.parametrize("recipe", MEASURED.values(), ids=MEASURED)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_what_is_measured_is_what_the_linear_multiplies(recipe: Recipe) -> None:
-    backend = _Records()
+    backend = _Records(uses_means(recipe.gemms.values()))
     with alone(), _measured() as measured:
         _run(recipe, Probe(), backend=backend)
-    of_gemms = list(zip(*[iter(backend.multiplied)] * 2, strict=True))
-    if uses_means(recipe.gemms.values()):  # a GEMM of means follows each
-        of_gemms = of_gemms[::2]
-    multiplied = dict(zip(PLACES, itertools.chain(*of_gemms), strict=True))
+    multiplied = dict(zip(PLACES, backend.multiplied, strict=True))
     assert measured and all(_same(of, multiplied[place]) for (_, place), of in measured.items())
 
 

@@ -26,11 +26,12 @@ def test_groups_of_several_say_together_how_numbers_scatter():
     assert pooled([[1.0], [2.0]]) is None
 
 
-def test_few_numbers_take_the_pooled_deviation_and_three_their_own():
+def test_few_numbers_take_the_pooled_deviation_and_five_their_own():
     shared = Pooled(0.5, 8)
     assert estimate([2.0], shared) == Estimate(2.0, 0.5, 1, 8, shared=True)
     assert estimate([2.0, 4.0], shared) == Estimate(3.0, 0.5 / 2**0.5, 2, 8, shared=True)
-    assert estimate([1.0, 2.0, 3.0], shared) == Estimate(2.0, pytest.approx(3**-0.5), 3, 2)
+    assert estimate([1.0, 2.0, 3.0, 4.0, 5.0], shared) == Estimate(3.0, pytest.approx(0.5**0.5), 5, 4)
+    assert estimate([1.0, 2.0, 3.0], Pooled(1.0, 2)) == Estimate(2.0, pytest.approx(3**-0.5), 3, 2)  # of itself alone
     assert estimate([2.0, 4.0]) == Estimate(3.0, pytest.approx(1.0), 2, 1)
     alone = estimate([2.0])
     assert alone.error is alone.half_width is alone.beyond_noise is None

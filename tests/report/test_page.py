@@ -44,7 +44,7 @@ def write_run(folder: Path, gap: float = 0.0, **extra: Any) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(
         "train: {steps: 40, lr: 0.1}\n"
-        "data: {phases: [{name: broad, fraction: 0.5, blend: {code: 1}}, {name: <b>, fraction: 0.5}]}\n"
+        "data: {seed: 3, phases: [{name: broad, fraction: 0.5, blend: {code: 1}}, {name: <b>, fraction: 0.5}]}\n"
         "run: {seed: 7}\nmodel: {name: tiny, pattern: M*-, hidden_dim: 64}\n"
     )
     (folder / "plan.yaml").write_text(
@@ -91,7 +91,7 @@ def test_a_page_says_what_the_run_was(tmp_path: Path) -> None:
     page = Page(write_report([write_run(tmp_path / "run")], defaults=DEFAULTS))
     text = re.sub(r"\s+", " ", page.text)
     for words in (
-        "state finished", "steps 40 of 40", "tiny, 4.77M parameters, 3 blocks (M*-), width 64", "seed 7",
+        "state finished", "steps 40 of 40", "tiny, 4.77M parameters, 3 blocks (M*-), width 64", "seed 7, of the data 3",
         "nvfp4 for 75% of the steps, from step 31 on bf16", "8 of 12 linears (nvfp4), 42.0% of the model's FLOPs",
         "of it waiting for data 10.00%", "peak memory of the first device 12.5 GiB", "steps skipped 1",
         "3.0000 nats per token; 3.000 below the unigram entropy (step 40)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,43 @@ def test_branches_are_paired_by_their_start_and_share_a_partner():
         gaps(runs, [HeldOut(1, {10: 1.0}), HeldOut(2, {10: 1.0})])
 
 
+def test_a_trunk_that_went_on_is_the_partner_of_its_branches():
+    trunks = [HeldOut(s, {5: 3.0, 10: 2.0 * s}, steps=100, folder=f"/runs/trunk{s}") for s in (1, 2)]
+    branches = [
+        HeldOut(s, {10: 2.02 * s}, start=f"c{s}", trunk=f"/elsewhere/trunk{s}", steps=100, folder=f"/runs/branch{s}")
+        for s in (1, 2)
+    ]
+    assert percents(gaps(branches, trunks)[10]) == pytest.approx({"c1": 1.0, "c2": 1.0})
+    own = HeldOut(1, {10: 2.01}, start="c1", steps=100)  # a branch of the base goes first
+    assert percents(gaps(branches, [*trunks, own])[10])["c1"] == pytest.approx(100 * (2.02 / 2.01 - 1))
+    for other in (
+        replace(trunks[0], steps=200),
+        replace(trunks[0], data_seed=3),
+        replace(trunks[0], folder="/runs/other"),
+    ):
+        with pytest.raises(ValueError, match="no pair"):
+            gaps(branches[:1], [other])
+    with pytest.raises(ValueError, match="no pair"):  # two of that name, and none lies where the trunk lay
+        gaps(branches[:1], [trunks[0], replace(trunks[0], seed=3, data_seed=1, folder="/b/trunk1")])
+    there = replace(trunks[0], seed=3, data_seed=1, folder="/elsewhere/trunk1")
+    assert percents(gaps(branches[:1], [trunks[0], there])[10]) == pytest.approx({"c1": 1.0})
+
+
 def test_what_cannot_be_paired_is_refused():
     with pytest.raises(ValueError, match=r"no pair: the runs began with seed 3, the base with seed 1;"):
         gaps([HeldOut(3, {10: 1.0})], [HeldOut(1, {10: 1.0})])
     with pytest.raises(ValueError, match=r"x and y have the same start \(seed 1\), run.seed=1 .* name one run of each"):
-        gaps([HeldOut(1, {10: 1.0}, name="x"), HeldOut(1, {10: 1.0}, name="y")], [HeldOut(1, {10: 1.0})])
+        gaps([HeldOut(1, {10: 1.0}, folder="/x"), HeldOut(1, {10: 1.0}, folder="/y")], [HeldOut(1, {10: 1.0})])
 
 
 def test_sources_weigh_alike_and_one_that_was_not_measured_leaves_its_point_out(tmp_path):
     run = write_run(tmp_path / "run", 7, {1: {"a": 1.0, "b": 3.0}, 2: {"a": 1.0, "b": None}})
-    expected = HeldOut(7, {1_000_000: 2.0}, {1_000_000: {"a": 1.0, "b": 3.0}}, final=1_000_000, name="run")
+    expected = HeldOut(7, {1_000_000: 2.0}, {1_000_000: {"a": 1.0, "b": 3.0}}, final=1_000_000, folder=str(run))
     assert read_held_out(run) == expected
-    (run / "config.yaml").write_text("model: {}\n")
-    with pytest.raises(ValueError, match=r"names no run\.seed"):
-        read_held_out(run)
+    for config in ("model: {}\n", "run: {seed: '${oc.env:SEED}'}\n"):
+        (run / "config.yaml").write_text(config)
+        with pytest.raises(ValueError, match=r"names no run\.seed"):
+            read_held_out(run)
 
 
 def test_what_a_run_says_of_its_start_its_data_and_its_end(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_fp4.checkpoint import shards
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import DeoscillationConfig, OptimizerConfig
@@ -60,7 +61,7 @@ class Trained:
             self.model, mesh, units=list(self.model.blocks), fp32_units=self.model.fp32_units(), compute_dtype=dtype,
             reshard=False, ends=[self.model.embedding, self.model.head],
         )  # fmt: skip
-        self.model.to_empty(device="cpu")
+        self.model.to_empty(device=mesh.device)
         initialize(self.model, SMALL, seed=7)
         self.linears = dict(self.model.linears())
         shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in self.linears.items()]
@@ -77,9 +78,10 @@ class Trained:
             else optimizer(self.model)
         )
         self.checkpointer: Checkpointer | None = None
+        self.said: list[str] = []
         self.deoscillation = Deoscillation(
             windows, ratio, self.linears, self.controller, mesh, dtype, self.optimizer,
-            lambda: self.checkpointer.before_change() if self.checkpointer is not None else None,
+            lambda: self.checkpointer.before_change() if self.checkpointer is not None else None, self.said.append,
         )  # fmt: skip
 
     def before_step(self, step: int) -> None:
@@ -88,7 +90,7 @@ class Trained:
 
     def update(self, step: int, accept: bool = True) -> None:
         train_step(
-            self.model, self.optimizer, micro_batches(step, self.mesh, 2), self.mesh, self.clock,
+            self.model, self.optimizer, micro_batches(step, self.mesh, self.mesh.dp_size), self.mesh, self.clock,
             step=step, lr=1e-2, clip_norm=1.0, accept=None if accept else lambda *_: False,
         )  # fmt: skip
 
@@ -246,22 +248,28 @@ def test_a_precision_switch_ends_a_window_without_a_reset(mesh: ParallelMesh) ->
     run.step(1)
     assert run.deoscillation.open
     for step in range(2, 8):
-        assert run.step(step) is None and not run.deoscillation.open
+        assert run.step(step) is None and not run.deoscillation.open and not run.said
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in the background"])
-def test_goes_on_inside_a_window_with_every_bit(asynchronous: bool, mesh: ParallelMesh, tmp_path: Path) -> None:
+def test_goes_on_inside_a_window_with_every_bit(
+    asynchronous: bool, mesh: ParallelMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     windows = replace(WINDOWS, num_steps=13)
     straight, first = Trained(mesh, windows), Trained(mesh, windows)
+    # With sums a rank writes one file more.
+    monkeypatch.setattr(shards, "_FILE_BYTES", sum(tensor.nbytes for tensor in first.state().values()) // 2 + 8)
     events = [straight.step(step) for step in range(9)]
     assert first.checkpoints(tmp_path, asynchronous) == 0
-    for step in range(7):  # also outside of windows, before and after one with sums
+    for step in range(7):
         first.step(step)
-        first.save(step + 1)
+        if step + 1 in (1, 3, 4, 7):  # also outside of windows, before and after one with sums
+            first.save(step + 1)
     assert first.checkpointer is not None
     first.checkpointer.finish()
+    assert [len([*folder.glob("*.distcp")]) for folder in sorted(tmp_path.glob("step_*"))] == [2, 3, 2, 3]
     again = Trained(mesh, windows)
-    assert again.checkpoints(tmp_path, asynchronous) == 7
+    assert again.checkpoints(tmp_path, asynchronous) == 7 and not again.said
     assert again.deoscillation.open and any(sums.any() for sums in again.deoscillation.tensors().values())
     assert [again.step(step) for step in (7, 8)] == events[7:] and events[7] is not None
     assert same(again.state(), straight.state())
@@ -276,13 +284,16 @@ def test_goes_on_inside_a_window_with_every_bit(asynchronous: bool, mesh: Parall
     assert again.step(7) == events[7]
     back()
     again.before_step(9)
-    assert again.deoscillation.state_dict() == {"window": 9, "ratio": RATIO}
+    state = again.deoscillation.state_dict()
+    assert state is not None and (state["window"], state["ratio"]) == (9, RATIO)
+    assert set(state["weights"].values()) == {"nvfp4 16x16"} and len(state["weights"]) == len(again.linears) - 1
     assert not any(whole(sums).any() for sums in again.deoscillation.tensors().values())
 
 
 def test_without_sums_of_its_own_a_run_waits_for_the_next_window(mesh: ParallelMesh, tmp_path: Path) -> None:
-    for old in (Trained(mesh, windows=None), Trained(mesh, ratio=3.0)):
-        folder = tmp_path / str(old.deoscillation.ratio)
+    six = Trained(mesh, recipe=RECIPES["16x16 4/6"])
+    for name, old in {"none": Trained(mesh, windows=None), "six": six, "ratio": Trained(mesh, ratio=3.0)}.items():
+        folder = tmp_path / name
         old.checkpoints(folder)
         for step in range(3):
             old.step(step)
@@ -290,55 +301,66 @@ def test_without_sums_of_its_own_a_run_waits_for_the_next_window(mesh: ParallelM
         run = Trained(mesh)
         assert run.checkpoints(folder) == 3 and same(run.state(), old.state())
         assert run.step(3) is None and not run.deoscillation.open
+        (said,) = run.said
+        assert "the window of steps 2 to 4 began" in said and said.endswith("it is left out")
         assert run.step(4) is None and run.step(5) is None and run.deoscillation.open
     off = Trained(mesh, windows=None)
     assert off.checkpoints(folder) == 3 and off.step(3) is None and same(off.weights(), off.weights())
 
 
 class Moves(torch.optim.Optimizer):
-    """Moves every weight at random, equally on any mesh."""
+    """Sets every weight at random, and then moves it, equally on any mesh and device."""
 
     def __init__(self, model: HybridModel) -> None:
-        self.named, self.draws = list(model.named_parameters()), torch.Generator().manual_seed(3)
-        super().__init__([parameter for _, parameter in self.named], {})
+        self.parameters, self.draws = list(model.parameters()), torch.Generator().manual_seed(3)
+        super().__init__(self.parameters, {})
+        self.move(0.0, 0.1)
+
+    def step(self) -> None:  # type: ignore[override]
+        self.move(1.0, 0.01)
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for _, parameter in self.named:
-            local = local_part(parameter)
-            moves = 0.01 * torch.randn(parameter.shape, generator=self.draws)
-            at = global_offsets(parameter)
-            local.add_(moves[tuple(slice(o, o + n) for o, n in zip(at, local.shape, strict=True))])
+    def move(self, keep: float, size: float) -> None:
+        for parameter in self.parameters:
+            local, at = local_part(parameter), global_offsets(parameter)
+            moves = size * torch.randn(parameter.shape, generator=self.draws)
+            here = moves[tuple(slice(o, o + n) for o, n in zip(at, local.shape, strict=True))]
+            local.mul_(keep).add_(here.to(local.device))
 
 
-def moved(mesh: ParallelMesh) -> list[tuple[Resets | None, dict[str, Tensor]]]:
-    """Both kinds of weights' blocks, after a window: what was reset, and the weights."""
-    found = []
-    for recipe in ("16x16 4/6", "1x16 4/6"):
-        run = Trained(mesh, recipe=RECIPES[recipe], optimizer=Moves)
-        for step in (1, 2, 3):
-            run.before_step(step)
-            run.optimizer.step()
-            resets = run.deoscillation.after_step(step + 1)
-        found.append((resets, run.weights()))
-    return found
+def moved(mesh: ParallelMesh, recipe: str) -> tuple[Resets | None, dict[str, Tensor]]:
+    """After a window: what was reset, and the weights."""
+    run = Trained(mesh, recipe=RECIPES[recipe], optimizer=Moves)
+    for step in (1, 2):
+        run.before_step(step)
+        run.optimizer.step()
+        assert run.deoscillation.after_step(step + 1) is None
+    run.before_step(3)
+    run.optimizer.step()
+    return run.deoscillation.after_step(4), run.weights()
 
 
-LAYOUTS = [Layout(4), Layout(4, tensor=2), Layout(4, replicate=2)]
+# Blocks of 16x16 lie in the rows of several of four shards.
+LAYOUTS = [
+    (Layout(4), "16x16 4/6"),
+    (Layout(4, tensor=2), "16x16"),
+    (Layout(4, tensor=2), "1x16 4/6"),
+    (Layout(4, replicate=2), "16x16"),
+]
 
 
-def on_meshes(rank: int) -> list[list[tuple[Resets | None, dict[str, Tensor]]]]:
-    return [moved(layout.mesh()) for layout in LAYOUTS]
+def on_meshes(rank: int) -> list[tuple[Resets | None, dict[str, Tensor]]]:
+    return [moved(layout.mesh(), recipe) for layout, recipe in LAYOUTS]
 
 
 @pytest.mark.slow
 def test_resets_do_not_depend_on_the_mesh(mesh: ParallelMesh) -> None:
-    expected = moved(mesh)
+    expected = {recipe: moved(mesh, recipe) for _, recipe in LAYOUTS}
     for of_rank in launch(on_meshes, 4):
-        for found in of_rank:
-            for (resets, weights), (resets_of_one, weights_of_one) in zip(found, expected, strict=True):
-                assert resets is not None and resets == resets_of_one and 0.02 < resets.share < 0.98
-                assert same(weights, weights_of_one)
+        for (_, recipe), (resets, weights) in zip(LAYOUTS, of_rank, strict=True):
+            resets_of_one, weights_of_one = expected[recipe]
+            assert resets is not None and resets == resets_of_one and 0.02 < resets.share < 0.98
+            assert same(weights, weights_of_one)
 
 
 def test_windows() -> None:
