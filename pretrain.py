@@ -32,7 +32,6 @@ from pathlib import Path
 
 from assembly import (
     CONFIGS,
-    Run,
     build,
     configuration_errors,
     configure,
@@ -72,6 +71,7 @@ from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
 from preflight import check_samples, print_check
+from run_parts import Run
 
 
 def main(arguments: list[str]) -> int:
@@ -224,6 +224,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+        run.deoscillation.before_step(step)
         run.progress.at(done, "replay")
         measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
@@ -243,6 +244,8 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
         if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
             answer_spike(run, spike, lambda: run.beside_graphs(diagnose_spike, batch, result))  # noqa: B023
+        if resets := run.deoscillation.after_step(done):
+            log.resets(resets)
         if done == steps or is_due(config.validation.interval, done):
             losses = validate(run, done)
         take_note_of_saves(run, result.requests.save_failed)
@@ -250,7 +253,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
             save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
-        elif is_due(config.checkpoint.local_interval, done):
+        elif is_due(config.checkpoint.local_interval, done) and not run.deoscillation.open:
             save(run, done, local=True)
         if result.requests.stop and done < steps:
             log.stop(done, orders.why_stop)
@@ -394,7 +397,8 @@ def resume(run: Run) -> int:
             run.load_state_dict(resumed.trainer)
             check_samples(run.phases, start, run.loader.consumed_samples)
         say_what_differs(run, resumed)
-    run.check_epochs()
+    with configuration_errors():
+        run.check_epochs()
     return start
 
 

@@ -52,7 +52,7 @@ def differences(
     """
     one = next(iter(sources.values()))
     now = {"seed": one.seed, "seq_length": one.seq_length, "order": one.order}
-    keys = {"seed": "run.seed", "seq_length": "train.sequence_length", "order": "data.order"}
+    keys = {"seed": "data.seed (by default run.seed)", "seq_length": "train.sequence_length", "order": "data.order"}
     found = [f"{keys[key]} was {saved[key]} and is now {value}" for key, value in now.items() if saved[key] != value]
     if isinstance(schedule, MegatronSchedule) and "megatron" in saved:
         found += order_differences(saved["megatron"], schedule.order.description(), consumed_samples)

@@ -60,7 +60,7 @@ def open_run_data(config: Any, mesh: Any) -> tuple[DataBundle, MicroBatchLoader,
     bundle = KINDS[data.kind].open(data, vocab_size)
     phases = phase_schedule(config, {name: stream.num_tokens for name, stream in bundle.train.items()})
     sources: Mapping[str, Samples]
-    cut = train.sequence_length, config.run.seed, vocab_size
+    cut = train.sequence_length, config.data_seed, vocab_size
     if isinstance(phases, MegatronSchedule):
         sources = open_megatron(phases, bundle.train, megatron_run(data), *cut, data.cache_dir).sources
         bundle = replace(bundle, validation=held_out_by_split(bundle, data.megatron.split))

@@ -1,11 +1,15 @@
-"""What recipes cost, with error bars: groups of runs, each run against the base run of the same seed.
+"""What recipes cost, with error bars: groups of runs, each run against the base run of the same start and seeds.
 
     python scripts/compare_recipes.py bf16=runs/bf16_seed1,runs/bf16_seed2 \\
-        nvfp4=runs/nvfp4_seed1,runs/nvfp4_seed2 mxfp4=runs/mxfp4_seed1 --output gap.png
+        nvfp4=runs/nvfp4_seed1,runs/nvfp4_seed2 mxfp4=runs/mxfp4_seed1 --output gap.png --final final.png
+    python scripts/compare_recipes.py 'bf16=runs/bf16_from*' 'nvfp4=runs/nvfp4_from*' 'no_rht=runs/no_rht_from*'
 
-The first group is the base. Prints a Markdown table by tokens trained on: the base's held-out loss and its standard
-deviation over seeds, and the mean gap of each other group with its standard error (and how many pairs); draws the gaps.
-A run that is not finished counts as far as it got.
+The first group is the base. Runs from scratch are paired by run.seed and data.seed, branches by the checkpoint that
+they began from and data.seed. Prints Markdown tables: by tokens trained on, the base's held-out loss, its standard
+deviation, and the mean gap of each other group with its standard error (and how many pairs); at the end, the gaps in
+percent and nats, whether they are beyond the noise, and the differences to another group (--against; by default the
+second, if there are three); the same by held-out source. Draws the gaps over tokens (--output) and at the end
+(--final). A run that is not finished counts as far as it got, and not at the end.
 """
 
 from __future__ import annotations
@@ -13,27 +17,31 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_fp4.report.paired import draw, read_held_out, table
+from megatron_fp4.report.final_gaps import draw_final, final_table, source_table
+from megatron_fp4.report.held_out import read_groups
+from megatron_fp4.report.paired import draw, table
 
 
 def main() -> None:
     """Compare the groups named on the command line; exit code 2, with a line on stderr, if they cannot be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="+", metavar="NAME=RUN,RUN,...", help="a recipe and the folders of its runs")
-    parser.add_argument("--output", help="where to draw the picture (default: nowhere)")
+    parser.add_argument(
+        "groups", nargs="+", metavar="NAME=RUN,RUN,...", help="a recipe and its runs: folders or patterns"
+    )
+    parser.add_argument("--against", metavar="NAME", help="the group to which differences are told, besides the base")
+    parser.add_argument("--output", help="where to draw the gaps over tokens (default: nowhere)")
+    parser.add_argument("--final", help="where to draw the gaps at the end (default: nowhere)")
     options = parser.parse_args()
     try:
-        groups = {}
-        for group in options.groups:
-            name, equals, folders = group.partition("=")
-            if not (name and equals and folders) or name in groups:
-                raise ValueError(f"{group}: write each group once, as NAME=RUN,RUN,...")
-            groups[name] = [read_held_out(folder) for folder in folders.split(",")]
-        if len(groups) < 2:
-            raise ValueError("name two groups at least, the base first")
-        print(table(groups))
+        groups = read_groups(options.groups)
+        names = list(groups)
+        against = options.against or (names[1] if len(names) > 2 else None)
+        parts = [table(groups), final_table(groups, against), source_table(groups)]
+        print("\n\n".join(part for part in parts if part))
         if options.output:
             print(draw(groups, options.output))
+        if options.final:
+            print(draw_final(groups, options.final, against))
     except (OSError, ValueError) as error:
         print(f"compare_recipes.py: {error}", file=sys.stderr)
         sys.exit(2)

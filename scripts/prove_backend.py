@@ -30,6 +30,7 @@ from megatron_fp4.precision.backend_choice import BACKENDS, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.recipe import GEMMS, USES, Place, Recipe, recipe_from_config
 from megatron_fp4.precision.refusals import recipes_by_key
 from megatron_fp4.precision.selftest import Case, Finding, check, sample_tensors, transformed
@@ -196,7 +197,8 @@ def fairness_of(backend: Backend, case: Case, device: torch.device) -> dict[str,
                 assert made is not None
                 return made()
 
-            rows = transformed(tensor.t() if index else tensor, plain, place).contiguous()
+            source = without_means(plain, place, tensor)
+            rows = transformed(source.t() if index else source, plain, place).contiguous()
             found[place.name] = fairness(rows, Draws(make, _FAIRNESS_DRAWS), operand)
     return found
 

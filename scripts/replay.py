@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from assembly import CONFIGS, Run, build, check, set_determinism
+from assembly import CONFIGS, build, check, set_determinism
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, folder_name, list_checkpoints, read_manifest, step_of
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
@@ -38,6 +38,7 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distr
 from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
 from megatron_fp4.training.step import StepResult, train_step
 from pretrain import pin_autotuned
+from run_parts import Run
 
 
 def main(arguments: list[str]) -> int:
@@ -186,6 +187,7 @@ def compare(
         run.spikes.observe(result, done, lambda: None)
         if done in went_back and done < last:
             run.roll_back(done, went_back[done])
+        run.deoscillation.after_step(done)
     return differing
 
 
@@ -196,6 +198,7 @@ def repeat(run: Run, step: int, batch: Any) -> StepResult:
         step, lambda: gradient_noise(run.model, batch, run.mesh, controller, step=step, reshard=reshard).ratio
     )
     run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+    run.deoscillation.before_step(step)
     return train_step(
         run.model,
         run.optimizer.optimizer,

@@ -258,6 +258,7 @@ def test_a_finished_run_that_lost_its_records(finished: Path, copy: Path, start:
     ("override", "differs", "accepts"),
     [
         ("run.seed=7", "run.seed: 1234 in the checkpoint, 7 now", "checkpoint.allow_mismatch=true"),
+        ("data.seed=7", "data.seed (by default run.seed) was 1234 and is now 7", "checkpoint.allow_mismatch=true"),
         ("model.rope=true", "model.rope: False in the checkpoint, True now", "checkpoint.allow_mismatch=true"),
         ("train.sequence_length=32", "train.sequence_length: 64 in the", "checkpoint.allow_mismatch=true"),
         ("data.phases=[{name: all, fraction: 1, blend: {code: 1}}]", "'broad'", "checkpoint.allow_mismatch=true"),

@@ -12,12 +12,14 @@ import pretrain
 from tests.test_pretrain import SMALL, assert_same_checkpoint, losses, records
 
 pytestmark = pytest.mark.slow
+# A window of steps 3 and 4: a local checkpoint between them would not have its sums.
+DEOSCILLATION = [f"optimizer.deoscillation.{setting}" for setting in ("interval=4", "window=2", "start=2", "ratio=2")]
 
 
 def test_a_run_goes_on_from_its_local_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*SMALL, "logging.tensorboard=false", "checkpoint.interval=2", "train.steps=4"]
+    settings = [*SMALL, "logging.tensorboard=false", "checkpoint.interval=2", "train.steps=6", *DEOSCILLATION]
     folder, straight = tmp_path / "run", tmp_path / "straight"
     local = [*settings, f"run.dir={folder}", f"checkpoint.local_dir={tmp_path / 'disk'}", "checkpoint.local_interval=1"]
     assert pretrain.main([*settings, f"run.dir={straight}"]) == 0
@@ -26,26 +28,27 @@ def test_a_run_goes_on_from_its_local_checkpoint(
 
     def fail_later(run: Any, step: int, **settings: Any) -> None:
         save(run, step, **settings)
-        if step == 3:
+        if step == 5:
             run.checkpointer.finish()
-            monkeypatch.setattr(pretrain, "train_step", None)  # not callable: step 4 ends the run
+            monkeypatch.setattr(pretrain, "train_step", None)  # not callable: step 6 ends the run
 
     monkeypatch.setattr(pretrain, "save", fail_later)
     with pytest.raises(TypeError):
         pretrain.main(local)
     monkeypatch.undo()
-    assert (folder / "checkpoints" / "latest").read_text() == "step_00000002\n"
+    assert (folder / "checkpoints" / "latest").read_text() == "step_00000004\n"
     assert [event["step"] for event in records(folder, "event") if event["event"] == "local_checkpoint"] == [1]
+    assert [record["step"] for record in records(folder, "deoscillation")] == [4]
 
     capsys.readouterr()
     assert pretrain.main(local) == 0
     printed = capsys.readouterr().out
-    assert "step 3 is read from the nodes' own disks" in printed and "resumed after step 3 of 4" in printed
-    assert losses(folder) == losses(straight) and len(losses(folder)) == 4
-    last = "checkpoints/step_00000004"
+    assert "step 5 is read from the nodes' own disks" in printed and "resumed after step 5 of 6" in printed
+    assert losses(folder) == losses(straight) and len(losses(folder)) == 6
+    last = "checkpoints/step_00000006"
     assert_same_checkpoint(folder / last, straight / last, tmp_path)
     (resumed,) = [event for event in records(folder, "event") if event["event"] == "resumed_locally"]
-    assert resumed["step"] == 3
+    assert resumed["step"] == 5
     (saved, *_) = [event for event in records(folder, "event") if event["event"] == "local_checkpoint"]
     assert saved["seconds"] >= saved["stall"] > 0
     assert json.loads((folder / "checkpoints" / "local.json").read_text())["starts"]

@@ -122,6 +122,7 @@ def test_a_switched_run_that_shall_not_switch(check: Check, trained: Path) -> No
         (["model.rope=true"], "belongs to another run: model.rope: False in the checkpoint, True now. Set these back"),
         (["train.steps=2"], "stands after 32 samples in 4 steps, and the run ends after 2; resume with train.steps=4"),
         (["run.seed=7"], "run.seed: 1234 in the checkpoint, 7 now"),
+        (["data.seed=7"], "data.seed (by default run.seed) was 1234 and is now 7"),
         (["data.phases=[{name: all, blend: {code: 1}}]"], "phase 'broad' has served samples"),
         (["checkpoint.resume=never"], "already has checkpoints up to step 4, which the run would overwrite; choose"),
         (["checkpoint.resume=RUN/checkpoints/step_00000002"], "starts from step 2, but"),

@@ -182,6 +182,8 @@ VALUES = [
     (["train.steps=1e400"], "train.steps=inf: expected an integer"),
     (["run.seed=4294967296"], "run.seed=4294967296 is out of range; give at most 4,294,967,295"),
     (["run.seed=1e20"], "run.seed=1e+20: expected an integer"),
+    (["data.seed=4294967296"], "data.seed=4294967296 is out of range; give at most 4,294,967,295"),
+    (["data.seed=first"], "data.seed=first: expected an integer"),
     (["data.num_workers=100000"], "data.num_workers=100000 is out of range; give at most 256"),
     (["data.prefetch=1000000"], "data.prefetch=1000000 is out of range; give at most 1,024"),
     (["optimizer.lr=1e30"], "optimizer.lr=1e+30 is out of range; give a number above 0 and at most 10, such as 0.002"),

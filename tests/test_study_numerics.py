@@ -29,6 +29,7 @@ SECTION_TABLES = {
     "hadamard": {"rht-operands", "rht-wgrad", "rht-size", "rht-fprop"},
     "weights": {"weights", "chain-rule"},
     "rounding": {"rounding-mean", "rounding-gain"},
+    "means": {"means"},
     "layers": {"layers"},
     "exactness": {"folding", "accumulation", "order"},
 }

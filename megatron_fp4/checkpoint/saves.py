@@ -266,6 +266,8 @@ class Saves:
         if any(of_rank.layouts for of_rank in of_ranks):
             for of_rank in of_ranks:
                 self._layouts |= of_rank.layouts
+            # Of a save that had more tensors there may be files that this one has not.
+            self._layouts = {name: layout for name, layout in self._layouts.items() if name in records}
             check_complete(snapshot.tensors, self._layouts)
             self._metadata = metadata_of(snapshot.tensors, self._layouts)
         for name, content in (

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,9 +38,11 @@ from megatron_fp4.measure.statistics import (
     product_sums,
     relative_error,
     sum_of_squares,
+    sums_in_units,
 )
 from megatron_fp4.precision.emulated import GemmOperand, gemm
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
@@ -188,12 +190,13 @@ class ProbedCall:
         call, x = self.call, self.x
         assert x is not None
         weight = call.pad_rows(call.weight)
-        self._operand(FPROP_ACTIVATION, call.pad_tokens(x), x.numel())
+        self._operand(FPROP_ACTIVATION, without_means(call, FPROP_ACTIVATION, call.pad_tokens(x)), x.numel())
         self._operand(FPROP_WEIGHT, weight, call.weight.numel())
         if call.recipe[DGRAD_WEIGHT].reuse_fprop or call.same_weight_codes:
             self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
         else:
-            self._operand(DGRAD_WEIGHT, self._source(DGRAD_WEIGHT, weight).t(), call.weight.numel())
+            source, unit = self._source(DGRAD_WEIGHT, weight)
+            self._operand(DGRAD_WEIGHT, source.t(), call.weight.numel(), unit)
         self._product("fprop", x, call.weight, y, self._ranks_that_shard_weight(1))
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
@@ -202,34 +205,37 @@ class ProbedCall:
         assert x is not None, "a graph that is walked through twice cannot be measured"
         padded = call.pad(dy)
         if dx is not None:
-            self._operand(DGRAD_GRADIENT, padded, dy.numel())
+            self._operand(DGRAD_GRADIENT, without_means(call, DGRAD_GRADIENT, padded), dy.numel())
             self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
         if dw is not None:
-            self._operand(WGRAD_GRADIENT, padded.t(), dy.numel())
+            self._operand(WGRAD_GRADIENT, without_means(call, WGRAD_GRADIENT, padded).t(), dy.numel())
             if call.recipe[WGRAD_ACTIVATION].reuse_fprop:
                 self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
-                self._operand(WGRAD_ACTIVATION, self._source(WGRAD_ACTIVATION, call.pad_tokens(x)).t(), x.numel())
+                rest = without_means(call, WGRAD_ACTIVATION, call.pad_tokens(x))
+                source, unit = self._source(WGRAD_ACTIVATION, rest)
+                self._operand(WGRAD_ACTIVATION, source.t(), x.numel(), unit)
             self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
         self.x = None
 
-    def _source(self, place: Place, x: Tensor) -> Tensor:
-        """What the operand at `place` is made of: `x` [rows, cols], or what fprop's codes of it stand for."""
+    def _source(self, place: Place, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the operand at `place` is made of, and its unit, FP32 0-dim (None: 1): `x` [rows, cols], or what fprop's
+        codes of it stand for, which is `code * block scale` in units of fprop's tensor scale."""
         call = self.call
         if not call.requantizes(place.tensor):
-            return x
-        # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices.
-        request = call.request(USES[place.tensor][0])
+            return x, None
+        # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices. So are its draws.
+        of = USES[place.tensor][0]
+        request = replace(call.request(of), key=call.draws(of))
         make, _ = call.backend.operands(
             x, request, None, dtype=call.dtype, amax_group=call.context.amax_group(place.tensor)
         )
         assert make is not None
         made = make()
-        values = made.unpacked().to(torch.float32)
-        return (values if made.scale is None else values * made.scale).to(x.dtype)
+        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `requantized_by`
 
-    def _operand(self, place: Place, x: Tensor, count: int) -> None:
-        """x: [rows, k] as the linear quantizes it, `count` elements no padding."""
+    def _operand(self, place: Place, x: Tensor, count: int, unit: Tensor | None = None) -> None:
+        """x: [rows, k] as the linear quantizes it, `count` elements no padding; in units of `unit`, as `_source`."""
         call = self.call
         operand, rht = call.recipe[place], call.recipe.gemms[place.gemm].rht
         if not operand.quantized:
@@ -246,6 +252,7 @@ class ProbedCall:
                 seen = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
             amax = seen.abs().amax().to(torch.float32) * factor
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
+        maxima = maxima if unit is None else maxima * unit
         group = call.context.amax_group(place.tensor)
         if group is not None and format_of(operand.format).tensor_scale:
             amax = amax.clone()
@@ -257,6 +264,7 @@ class ProbedCall:
             raw = sums[0] if raw_signal is None else raw_signal
             raw_count = torch.full_like(raw, count * min(1.0, samples.SAMPLE / x.numel()) if large else count)
             sums = torch.cat((sums, torch.stack((raw, raw_count))))
+            sums = sums if unit is None else sums_in_units(sums, unit)
             self.probe.add(call.context.name, place.name, sums, maxima, transformed=bool(rht))
 
         if large:

@@ -46,6 +46,13 @@ def operand_sums(x: Tensor, values: Tensor, limits: Tensor) -> Tensor:
     return torch.cat((_sums_of_squares(x, values - x), counts))
 
 
+def sums_in_units(sums: Tensor, unit: Tensor) -> Tensor:
+    """`OPERAND_SUMS` of a tensor from those of the tensor in units of `unit`, 0-dim: FP64 [7]."""
+    signal, error, nonzero, zeroed, saturated, raw_signal, raw_count = sums.unbind()
+    square = unit.to(torch.float64).square()
+    return torch.stack((signal * square, error * square, nonzero, zeroed, saturated, raw_signal * square, raw_count))
+
+
 def product_sums(result: Tensor, exact: Tensor) -> Tensor:
     """`PRODUCT_SUMS` of a product [rows, cols] and of the same product unquantized, FP32: FP64 [2]."""
     return _sums_of_squares(exact, result - exact)

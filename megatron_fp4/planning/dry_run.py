@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
-from megatron_fp4.planning.backend import PlanningBackend
+from megatron_fp4.planning.backend import planned_gpu
 from megatron_fp4.planning.ledger import Ledger, Message
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
@@ -31,6 +32,7 @@ from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_call import LinearContext
 from megatron_fp4.precision.packed_weight import codes_of
+from megatron_fp4.training.deoscillation import watched
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
@@ -51,7 +53,8 @@ class RankMemory:
     those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
     unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
     one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
-    `gradients`). workspaces: of cuBLAS, which PyTorch allocates for it.
+    `gradients`). deoscillation: while a window of it is open (training/deoscillation.py). workspaces: of cuBLAS, which
+    PyTorch allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
@@ -63,6 +66,7 @@ class RankMemory:
     quantized_weights: int
     activations: int
     unreduced_gradients: int
+    deoscillation: int
     workspaces: int
     peak: int
 
@@ -112,10 +116,10 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
     of its linears, which the given backend computes. execution: these kernels, `planned_execution(config)`.
     """
-    with fake_ranks(world_size):
+    with fake_ranks(world_size), planned_gpu() as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        model, controller = build(mesh, clock, execution, PlanningBackend())
+        model, controller = build(mesh, clock, execution, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.
@@ -125,9 +129,15 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer).optimizer
-            # It works in place on a GPU; torch makes copies of fake tensors.
-            optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
+            oscillating = _oscillating(model, controller) if config.optimizer.deoscillation.interval else []
+
+            def update() -> None:
+                """It works in place on a GPU; torch makes copies of fake tensors."""
+                _ = [weight.clone() for weight in oscillating]
+
+            optimizer.step = update  # type: ignore[method-assign, assignment]
             watch = _Watch(model, controller.linears, ledger, optimizer)
+            watch.window = [torch.empty_like(w, dtype=t) for w in oscillating for t in (torch.float32, torch.bfloat16)]
 
             def step(number: int, count: int) -> None:
                 train_step(
@@ -156,6 +166,13 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
         parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
         first, middle, last = {1: [*parts, {}, {}], 2: [parts[0], {}, parts[-1]], 3: parts}[shown]
         return DryRun(memory, max(numbers), first, middle, last, _ends(ledger.order, names))
+
+
+def _oscillating(model: nn.Module, controller: PrecisionController) -> list[Tensor]:
+    """Of the masters that de-oscillation watches, what the rank holds."""
+    names = set(watched(controller.plans))
+    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return [local_part(linear.weight) for linear in linears if linear.context.name in names]
 
 
 def _named(messages: Mapping[Message, int], names: Mapping[str, str]) -> dict[Message, int]:
@@ -226,6 +243,7 @@ class _Watch:
         self.parameters = optimizer_parameters(optimizer)
         self.shards = [local_part(p) for p in self.parameters]
         self.state = [value for state in optimizer.state.values() for value in state.values()]
+        self.window: list[Tensor] = []
         self._before: dict[int, int] = {}
         model.register_forward_pre_hook(lambda *_: self._start())
         model.register_forward_hook(lambda *_: self._end())
@@ -270,6 +288,7 @@ class _Watch:
             quantized_weights=last.quantized,
             activations=last.activations,
             unreduced_gradients=unreduced if accumulates else 0,
+            deoscillation=sum(map(_num_bytes, self.window)),
             workspaces=_WORKSPACES,
             peak=peak + _WORKSPACES,
         )

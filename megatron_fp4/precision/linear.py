@@ -38,6 +38,7 @@ from torch import Tensor
 from megatron_fp4.precision.backend import BackendOperand
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.means import add_means, add_products_of_means, adds_means, means_of_all, split
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     FPROP_ACTIVATION,
@@ -72,13 +73,18 @@ class _QuantizedLinear(torch.autograd.Function):
         w_fprop, w_dgrad = call.weight_operands()
         reuse, keeps = call.recipe[WGRAD_ACTIVATION].reuse_fprop, needs_wgrad and context.keeps_input
         again = needs_wgrad and not keeps and call.requantizes("activation")
+        x_tokens = call.pad_tokens(call.gathered_unless_sliced(x, "activation"))
+        means, rest = split(call, "activation", x_tokens, needs_wgrad)
         make_fprop, make_wgrad = call.prepare(
             FPROP_ACTIVATION,
             WGRAD_ACTIVATION if needs_wgrad and not (reuse or keeps or again) else None,
-            call.pad_tokens(call.gathered_unless_sliced(x, "activation")),
+            x_tokens,
             keep_columns=again,
             keep_rows=True,
+            rest=rest,
         )
+        del x_tokens, rest
+        means = means_of_all(call, "activation", means)
         x_kept = None
         if again and make_fprop is not None:  # fprop's codes wait for the backward pass, of this rank's tokens
             x_kept = make_fprop()
@@ -88,7 +94,9 @@ class _QuantizedLinear(torch.autograd.Function):
         if make_wgrad is not None and "activation" in call.slices:
             x_wgrad = make_wgrad()  # while the codes for fprop travel
         x_fprop = receive_fprop()
-        y = call.result(call.backend.gemm(x_fprop, w_fprop, x.dtype))
+        y = call.backend.gemm(x_fprop, w_fprop, x.dtype)
+        add_means(call, FPROP_ACTIVATION, y, means, w_fprop)
+        y = call.result(y)
         if needs_wgrad and reuse and not keeps:
             x_wgrad = call.transposed(x_fprop)
         del x_fprop
@@ -102,7 +110,9 @@ class _QuantizedLinear(torch.autograd.Function):
             x_wgrad = make_wgrad()  # while y is summed
         x_wgrad = x_kept if x_wgrad is None else x_wgrad
         operands = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
-        ctx.save_for_backward(*(tensor for operand in operands for tensor in operand.tensors()), *([x] * keeps))
+        ctx.adds_means = needs_wgrad and adds_means(call.recipe)
+        kept = [x] * keeps + [means] * ctx.adds_means
+        ctx.save_for_backward(*(tensor for operand in operands for tensor in operand.tensors()), *kept)
         ctx.call, ctx.layouts, ctx.keeps = call, [operand.layout for operand in operands], keeps
         ctx.weight = weight
         return y if scattered is None else scattered.wait()
@@ -115,21 +125,25 @@ class _QuantizedLinear(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         dx = dw = scattered = make_x = None
         # Maxima first: their exchange would wait for larger messages.
+        x_means = saved[-1] if ctx.adds_means else None
         if needs_wgrad and ctx.keeps:
             make_x = call.wgrad_activation(call.pad_tokens(call.gathered_unless_sliced(saved[3], "activation")))
         elif needs_wgrad:
-            make_x = functools.partial(call.wgrad_operand, saved[3:], ctx.layouts[1])
+            make_x = functools.partial(call.wgrad_operand, saved[3:6], ctx.layouts[1])
+        dy_tokens = call.pad(call.gathered_unless_sliced(grad_outputs[0], "gradient"))
+        dy_means, rest = split(call, "gradient", dy_tokens, needs_wgrad)
         make_dgrad, make_wgrad = call.prepare(
-            DGRAD_GRADIENT if needs_dgrad else None,
-            WGRAD_GRADIENT if needs_wgrad else None,
-            call.pad(call.gathered_unless_sliced(grad_outputs[0], "gradient")),
+            DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None, dy_tokens, rest=rest
         )
+        del dy_tokens, rest
+        dy_means = means_of_all(call, "gradient", dy_means)
         receive_x = call.send(make_x, WGRAD_ACTIVATION)
         receive_dgrad, receive_wgrad = call.send(make_dgrad, DGRAD_GRADIENT), call.send(make_wgrad, WGRAD_GRADIENT)
         # Each operand is as large as dy; one at a time.
         if receive_dgrad is not None:
             w_dgrad = call.dgrad_weight(backend.operand_from_saved(saved[:3], ctx.layouts[0]))
             dx = backend.gemm(receive_dgrad(), w_dgrad, call.dtype)
+            add_means(call, DGRAD_GRADIENT, dx, dy_means, w_dgrad)
             del w_dgrad
             dx = call.unpad_tokens(dx)
             if context.in_tokens is not None:
@@ -138,6 +152,8 @@ class _QuantizedLinear(torch.autograd.Function):
             x_wgrad = receive_x()
             total = call.running_gradient(ctx.weight) if ctx.probed is None else None
             made = call.weight_gradient(receive_wgrad(), x_wgrad, total)
+            if x_means is not None and dy_means is not None:
+                add_products_of_means(call, made, dy_means, x_means)
             dw = gradient_of(made, call.gradient_spec) if total is None else None
         if ctx.probed is not None:
             ctx.probed.backward(call.seen(call.whole(grad_outputs[0], "gradient")), dx, dw)

@@ -12,6 +12,7 @@ boundaries depend on the model alone, not on how many ranks share the weight.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,10 +20,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.backend import (
+    Backend,
+    BackendOperand,
+    MakeOperand,
+    OperandRequest,
+    RowGroups,
+    requantized_by,
+)
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
+from megatron_fp4.precision.means import mean_tokens, without_means
 from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.precision.recipe import (
     BF16,
@@ -151,7 +160,8 @@ class LinearCall:
         for tensor, group in (("activation", context.in_tokens), ("gradient", context.out_tokens)):
             if group is None or not self._sends_operands(tensor):
                 continue
-            if self.num_tokens % (group.size() * demands.tokens) == 0:  # whole blocks and tiles; padding then is none
+            # Whole blocks, tiles and groups with a mean; padding then is none.
+            if self.num_tokens % (group.size() * math.lcm(demands.tokens, mean_tokens(self.recipe, tensor))) == 0:
                 self.slices[tensor] = group
 
     @property
@@ -169,22 +179,27 @@ class LinearCall:
         *,
         keep_columns: bool = False,
         keep_rows: bool = False,
+        rest: Tensor | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
         keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype
-        is BF16, and counts as rounded then (weights).
+        is BF16, and counts as rounded then (weights). rest: as `without_means` has it.
         """
+        removed = {self.recipe[place].removes_mean for place in (columns, rows) if place is not None}
+        if len(removed) == 2:
+            # Two different tensors.
+            first, _ = self.prepare(columns, None, x, keep_columns=keep_columns, rest=rest)
+            _, second = self.prepare(None, rows, x, keep_rows=keep_rows, rest=rest)
+            return first, second
         place = columns or rows
         tensor = "" if place is None else place.tensor
         sliced = tensor in self.slices
-        first = None if columns is None else self.request(columns)
-        second = None if rows is None else self.request(rows)
         return self.backend.operands(
-            x,
-            first,
-            second,
+            x if place is None else without_means(self, place, x, rest),
+            None if columns is None else self.request(columns),
+            None if rows is None else self.request(rows),
             dtype=self.dtype,
             keep_columns=keep_columns or sliced,
             keep_rows=keep_rows or sliced,
@@ -215,14 +230,14 @@ class LinearCall:
 
     def requantized(self, operand: BackendOperand, place: Place) -> MakeOperand:
         """What makes the operand at `place` of what fprop's operand of the same tensor stands for."""
-        made: MakeOperand = self.backend.requantized(
+        return requantized_by(
+            self.backend,
             operand,
             self.request(place),
             dtype=self.dtype,
             keep=place.tensor in self.slices,
             amax_group=self.slices.get(place.tensor) or self.context.amax_group(place.tensor),
         )
-        return made
 
     def send(self, make: MakeOperand | None, place: Place, beside: bool = True) -> MakeOperand | None:
         """What gives the operand of all tokens.
@@ -342,6 +357,12 @@ class LinearCall:
         if ((fprop.quantized and dgrad.quantized) or own) and self._weight_codes_last():
             context.weight_cache = (stamp, fprop, dgrad)
         return fprop, dgrad
+
+    def fprop_weight(self) -> BackendOperand:
+        """fprop's operand of the weight by itself, padded, for whoever wants its values."""
+        make, _ = self.prepare(FPROP_WEIGHT, None, self.pad_rows(self.master))
+        assert make is not None
+        return make()
 
     def _packed_weight(self) -> BackendOperand | None:
         """fprop's operand as codes, where the backend keeps those; padding comes in when they are unpacked."""

@@ -50,6 +50,7 @@ from megatron_fp4.precision.comparison import (
 )
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import PLACES, USES, Gemm, Operand, Place, Recipe, rounded_to_nearest
@@ -177,7 +178,8 @@ def _makers(call: LinearCall, tensors: Mapping[str, Tensor]) -> Iterator[tuple[P
         makers = call.prepare(*USES[name], tensor)
         for place, make in zip(USES[name], makers, strict=True):
             assert make is not None
-            yield place, make, tensor.t() if place.transposed else tensor
+            source = without_means(call, place, tensor)
+            yield place, make, source.t() if place.transposed else source
 
 
 def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,7 +280,8 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
             return {place: make() for place, make, _ in _makers(call, {name: tensor})}
 
         call = LinearCall(_context(backend, ungrouped), tensors["weight"], tensor)
-        sources = {place: tensor.t() if place.transposed else tensor for place in stochastic}
+        sources = {place: without_means(call, place, tensor) for place in stochastic}
+        sources = {place: source.t() if place.transposed else source for place, source in sources.items()}
         rows = {place: transformed(source, call, place).contiguous() for place, source in sources.items()}
         for place in stochastic:
 

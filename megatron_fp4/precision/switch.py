@@ -30,7 +30,7 @@ def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
     if when == "before_decay":
         return decay_start_step
     try:
-        return _step_or_fraction(when, num_steps)
+        return step_or_fraction(when, num_steps)
     except ValueError:
         raise ValueError(
             f"precision.switch.when={when} is not never, before_decay, gradient_noise, a fraction between 0 and 1 or "
@@ -38,7 +38,9 @@ def switch_step(when: str, num_steps: int, decay_start_step: int) -> int | None:
         ) from None
 
 
-def _step_or_fraction(when: str, num_steps: int) -> int:
+def step_or_fraction(when: str, num_steps: int) -> int:
+    """The step that `when` names, a step in [0, num_steps] or a fraction in (0, 1) of them; ValueError for anything
+    else."""
     if when.isdecimal():
         step = int(when)
         if step > num_steps:

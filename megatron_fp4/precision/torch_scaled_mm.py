@@ -44,7 +44,6 @@ from megatron_fp4.precision.emulated import (
     fused_sides,
     gemm,
     quantize_operand,
-    requantized_by,
     transform_signs,
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
@@ -179,18 +178,6 @@ class TorchBackend:
         first = along_columns if columns == rows else _makers(x, columns, None, dtype, amax_group)[0]
         return first, lambda: along_columns().transposed()
 
-    def requantized(
-        self,
-        operand: Any,
-        request: OperandRequest,
-        *,
-        dtype: torch.dtype,
-        keep: bool = False,
-        amax_group: ProcessGroup | None = None,
-    ) -> MakeOperand:
-        """See `requantized_by`."""
-        return requantized_by(self, operand, request, dtype, keep, amax_group)
-
     def packed_weight(
         self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
     ) -> None:
@@ -209,6 +196,9 @@ class TorchBackend:
     def _product(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
             return gemm(a, b, out_dtype)
+        if isinstance(a, GemmOperand) and isinstance(b, PackedOperand) and not a.quantized:
+            # Means of tokens by a weight: a row for many, in BF16, which holds `code * block scale` exactly.
+            return gemm(a, GemmOperand(b.unpacked().to(a.unpacked().dtype), b.scale, True), out_dtype)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
         assert a.form == b.form, "two formats in one GEMM"
         recipe, swizzle = list(a.form.recipe), list(a.form.swizzle)

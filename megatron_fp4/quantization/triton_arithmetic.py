@@ -150,10 +150,7 @@ def tensor_scale(amax_ptr, decode_ptr, BLOCK: tl.constexpr):
 def block_scale(largest, sixth, inverse, BLOCK: tl.constexpr):
     """FP32 decode scale and encode factor of blocks with these largest magnitudes."""
     if BLOCK == 16:
-        scale = nan_min(largest * sixth, 448.0)
-        # To E4M3: an FP32 sum with 1.5 * 2^23 spacings rounds to the spacing, at least that below 2^-6.
-        binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
-        scale = tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
+        scale = nearest_e4m3(nan_min(largest * sixth, 448.0))
         encode = block_encode(scale * inverse, inverse)
     else:
         # A sixth, rounded up to a power of two: the exponent less two, or less one beyond the mantissa of 6. Code 0 is
@@ -164,6 +161,13 @@ def block_scale(largest, sixth, inverse, BLOCK: tl.constexpr):
         exponent = tl.where(exponent == 0, 0x400000, exponent << 23)
         scale = tl.where(bits >= 0x7F800000, 0x7FC00000, exponent).to(tl.float32, bitcast=True)
     return scale, encode
+
+
+@triton.jit
+def nearest_e4m3(scale):
+    """`elements.to_e4m3` of 0 to 448: an FP32 sum with 1.5 * 2^23 spacings, at least that below 2^-6, rounds to one."""
+    binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
+    return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
 
 
 @triton.jit
@@ -226,6 +230,21 @@ def position_hash(start, position):
     x = (x ^ (x >> 15)) * MIX_B
     x = x ^ (x >> 16)
     return (x ^ (x >> 16)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def under_sign(magnitude, signed):
+    """`magnitude` under the sign of `signed`; a zero that comes in as -0 has none, for -0 + 0 is +0."""
+    sign = (signed + 0.0).to(tl.int32, bitcast=True) & -2147483648
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def nibble(code):
+    """The E2M1 code, with its sign, of a number on the grid."""
+    # Times 2^-126, exponents and subnormals of FP32 are those of E2M1.
+    bits = (code * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
+    return ((bits >> 22) & 7) | ((bits >> 28) & 8)
 
 
 @triton.jit

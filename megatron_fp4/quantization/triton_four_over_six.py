@@ -18,10 +18,12 @@ from megatron_fp4.quantization.triton_arithmetic import (
     grid_nearest,
     nan_max,
     nan_min,
+    nearest_e4m3,
+    nibble,
     odd_of,
     scale_byte,
+    under_sign,
 )
-from megatron_fp4.quantization.triton_ms_eden import nearest_e4m3, nibble, under_sign
 
 
 @triton.jit

@@ -29,7 +29,10 @@ from megatron_fp4.quantization.triton_arithmetic import (
     grid_nearest,
     nan_max,
     nan_min,
+    nearest_e4m3,
+    nibble,
     scale_byte,
+    under_sign,
 )
 
 
@@ -247,28 +250,6 @@ def by_halves(values):
 def to_bf16(x):
     """FP32, rounded to what BF16 holds."""
     return x.to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def under_sign(magnitude, signed):
-    """`magnitude` under the sign of `signed`; a zero that comes in as -0 has none, for -0 + 0 is +0."""
-    sign = (signed + 0.0).to(tl.int32, bitcast=True) & -2147483648
-    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def nibble(code):
-    """The E2M1 code, with its sign, of a number on the grid."""
-    # Times 2^-126, exponents and subnormals of FP32 are those of E2M1.
-    bits = (code * 1.1754943508222875e-38).to(tl.int32, bitcast=True)
-    return ((bits >> 22) & 7) | ((bits >> 28) & 8)
-
-
-@triton.jit
-def nearest_e4m3(scale):
-    """`elements.to_e4m3` of 0 to 448: an FP32 sum with 1.5 * 2^23 spacings rounds to the spacing."""
-    binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
-    return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
 
 
 @triton.jit

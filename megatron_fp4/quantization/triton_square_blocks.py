@@ -27,6 +27,7 @@ from megatron_fp4.quantization.triton_arithmetic import (
     grid_nearest,
     nan_max,
     nan_min,
+    nearest_e4m3,
     odd_of,
     pack,
     scale_byte,
@@ -98,7 +99,7 @@ def quantize_kernel(
     if BLOCK == 16:
         tensor_scale = nan_min(tl.div_rn(2688.0, tl.load(amax_ptr)), 3.4028234663852886e38)
         tensor_scale = tl.where(tensor_scale == 0.0, 1.0, tensor_scale)
-        scale = e4m3(nan_min(largest * (tensor_scale * 0.1666666716337204), 448.0))
+        scale = nearest_e4m3(nan_min(largest * (tensor_scale * 0.1666666716337204), 448.0))
         encode = nan_min(tl.div_rn(1.0, scale * tl.div_rn(1.0, tensor_scale)), 3.4028234663852886e38)
     else:
         scale, encode = block_scale(largest, 1.0, 1.0, BLOCK)
@@ -159,13 +160,6 @@ def load_pairs(x_ptr, row, offsets, mask, width, FP32: tl.constexpr):
         even = even_of(both)
         odd = odd_of(both)
     return even, odd
-
-
-@triton.jit
-def e4m3(scale):
-    """Rounded to the nearest number of E4M3, up to 448: a sum with 1.5 * 2^23 spacings, as in `block_scale`."""
-    binade = tl.maximum(scale.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
-    return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, scale))
 
 
 @triton.jit

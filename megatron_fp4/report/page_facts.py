@@ -155,7 +155,8 @@ def _facts(run: RunFolder, found: Goodput | None) -> Iterator[tuple[str, str]]:
     yield "precision", _precision(run)
     yield "quantized", _share_quantized(run)
     yield "optimizer", str(facts.get("optimizer", UNKNOWN))
-    yield "seed", str(run.setting("run", "seed") or UNKNOWN)
+    seed, of_data = run.setting("run", "seed"), run.setting("data", "seed")
+    yield "seed", (UNKNOWN if seed is None else str(seed)) + ("" if of_data is None else f", of the data {of_data}")
     if found is None:
         yield "began", UNKNOWN
         spent = np.nansum(run.series("step_time")[1])

@@ -1,103 +1,116 @@
-"""What a recipe costs, over several seeds: each run against the base run of the same seed, with standard errors.
+"""What a recipe costs, over several seeds or branches: each run against its partner of the base, with standard errors.
 
-Runs of one seed start from the same weights and read the same tokens in the same order; what differs between them is
-the recipe and how the recipe's noise grows. Seeds say how far that noise goes.
+`held_out.py` says which runs are partners. Seeds and starts say how far the noise goes that recipes add.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
 
-import yaml
-
-from megatron_fp4.report.metrics import records_of_run
+from megatron_fp4.report.held_out import HeldOut, Pair
+from megatron_fp4.report.noise import Spread, spread
 from megatron_fp4.report.picture import BLACK, INK, legend_below, look, open_frame, picture
+from megatron_fp4.report.words import counted, short_tokens
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Validation losses of one run (nats per token, mean of the sources, each weighed alike) by tokens trained on."""
-
-    seed: int
-    losses: dict[int, float]
+class NoPairError(ValueError):
+    """Of no run of a group is there a partner."""
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Mean, standard deviation (None of a single number) and how many numbers there were."""
+class Gap(NamedTuple):
+    """A loss above that of the base: in percent of it, and in nats per token."""
 
-    mean: float
-    deviation: float | None
-    count: int
-
-    @property
-    def error(self) -> float | None:
-        """Standard error of the mean."""
-        return None if self.deviation is None else self.deviation / math.sqrt(self.count)
+    percent: float
+    nats: float
 
 
-def spread(numbers: Sequence[float]) -> Spread:
-    """Of at least one number."""
-    return Spread(statistics.mean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, len(numbers))
+def partners(run: HeldOut, base: Sequence[HeldOut]) -> list[HeldOut]:
+    """The runs of `base` that began as `run` did and read the same; of these those of its own seed, if there are any
+    (branches from one checkpoint may differ in the seed of their rounding). If there are none, the run that `run` is a
+    branch of, which went on itself, if it has the same length and so the same learning rates."""
+    alike = [other for other in base if other.pair == run.pair]
+    return [other for other in alike if other.seed == run.seed] or alike or _trunk(run, base)
 
 
-def read_held_out(run_dir: str | Path) -> HeldOut:
-    """Of the run in `run_dir`, finished or not.
-
-    Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if nothing was validated
-    or the seed is not in config.yaml.
-    """
-    config_file = Path(run_dir) / "config.yaml"
-    if not config_file.exists():
-        raise FileNotFoundError(f"{config_file} does not exist; the seed of a run stands there")
-    try:
-        seed = int(yaml.safe_load(config_file.read_text())["run"]["seed"])
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        raise ValueError(f"{config_file} names no run.seed") from error
-    losses = {}
-    for record in records_of_run(run_dir):
-        if record["kind"] == "validation":
-            measured = [loss for loss in record["losses"].values() if loss is not None]
-            if measured and len(measured) == len(record["losses"]):
-                losses[int(record["tokens"])] = statistics.mean(measured)
-    if not losses:
-        raise ValueError(f"{run_dir} has no validation losses to compare")
-    return HeldOut(seed, losses)
+def _trunk(run: HeldOut, base: Sequence[HeldOut]) -> list[HeldOut]:
+    if run.trunk is None:
+        return []
+    data_seed, name = run.pair.data_seed, Path(run.trunk).name
+    fit = [other for other in base if other.pair.data_seed == data_seed and other.steps == run.steps]
+    named = [other for other in fit if other.name == name]  # folders may have come here from another machine
+    return [other for other in fit if other.folder == run.trunk] or (named if len(named) == 1 else [])
 
 
-def gaps(runs: Sequence[HeldOut], base: Sequence[HeldOut]) -> dict[int, dict[int, float]]:
-    """Tokens -> seed -> loss above the base run of that seed, in percent of it, where both were measured.
+def gaps(
+    runs: Sequence[HeldOut],
+    base: Sequence[HeldOut],
+    losses: Callable[[HeldOut], Mapping[int, float]] = lambda run: run.losses,
+) -> dict[int, dict[Pair, Gap]]:
+    """Tokens -> pair -> loss above the base, where both were measured: a number for each start and order of the data.
+    Runs that have these in common share a partner, and so its noise: they count as one, their mean.
 
-    Raises ValueError if a seed comes twice, or nothing can be paired.
+    losses: which losses of a run to compare, by tokens. Raises ValueError if two runs of a group have the same start
+    and the same seeds, and NoPairError.
     """
     for group in (runs, base):
-        seeds = [run.seed for run in group]
-        if len(set(seeds)) < len(seeds):
-            raise ValueError(f"seeds {sorted(seeds)}: name one run of each seed")
-    base_of = {run.seed: run.losses for run in base}
-    found: dict[int, dict[int, float]] = {}
+        seen: dict[tuple[Pair, int], str] = {}
+        for run in group:
+            if (key := (run.pair, run.seed)) in seen:
+                raise ValueError(
+                    f"{seen[key]} and {run.name} have the same start ({run.pair.start}), run.seed={run.seed} and "
+                    f"data.seed={run.pair.data_seed}: name one run of each"
+                )
+            seen[key] = run.name
+    every: dict[int, dict[Pair, list[Gap]]] = {}
     for run in runs:
-        for tokens, loss in run.losses.items():
-            if tokens in base_of.get(run.seed, {}):
-                found.setdefault(tokens, {})[run.seed] = 100 * (loss / base_of[run.seed][tokens] - 1)
-    if not found:
-        seeds = sorted(run.seed for run in runs)
-        raise ValueError(
-            f"no pair: the runs have the seeds {seeds}, the base {sorted(base_of)}; both must have been validated "
-            "after equally many tokens"
+        for tokens, loss in losses(run).items():
+            measured = [of[tokens] for of in map(losses, partners(run, base)) if tokens in of]
+            if measured:
+                other = mean(measured)
+                gap = Gap(100 * (loss / other - 1), loss - other)
+                every.setdefault(tokens, {}).setdefault(run.pair, []).append(gap)
+    if not every:
+        of_runs, of_base = ("; ".join(sorted({_spelled(run.pair) for run in group})) for group in (runs, base))
+        raise NoPairError(
+            f"no pair: the runs began with {of_runs}, the base with {of_base}; both must have begun alike, read the "
+            "same data in the same order, and been validated after equally many tokens"
         )
-    return dict(sorted(found.items()))
+    return {
+        tokens: {
+            pair: Gap(mean(gap.percent for gap in found), mean(gap.nats for gap in found)) for pair, found in at.items()
+        }
+        for tokens, at in sorted(every.items())
+    }
+
+
+def gaps_of_groups(groups: Mapping[str, Sequence[HeldOut]]) -> dict[str, dict[int, dict[Pair, Gap]]]:
+    """`gaps` to the first group of all others that have a pair. Raises NoPairError if none has."""
+    base, *others = groups
+    found, problem = {}, None
+    for name in others:
+        try:
+            found[name] = gaps(groups[name], groups[base])
+        except NoPairError as error:
+            problem = problem or error
+    if not found and problem is not None:
+        raise problem
+    return found
+
+
+def _spelled(pair: Pair) -> str:
+    return pair.start if pair.start == f"seed {pair.data_seed}" else f"{pair.start}, data seed {pair.data_seed}"
 
 
 def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
-    """Markdown; the first group is the base. A row for each number of tokens that the base was measured after."""
+    """Markdown; the first group is the base. A row for each number of tokens that the base was measured after.
+
+    Raises NoPairError if no group has a pair.
+    """
     base_name, *others = groups
-    base = groups[base_name]
-    gap_of = {name: gaps(groups[name], base) for name in others}
+    base, gap_of = groups[base_name], gaps_of_groups(groups)
     lines = [
         f"| tokens | {base_name} | standard deviation | " + " | ".join(f"{name} above it" for name in others) + " |",
         "|---|---|---|" + "---|" * len(others),
@@ -105,13 +118,13 @@ def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
     for tokens in sorted({tokens for run in base for tokens in run.losses}):
         of_base = spread([run.losses[tokens] for run in base if tokens in run.losses])
         cells = [
-            f"{tokens / 1e6:,.0f}M",
+            short_tokens(tokens),
             f"{of_base.mean:.4f} ({of_base.count})",
             "-" if of_base.deviation is None else f"{100 * of_base.deviation / of_base.mean:.2f}%",
         ]
         for name in others:
-            at = gap_of[name].get(tokens)
-            cells.append("-" if at is None else _cell(spread(list(at.values()))))
+            at = gap_of.get(name, {}).get(tokens)
+            cells.append("-" if at is None else _cell(spread([gap.percent for gap in at.values()])))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -124,7 +137,7 @@ def _cell(gap: Spread) -> str:
 def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
     """Gaps over tokens: the mean with its standard error, and each pair as a dot; returns `target`.
 
-    The band is the base's own standard deviation over its seeds: what two runs differ by that differ in nothing else.
+    The band is the standard deviation of the base over its runs: what seeds and starts alone do.
     """
     base_name, *others = groups
     base, target = groups[base_name], Path(target)
@@ -138,18 +151,18 @@ def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
             edge = [100 * (s.deviation or 0.0) / s.mean for s in noise.values()]
             axes.fill_between(
                 [t / 1e6 for t in noise], [-e for e in edge], edge, color=BLACK, alpha=0.07, linewidth=0,
-                label=f"{base_name}: one standard deviation over seeds",
+                label=f"{base_name}: one standard deviation over its runs",
             )  # fmt: skip
         axes.axhline(0, color=INK, linewidth=1.0)
-        for index, name in enumerate(others, start=1):
-            style = look(index)
-            by_tokens = {tokens: list(at.values()) for tokens, at in gaps(groups[name], base).items()}
+        for name, found in gaps_of_groups(groups).items():
+            style = look(1 + others.index(name))
+            by_tokens = {tokens: [gap.percent for gap in at.values()] for tokens, at in found.items()}
             means = {tokens: spread(at) for tokens, at in by_tokens.items()}
             count = max(s.count for s in means.values())
             axes.errorbar(
                 [t / 1e6 for t in means], [s.mean for s in means.values()], [s.error or 0.0 for s in means.values()],
                 capsize=4 if count > 1 else 0, **style.points(linewidth=1.5),
-                label=f"{name}, {count} seed{'s' if count > 1 else ''}",
+                label=f"{name}, {counted(count, 'pair')}",
             )  # fmt: skip
             if count > 1:
                 for tokens, at in by_tokens.items():
@@ -158,7 +171,7 @@ def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
                         markersize=3, alpha=0.5,
                     )  # fmt: skip
         axes.set_xlabel("tokens (millions)")
-        axes.set_ylabel(f"held-out loss above {base_name} of the same seed (%)")
+        axes.set_ylabel(f"held-out loss above {base_name} of the same start (%)")
         open_frame(axes)
         legend_below(figure, axes)
     return target

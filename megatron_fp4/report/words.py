@@ -16,6 +16,11 @@ def short_number(value: float) -> str:
     return digits + letter
 
 
+def short_tokens(tokens: int) -> str:
+    """Tokens trained on, in whole millions if there are any: 197M, 1,250M, 51.2k."""
+    return f"{tokens / 1e6:,.0f}M" if tokens >= 999_500 else short_number(tokens)
+
+
 def with_unit(value: float, unit: str) -> str:
     """Three digits and a unit with its prefix: 23.8 MFLOP, 850 FLOP."""
     digits, letter = _scaled(value)

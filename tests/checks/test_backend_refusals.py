@@ -36,6 +36,11 @@ from tests.checks.composed import changed, composed, refusal
             "use tensor, or precision.backend=emulated",
         ),
         (
+            {"fprop.activation.mean": "removed"},
+            "precision.fprop.activation.mean=removed",
+            "use kept, or precision.backend=emulated",
+        ),
+        (
             {"fprop.activation.four_over_six": True, "fprop.activation.four_over_six_error": "squared"},
             "fprop.activation.four_over_six_error=squared",
             "use absolute",

@@ -80,6 +80,22 @@ OPERANDS = [
         "differs from precision.fprop.activation",
         "set reuse_fprop to false",
     ),
+    ({"fprop.weight.mean": "removed"}, "precision.fprop.weight.mean=removed: means are over tokens", "set it to kept"),
+    (
+        {"wgrad.activation.source": "forward", "fprop.activation.mean": "removed"},
+        "precision.wgrad.activation.mean=kept with source=forward, but precision.fprop.activation.mean=removed",
+        "make them equal, or set source to tensor",
+    ),
+    (
+        {"dgrad.gradient.mean": "removed", "mean_group": 512},
+        "precision.mean_group=512 does not divide train.sequence_length=256",
+        "set precision.mean_group=256, or use a multiple of 512",
+    ),
+    (
+        {"wgrad.activation.reuse_fprop": True, "wgrad.rht": 0, "wgrad.activation.mean": "removed"},
+        "precision.wgrad.activation (nvfp4 1x16 nearest without mean)",
+        "make them equal",
+    ),
     ({**EDEN, "rht_signs": "fixed"}, "precision.rht_signs=fixed", "set precision.rht_signs=fresh"),
     ({**EDEN, "wgrad.rht": 64}, "precision.wgrad.rht=64", "set precision.wgrad.rht=128"),
     ({**EDEN, "wgrad.gradient.four_over_six": True}, "four_over_six=true", "nearest or false"),

@@ -34,6 +34,7 @@ NUMBERS = [
     ("optimizer.beta2=1.0", "0.95"),
     ("optimizer.beta1=-0.1", "0 or more and below 1"),
     ("run.seed=-1", "give 0 or more"),
+    ("data.seed=-1", "give 0 or more"),
     ("run.dry_mfu=1.5", "above 0 and at most 1, such as 0.5"),
     ("model.hidden_dim=0", "give 1 or more"),
     ("schedule.warmup_fraction=1.5", "between 0 and 1"),

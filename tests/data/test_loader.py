@@ -150,7 +150,7 @@ def test_other_data_is_refused_with_what_differs(sources: Sources, make_dataset:
     before.consumed_samples = 15 * GLOBAL_BATCH
     state = before.state_dict()
     resume(state, sources)
-    with pytest.raises(ValueError, match=r"run\.seed was 5 and is now 6"):
+    with pytest.raises(ValueError, match=r"data\.seed \(by default run\.seed\) was 5 and is now 6"):
         resume(state, open_sources(make_dataset, seed=6))
     other = PhaseSchedule([Phase("only", 1.0, {"code": 0.7, "prose": 0.3})], NUM_STEPS, GLOBAL_BATCH)
     with pytest.raises(ValueError, match="phases up to sample 120 were"):

@@ -22,7 +22,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.demands import block_demands
-from megatron_fp4.precision.emulated import quantize_operand
+from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import FORMATS
@@ -90,7 +90,12 @@ def calls_on(
         x, dy = (t.to(mesh.device, dtype).contiguous() for t in (x, dy))
         x.requires_grad_()
         calls: list[Any] = []
-        with watched_gemms(lambda a, b, calls=calls: calls.append((operand(a), operand(b)))):
+
+        def keep(a: GemmOperand, b: GemmOperand, calls: list[Any] = calls) -> None:
+            if a.quantized or not recipe.quantized:  # else a product of means
+                calls.append((operand(a), operand(b)))
+
+        with watched_gemms(keep):
             y = linear(x)
             y.backward(dy)
         assert linear.weight.grad is not None
@@ -123,6 +128,18 @@ def test_nor_do_those_of_quartet_2():
     """Groups of 128 output features lie within each rank, and slices of 128 tokens; the third linear has 256."""
     wide = functools.partial(run_wide, tokens=256)
     check_codes(launch(wide, 2, 2, "quartet2", True), launch(wide, 1, 1, "quartet2", False)[0])
+
+
+def run_means(rank: int, tensor: int) -> list[dict[str, dict[str, Any]]]:
+    """`run` with means over 32 tokens and over 128, which is more than each of two ranks has."""
+    return [run(rank, tensor, precision, True) for precision in ("means", "means_of_many")]
+
+
+def test_means_do_not_depend_on_the_tensor_parallel_size():
+    """Means of a rank's own tokens, and of tokens that are gathered first because slices would cut their groups."""
+    one, two = launch(run_means, 1, 1)[0], launch(run_means, 2, 2)
+    for which in range(2):
+        check_codes([rank[which] for rank in two], one[which])
 
 
 def run_wide(*arguments: Any, **settings: Any) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +12,17 @@ from torch import Tensor
 
 from megatron_fp4.measure import probe as probe_module
 from megatron_fp4.measure import samples
-from megatron_fp4.measure.probe import LinearMeasurement, Probe
+from megatron_fp4.measure.probe import LinearMeasurement, Probe, ProbedCall
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import quantize_operand
+from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearCall, LinearContext
-from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Recipe
+from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe, uses_means
+from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from tests.recipes import changed
+from megatron_fp4.quantization.tensor import Encoded
+from tests.recipes import changed, without_means
 from tests.training.harness import alone, launch, toy_mesh
 
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
@@ -41,6 +45,7 @@ RECIPES = {
     ),
     "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, reuse_fprop=True), wgrad_rht=0),
     "by Quartet II": Recipe("by Quartet II", Gemm(SIX, SIX), Gemm(EDEN, AGAIN, 128), Gemm(EDEN, AGAIN, 128), "fresh"),
+    "means": without_means(NVFP4, mean_group=32),
     "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
     "dgrad only": Recipe("dgrad only", dgrad=Gemm(SR, ROW)),
 }
@@ -86,6 +91,10 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
     tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
+    for place, operand in recipe.operands.items():
+        if operand.removes_mean:
+            _, rest = split_means({"activation": x, "gradient": dy}[place.tensor], recipe.mean_group)
+            tensors[place.name] = rest.t() if place.transposed else rest
     assert set(found.operands) == {place.name for place, operand in recipe.operands.items() if operand.quantized}
     context = LinearContext("a", recipe, RunClock(seed=3, step=5))
     for name, statistics in found.operands.items():
@@ -94,6 +103,9 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         assert ("crest_rht" in statistics) == bool(rht)
         if operand.source == "tensor":
             assert statistics["amax"] == tensors[name].abs().max().item()
+        else:  # of what the codes stand for
+            assert statistics["amax"] == pytest.approx(tensors[name].abs().max().item(), rel=0.05)
+            assert statistics["rms"] == pytest.approx(tensors[name].double().square().mean().sqrt().item(), rel=0.02)
         if operand.reuse_fprop or (rht and recipe.rht_signs == "fresh"):
             continue
         seen = random_hadamard_transform(tensors[name], rht) if rht else tensors[name]
@@ -114,6 +126,59 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
         expected[gemm] = ((result.double() - product).norm() / product.norm()).item()
     quantized = {place.gemm for place in PLACES if place.name in found.operands}
     assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
+
+
+class _Records(EmulatedBackend):
+    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`;
+    `means`: not those of means, which come behind the others of their GEMM."""
+
+    def __init__(self, means: bool = False) -> None:
+        self.multiplied: list[tuple[Tensor, Tensor | None]] = []
+        self.means = means
+
+    def gemm(self, a: Any, b: Any, *settings: Any, **more: Any) -> Tensor:
+        if self.means and not a.quantized:
+            return super().gemm(a, b, *settings, **more)
+        self.multiplied += [(of.unpacked().clone(), of.scale) for of in (a, b)]
+        return super().gemm(a, b, *settings, **more)
+
+
+@contextmanager
+def _measured() -> Iterator[dict[tuple[str, Place], tuple[Encoded, Tensor | None]]]:
+    """What probes made of each linear's operands inside a `with`, and in which units."""
+    measured, encode, one = {}, samples.encode_operand, ProbedCall._operand
+
+    def operand(call: ProbedCall, place: Place, x: Tensor, count: int, unit: Tensor | None = None) -> None:
+        def encoded(*arguments: Any, **settings: Any) -> Encoded:
+            made = encode(*arguments, **settings)
+            measured[call.call.context.name, place] = made, unit
+            return made
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(samples, "encode_operand", encoded)
+            one(call, place, x, count, unit)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProbedCall, "_operand", operand)
+        yield measured
+
+
+def _same(measured: tuple[Encoded, Tensor | None], multiplied: tuple[Tensor, Tensor | None]) -> bool:
+    """Whether values and tensor scales are the same bit for bit."""
+    (encoded, unit), (values, scale) = measured, multiplied
+    own = encoded.decode_scale()
+    both = own if unit is None else unit if own is None else own * unit
+    same_scale = both is scale is None or (both is not None and scale is not None and torch.equal(both, scale))
+    return same_scale and torch.equal(encoded.block_values(), values.float())
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_what_is_measured_is_what_the_linear_multiplies(recipe: Recipe) -> None:
+    backend = _Records(uses_means(recipe.gemms.values()))
+    with alone(), _measured() as measured:
+        _run(recipe, Probe(), backend=backend)
+    multiplied = dict(zip(PLACES, backend.multiplied, strict=True))
+    assert measured and all(_same(of, multiplied[place]) for (_, place), of in measured.items())
 
 
 def test_the_transform_is_seen() -> None:
@@ -222,7 +287,32 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
         y = second(first(x))
         y.backward(torch.randn(64, 64, generator=generator).bfloat16())
     assert all(layer.context.probe is None for layer in layers.values())
+    _measure_slices(tp_size, changed(RECIPES["by Quartet II"], fprop_activation=SR))
+    _measure_slices(tp_size, without_means(NVFP4))
     return probe.collect(list(layers))
+
+
+def _measure_slices(tp_size: int, recipe: Recipe) -> None:
+    """Of linears that quantize their own slice of the tokens, with the draws of its place, probes measure the whole."""
+    mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
+    layers = {"first": ColumnParallelLinear(64, 128, mesh), "second": RowParallelLinear(128, 64, mesh)}
+    generator = torch.Generator().manual_seed(1 + mesh.tp_rank)
+    for name, layer in layers.items():
+        layer.weight.data._local_tensor.normal_(generator=generator)
+        layer.context.name, layer.context.recipe, layer.context.backend = (
+            name,
+            recipe,
+            _Records(uses_means(recipe.gemms.values())),
+        )
+    with _measured() as measured, Probe().attached({name: layer.context for name, layer in layers.items()}):
+        x = torch.randn(256 // tp_size, 64, generator=generator).bfloat16().requires_grad_()
+        y = layers["second"](layers["first"](x))
+        y.backward(torch.randn(y.shape, generator=generator).bfloat16())
+    assert len(measured) == 2 * (len(PLACES) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
+    for (name, place), of in measured.items():
+        backend = layers[name].context.backend
+        assert isinstance(backend, _Records)
+        assert _same(of, backend.multiplied[PLACES.index(place)]), (name, place)
 
 
 @pytest.mark.slow

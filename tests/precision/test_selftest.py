@@ -59,7 +59,7 @@ def faults(backend, case: Case = CASE) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [*selftest.RECIPES, ref.ALL_THE_WAY, ref.MXFP4, ref.QAF, ref.QUARTET2], ids=lambda r: r.name
+    "recipe", [*selftest.RECIPES, ref.ALL_THE_WAY, ref.MXFP4, ref.QAF, ref.QUARTET2, ref.MEANS], ids=lambda r: r.name
 )
 def test_the_emulation_passes(recipe):
     assert faults(Spoiled(), replace(CASE, recipe=recipe, outputs=3 * 80, num_groups=3)) == []

@@ -48,6 +48,7 @@ RECIPES = {
         wgrad_rht=128,
         rht_signs="fresh",
     ),
+    "means": replace(ref.MEANS, mean_group=16),
     "stochastic weights": changed(NVFP4, dgrad_weight=Operand("nvfp4", (16, 16), "stochastic")),
     "square activations": changed(NVFP4, fprop_activation=ref.W2, wgrad_activation=ref.W2, wgrad_rht=0),
     "other weight blocks in dgrad": changed(NVFP4, fprop_weight=ref.W),
@@ -105,7 +106,7 @@ class Recorded:
         self.inner, self.gemms = inner, []
         self.name, self.accumulates, self.transposed = inner.name, False, inner.transposed
         self.demands, self.operands, self.operand_from_saved = inner.demands, inner.operands, inner.operand_from_saved
-        self.packed_weight, self.requantized = inner.packed_weight, inner.requantized
+        self.packed_weight = inner.packed_weight
 
     def gemm(self, a, b, out_dtype: torch.dtype, total=None, rows=None) -> Tensor:
         self.gemms.append([_numbers(operand) for operand in (a, b)])
@@ -123,7 +124,8 @@ def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **se
     emulation, packed = Recorded(EMULATED), Recorded(TorchBackend())
     expected = ref.run(x, w, dy, ref.context_of(recipe, backend=emulation, **settings))
     found = ref.run(x, w, dy, ref.context_of(recipe, backend=packed, **settings))
-    assert len(packed.gemms) == len(emulation.gemms) == 3
+    of_means = sum(gemm.left.removes_mean for gemm in recipe.gemms.values())
+    assert len(packed.gemms) == len(emulation.gemms) == 3 + of_means
     for mine, theirs in zip(packed.gemms, emulation.gemms, strict=True):
         for (values, scale), (right, right_scale) in zip(mine, theirs, strict=True):
             assert torch.equal(values, right)

@@ -44,7 +44,7 @@ def write_run(folder: Path, gap: float = 0.0, **extra: Any) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "config.yaml").write_text(
         "train: {steps: 40, lr: 0.1}\n"
-        "data: {phases: [{name: broad, fraction: 0.5, blend: {code: 1}}, {name: <b>, fraction: 0.5}]}\n"
+        "data: {seed: 3, phases: [{name: broad, fraction: 0.5, blend: {code: 1}}, {name: <b>, fraction: 0.5}]}\n"
         "run: {seed: 7}\nmodel: {name: tiny, pattern: M*-, hidden_dim: 64}\n"
     )
     (folder / "plan.yaml").write_text(
@@ -91,7 +91,7 @@ def test_a_page_says_what_the_run_was(tmp_path: Path) -> None:
     page = Page(write_report([write_run(tmp_path / "run")], defaults=DEFAULTS))
     text = re.sub(r"\s+", " ", page.text)
     for words in (
-        "state finished", "steps 40 of 40", "tiny, 4.77M parameters, 3 blocks (M*-), width 64", "seed 7",
+        "state finished", "steps 40 of 40", "tiny, 4.77M parameters, 3 blocks (M*-), width 64", "seed 7, of the data 3",
         "nvfp4 for 75% of the steps, from step 31 on bf16", "8 of 12 linears (nvfp4), 42.0% of the model's FLOPs",
         "of it waiting for data 10.00%", "peak memory of the first device 12.5 GiB", "steps skipped 1",
         "3.0000 nats per token; 3.000 below the unigram entropy (step 40)",
@@ -200,7 +200,7 @@ def test_a_baseline_that_is_no_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, baseline: str, words: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("own", "other"):
+    for name in ("other", "own") if baseline == "own" else ("other",):
         write_run(tmp_path / name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
@@ -211,3 +211,22 @@ def test_a_baseline_that_is_no_run_is_refused(
     with pytest.raises(ConfigError, match=r"^logging\.baseline=") as refused:
         check_baseline(config)
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_run_that_has_begun_goes_on_without_its_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(logging=LoggingConfig(baseline="gone"), run=RunConfig(dir="own"))
+    with pytest.raises(ConfigError, match=r"gone/metrics\.jsonl does not exist"):
+        check_baseline(config)
+    write_run(tmp_path / "own")
+    for rank in ("1", "0"):
+        assert not caplog.records
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        check_baseline(config)
+    assert [record.getMessage() for record in caplog.records] == [
+        "logging.baseline=gone is no run to compare with: gone/metrics.jsonl does not exist; this run goes on, and its "
+        "pictures are without it"
+    ]

@@ -1,28 +1,38 @@
-"""Recipes over seeds: pairs, means, standard errors."""
+"""Recipes over seeds and branches: which runs are pairs, their gaps, and the command."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_fp4.report.paired import HeldOut, gaps, read_held_out, spread, table
+from megatron_fp4.report.held_out import HeldOut, Pair, read_groups, read_held_out
+from megatron_fp4.report.paired import gaps, table
 from scripts import compare_recipes
 
+Losses = dict[int, dict[str, float | None]]
 
-def write_run(folder: Path, seed: int, losses: dict[int, dict[str, float | None]]) -> Path:
+
+def write_run(folder: Path, seed: int, losses: Losses, data: str = "{}", **facts: Any) -> Path:
+    """facts: of the `run` record, if any."""
     folder.mkdir()
-    (folder / "config.yaml").write_text(f"run:\n  seed: {seed}\n")
+    (folder / "config.yaml").write_text(f"run:\n  seed: {seed}\ndata: {data}\n")
     records = [{"kind": "validation", "step": t, "tokens": 1_000_000 * t, "losses": of} for t, of in losses.items()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    start = [{"kind": "run", "step": 0, **facts}] if facts else []
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*start, *records]))
     return folder
 
 
-def test_the_standard_error_is_that_of_the_mean():
-    assert spread([1.0, 2.0, 3.0, 6.0]).error == pytest.approx((14 / 3) ** 0.5 / 2)
-    assert (spread([5.0]).mean, spread([5.0]).deviation, spread([5.0]).error) == (5.0, None, None)
+def origin(run: str, content: str) -> dict[str, Any]:
+    return {"path": f"/there/{run}/checkpoints/step_00000006", "step": 6, "manifest_sha256": content * 32}
+
+
+def percents(found: dict[Pair, Any]) -> dict[str, float]:
+    return {pair.start: gap.percent for pair, gap in found.items()}
 
 
 def test_runs_are_paired_by_seed_whatever_their_order():
@@ -30,22 +40,90 @@ def test_runs_are_paired_by_seed_whatever_their_order():
     runs = [HeldOut(2, {10: 4.4, 20: 2.0, 30: 9.0}), HeldOut(1, {10: 2.02})]
     found = gaps(runs, base)
     assert list(found) == [10, 20]
-    assert found[10] == pytest.approx({1: 1.0, 2: 10.0}) and found[20] == pytest.approx({2: 0.0})
+    assert percents(found[10]) == pytest.approx({"seed 1": 1.0, "seed 2": 10.0})
+    assert percents(found[20]) == pytest.approx({"seed 2": 0.0})
+    assert found[10][Pair("seed 1", 1)].nats == pytest.approx(0.02)
+
+
+def test_another_order_of_the_data_is_no_partner():
+    base = [HeldOut(1, {10: 2.0}), HeldOut(1, {10: 4.0}, data_seed=7)]
+    assert percents(gaps([HeldOut(1, {10: 5.0}, data_seed=7)], base)[10]) == pytest.approx({"seed 1": 25.0})
+    with pytest.raises(ValueError, match="the runs began with seed 1, data seed 8, the base with seed 1; seed 1, data"):
+        gaps([HeldOut(1, {10: 5.0}, data_seed=8)], base)
+
+
+def test_branches_are_paired_by_their_start_and_share_a_partner():
+    base = [HeldOut(1, {10: 2.0}, start="a", data_seed=1), HeldOut(2, {10: 4.0}, start="b")]
+    runs = [
+        HeldOut(1, {10: 2.02}, start="a"),
+        HeldOut(5, {10: 2.06}, start="a", data_seed=1),  # other rounding from the same start
+        HeldOut(2, {10: 4.04}, start="b"),
+    ]
+    assert percents(gaps(runs, base)[10]) == pytest.approx({"a": 2.0, "b": 1.0})
+    of_seed = [*base, HeldOut(5, {10: 2.05}, start="a", data_seed=1)]  # the base's run of the same seed goes first
+    assert percents(gaps(runs, of_seed)[10]) == pytest.approx({"a": (1.0 + 100 * (2.06 / 2.05 - 1)) / 2, "b": 1.0})
+    with pytest.raises(ValueError, match="no pair: the runs began with a, data seed 1; b, data seed 2, the base with"):
+        gaps(runs, [HeldOut(1, {10: 1.0}), HeldOut(2, {10: 1.0})])
+
+
+def test_a_trunk_that_went_on_is_the_partner_of_its_branches():
+    trunks = [HeldOut(s, {5: 3.0, 10: 2.0 * s}, steps=100, folder=f"/runs/trunk{s}") for s in (1, 2)]
+    branches = [
+        HeldOut(s, {10: 2.02 * s}, start=f"c{s}", trunk=f"/elsewhere/trunk{s}", steps=100, folder=f"/runs/branch{s}")
+        for s in (1, 2)
+    ]
+    assert percents(gaps(branches, trunks)[10]) == pytest.approx({"c1": 1.0, "c2": 1.0})
+    own = HeldOut(1, {10: 2.01}, start="c1", steps=100)  # a branch of the base goes first
+    assert percents(gaps(branches, [*trunks, own])[10])["c1"] == pytest.approx(100 * (2.02 / 2.01 - 1))
+    for other in (
+        replace(trunks[0], steps=200),
+        replace(trunks[0], data_seed=3),
+        replace(trunks[0], folder="/runs/other"),
+    ):
+        with pytest.raises(ValueError, match="no pair"):
+            gaps(branches[:1], [other])
+    with pytest.raises(ValueError, match="no pair"):  # two of that name, and none lies where the trunk lay
+        gaps(branches[:1], [trunks[0], replace(trunks[0], seed=3, data_seed=1, folder="/b/trunk1")])
+    there = replace(trunks[0], seed=3, data_seed=1, folder="/elsewhere/trunk1")
+    assert percents(gaps(branches[:1], [trunks[0], there])[10]) == pytest.approx({"c1": 1.0})
 
 
 def test_what_cannot_be_paired_is_refused():
-    with pytest.raises(ValueError, match=r"no pair: the runs have the seeds \[3\], the base \[1\]"):
+    with pytest.raises(ValueError, match=r"no pair: the runs began with seed 3, the base with seed 1;"):
         gaps([HeldOut(3, {10: 1.0})], [HeldOut(1, {10: 1.0})])
-    with pytest.raises(ValueError, match="one run of each seed"):
-        gaps([HeldOut(1, {10: 1.0}), HeldOut(1, {10: 1.0})], [HeldOut(1, {10: 1.0})])
+    with pytest.raises(ValueError, match=r"x and y have the same start \(seed 1\), run.seed=1 .* name one run of each"):
+        gaps([HeldOut(1, {10: 1.0}, folder="/x"), HeldOut(1, {10: 1.0}, folder="/y")], [HeldOut(1, {10: 1.0})])
 
 
 def test_sources_weigh_alike_and_one_that_was_not_measured_leaves_its_point_out(tmp_path):
     run = write_run(tmp_path / "run", 7, {1: {"a": 1.0, "b": 3.0}, 2: {"a": 1.0, "b": None}})
-    assert read_held_out(run) == HeldOut(7, {1_000_000: 2.0})
-    (run / "config.yaml").write_text("model: {}\n")
-    with pytest.raises(ValueError, match=r"names no run\.seed"):
-        read_held_out(run)
+    expected = HeldOut(7, {1_000_000: 2.0}, {1_000_000: {"a": 1.0, "b": 3.0}}, final=1_000_000, folder=str(run))
+    assert read_held_out(run) == expected
+    for config in ("model: {}\n", "run: {seed: '${oc.env:SEED}'}\n"):
+        (run / "config.yaml").write_text(config)
+        with pytest.raises(ValueError, match=r"names no run\.seed"):
+            read_held_out(run)
+
+
+def test_what_a_run_says_of_its_start_its_data_and_its_end(tmp_path):
+    losses: Losses = {8: {"a": 1.0}}
+    one = read_held_out(write_run(tmp_path / "one", 1, losses, "{seed: 4}", steps=8, origin=origin("trunk", "ab")))
+    assert (one.pair, one.final) == (Pair("trunk step 6 (" + "ab" * 6 + ")", 4), 8_000_000)
+    elsewhere = {**origin("trunk", "ab"), "path": "/here/trunk/checkpoints/step_00000006"}
+    longer = read_held_out(write_run(tmp_path / "longer", 4, losses, steps=9, origin=elsewhere))
+    assert longer.pair == one.pair and longer.final is None
+    weights = read_held_out(write_run(tmp_path / "w", 4, losses, steps=8, initialized_from=origin("trunk", "ab")))
+    other = read_held_out(write_run(tmp_path / "o", 4, losses, steps=8, origin=origin("trunk", "ac")))
+    assert len({run.pair for run in (one, weights, other)}) == 3
+
+
+def test_a_run_that_has_just_begun_leaves_the_others_to_be_compared(tmp_path):
+    begun = read_held_out(write_run(tmp_path / "begun", 1, {}, steps=8))
+    assert (begun.losses, begun.final) == ({}, None)
+    groups = {"bf16": [HeldOut(1, {1_000_000: 2.0})], "new": [begun], "fp4": [HeldOut(1, {1_000_000: 2.02})]}
+    assert table(groups).splitlines()[-1] == "| 1M | 2.0000 (1) | - | - | +1.00% (1) |"
+    with pytest.raises(ValueError, match="no pair"):
+        table({name: groups[name] for name in ("bf16", "new")})
 
 
 def test_the_table_has_errors_and_counts():
@@ -59,14 +137,37 @@ def test_the_table_has_errors_and_counts():
     assert row == "| 10M | 2.1000 (2) | 6.73% | +2.00% ± 1.00 (2) | +0.00% (1) |"
 
 
+def test_groups_are_folders_and_patterns(tmp_path, monkeypatch):
+    for seed in (1, 2):
+        write_run(tmp_path / f"run{seed}", seed, {1: {"a": 2.0}})
+    monkeypatch.chdir(tmp_path)
+    found = read_groups(["b=run1,run2", "f=run*"])
+    assert found["b"] == found["f"] and [run.seed for run in found["f"]] == [1, 2]
+    for wrong, words in ((["f=run*,run1"], "a run comes twice in f"), (["f=no*"], "no folder"), (["b=run2"], "once")):
+        with pytest.raises(ValueError, match=words):
+            read_groups(["b=run1", *wrong])
+
+
 def test_the_command_prints_draws_and_refuses(tmp_path, monkeypatch, capsys):
-    runs = [write_run(tmp_path / f"{n}{s}", s, {1: {"a": 2.0 + g}}) for n, g in (("b", 0), ("f", 0.02)) for s in (1, 2)]
-    picture = tmp_path / "gap.png"
+    runs = [
+        write_run(tmp_path / f"{name}{seed}", seed, {1: {"a": 2.0 + gap, "b": 2.0}})
+        for name, gap in (("b", 0), ("f", 0.04), ("g", 0.08))
+        for seed in (1, 2)
+    ]
+    pictures = [tmp_path / "gap.png", tmp_path / "final.png"]
     command = ["compare_recipes.py", f"bf16={runs[0]},{runs[1]}"]
-    monkeypatch.setattr(sys, "argv", [*command, f"fp4={runs[2]},{runs[3]}", "--output", str(picture)])
+    groups = [f"fp4={runs[2]},{runs[3]}", f"g={tmp_path}/g*"]
+    monkeypatch.setattr(sys, "argv", [*command, *groups, "--output", str(pictures[0]), "--final", str(pictures[1])])
     compare_recipes.main()
-    assert "+1.00% ± 0.00 (2)" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
-    for wrong, words in (([], "two groups"), (["fp4"], "NAME=RUN"), ([f"fp4={tmp_path / 'none'}"], "does not exist")):
+    printed = capsys.readouterr().out
+    assert "+1.00% ± 0.00 (2)" in printed and "above fp4" in printed and "| recipe above bf16 | a | b |" in printed
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    for wrong, words in (
+        ([], "two groups"),
+        (["fp4"], "NAME=RUN"),
+        ([f"fp4={tmp_path / 'none'}"], "does not exist"),
+        ([groups[0], "--against", "fp8"], "--against fp8: no group has this name; the groups are bf16, fp4"),
+    ):
         monkeypatch.setattr(sys, "argv", [*command, *wrong])
         with pytest.raises(SystemExit) as end:
             compare_recipes.main()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from assembly import configure, plans_of
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_fp4.config.data_schema import DataConfig
+from megatron_fp4.config.schema import Config, ConfigError, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
@@ -247,6 +248,7 @@ RECIPES_OF_OURS = [
     "nvfp4_all_the_way",
     "nvfp4_quartet2",
     "nvfp4_4over6_1x16",
+    "nvfp4_mean_removed",
 ]
 
 

@@ -1,0 +1,249 @@
+"""What recipes cost at the end of their runs, and which differences are more than noise: a table, and a figure.
+
+A gap is of a pair of finished runs (`held_out.py`) that were validated after equally many tokens. Groups of fewer
+than five pairs have their standard error from the standard deviation within all groups, pooled (`noise.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron_fp4.report.held_out import HeldOut
+from megatron_fp4.report.noise import Estimate, Pooled, estimate, pooled
+from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners
+from megatron_fp4.report.picture import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
+from megatron_fp4.report.words import counted, short_tokens
+
+Groups = Mapping[str, Sequence[HeldOut]]
+Losses = Callable[[HeldOut], Mapping[int, float]]
+_NO_PAIR = "no finished run has a finished partner in {base}, so nothing can be said of the end"
+
+
+def final(run: HeldOut) -> dict[int, float]:
+    """The last loss of a finished run, by tokens."""
+    return run.final_losses
+
+
+def final_of(source: str) -> Losses:
+    """The same of one held-out source."""
+    return lambda run: {t: run.sources[t][source] for t in run.final_losses if source in run.sources.get(t, {})}
+
+
+@dataclass(frozen=True)
+class FinalGaps:
+    """The last losses of all groups above those of one of them, `base`, pair by pair."""
+
+    groups: Groups
+    base: str
+    losses: Losses = final
+
+    @cached_property
+    def gaps(self) -> dict[str, list[Gap]]:
+        """Of each other group; empty where it has no pair with the base."""
+        found: dict[str, list[Gap]] = {}
+        for name, runs in self.groups.items():
+            if name != self.base:
+                try:
+                    by_tokens = gaps(runs, self.groups[self.base], self.losses)
+                except NoPairError:
+                    by_tokens = {}
+                found[name] = [gap for at in by_tokens.values() for gap in at.values()]
+        return found
+
+    @cached_property
+    def shared(self) -> Pooled | None:
+        """The standard deviation of gaps within groups, in percent."""
+        return pooled([gap.percent for gap in of_group] for of_group in self.gaps.values())
+
+    @cached_property
+    def percent(self) -> dict[str, Estimate]:
+        """Of each group with a pair: its mean gap in percent of the base's loss."""
+        return {
+            name: estimate([gap.percent for gap in of_group], self.shared)
+            for name, of_group in self.gaps.items()
+            if of_group
+        }
+
+    @cached_property
+    def nats(self) -> dict[str, Estimate]:
+        """The same in nats per token."""
+        shared = pooled([gap.nats for gap in of_group] for of_group in self.gaps.values())
+        return {
+            name: estimate([gap.nats for gap in of_group], shared) for name, of_group in self.gaps.items() if of_group
+        }
+
+    def ends(self, group: str) -> dict[int, list[float]]:
+        """The last losses of a group's finished runs, by tokens."""
+        by_tokens: dict[int, list[float]] = {}
+        for run in self.groups[group]:
+            for tokens, loss in self.losses(run).items():
+                by_tokens.setdefault(tokens, []).append(loss)
+        return dict(sorted(by_tokens.items()))
+
+    def noise(self, group: str) -> Pooled | None:
+        """The standard deviation of these losses in percent of their mean, among those after equally many tokens."""
+        by_tokens = self.ends(group)
+        return pooled([100 * loss * len(losses) / sum(losses) for loss in losses] for losses in by_tokens.values())
+
+    def left_out(self) -> list[str]:
+        """Runs that are in no pair, and why."""
+        lines, base = [], self.groups[self.base]
+        for name, runs in self.groups.items():
+            for run in runs:
+                if run.final is None:
+                    last = short_tokens(max(run.losses, default=0))
+                    why = f"not finished, last validated after {last} tokens"
+                elif name != self.base and not any(other.final == run.final for other in partners(run, base)):
+                    why = f"no finished run of {self.base} has its start ({run.pair.start}), data and length"
+                else:
+                    continue
+                lines.append(f"{run.name} ({name}): {why}")
+        return lines
+
+
+def final_table(groups: Groups, against: str | None = None) -> str:
+    """Markdown: each group's gap to the first one, in percent and nats, and to the group `against`; notes below.
+
+    A line that says so if no finished runs make a pair. Raises ValueError if no group is called `against`.
+    """
+    base, of_base, of_other = next(iter(groups)), *_compared(groups, against)
+    if not of_base.percent:
+        return "\n".join([_NO_PAIR.format(base=base), *(f"left out: {line}" for line in of_base.left_out())])
+    heads = ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token", "beyond the noise"]
+    if of_other is not None:
+        heads += [f"above {against}", "beyond the noise"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for name in groups:
+        percent, nats = of_base.percent.get(name), of_base.nats.get(name)
+        count = "-" if name == base else str(percent.count if percent else 0)
+        cells = [name, _end(of_base, name), count, _percent(percent), _nats(nats), _said(percent)]
+        if of_other is not None:
+            difference = None if name == against else of_other.percent.get(name)
+            cells += [_percent(difference), _said(difference)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *_notes(of_base, of_other)])
+
+
+def source_table(groups: Groups) -> str | None:
+    """Markdown: each group's gap to the first one by held-out source, in percent; None with a single source, or without
+    a pair of finished runs."""
+    base = next(iter(groups))
+    measured = [at for runs in groups.values() for run in runs for at in run.sources.values()]
+    sources = list(dict.fromkeys(source for at in measured for source in at))
+    if len(sources) < 2 or not FinalGaps(groups, base).percent:
+        return None
+    by_source = {source: FinalGaps(groups, base, final_of(source)).percent for source in sources}
+    lines = [f"| recipe above {base} | {' | '.join(sources)} |", "|" + "---|" * (len(sources) + 1)]
+    for name in groups:
+        if name != base:
+            cells = [_percent(by_source[source].get(name)) for source in sources]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw_final(groups: Groups, target: str | Path, against: str | None = None) -> Path:
+    """Gaps to the first group, smallest on top: the mean with its 95% interval, and each pair as a dot; returns
+    `target`. Filled: beyond the noise. The band is the standard deviation of the base's own runs; a dotted line stands
+    at the gap of `against`. Raises ValueError if there is no pair of finished runs, or no group is called `against`."""
+    base, target = next(iter(groups)), Path(target)
+    of_base, _ = _compared(groups, against)
+    rows = sorted(of_base.percent, key=lambda name: of_base.percent[name].mean)
+    if not rows:
+        raise ValueError(_NO_PAIR.format(base=base))
+    with picture(target, figsize=(8.5, 1.7 + 0.36 * len(rows)), dpi=150) as (figure, axes):
+        if (noise := of_base.noise(base)) is not None:
+            edge = noise.deviation
+            axes.axvspan(
+                -edge, edge, color=BLACK, alpha=0.07, linewidth=0, label=f"{base}: one standard deviation of its runs"
+            )
+        axes.axvline(0, color=INK, linewidth=1.0)
+        if against in of_base.percent:
+            axes.axvline(
+                of_base.percent[against].mean, color=FAINT, linewidth=1.0, linestyle=(0, (1, 2)), label=f"{against}"
+            )
+        labels: set[str] = set()
+        for place, name in enumerate(rows):
+            row = of_base.percent[name]
+            each = [gap.percent for gap in of_base.gaps[name]]
+            if row.count > 1:
+                axes.plot(
+                    each, [place + 0.22] * len(each), color=BLUE, linestyle="none", marker="|", markersize=6,
+                    label=_once("a pair", labels),
+                )  # fmt: skip
+            color, words = (VERMILION, "beyond the noise") if row.beyond_noise else (BLUE, "not beyond the noise")
+            interval = "" if row.error is None else " (95% interval)"
+            axes.errorbar(
+                [row.mean], [place], xerr=[row.half_width or 0.0], color=color, marker="o" if row.beyond_noise else "s",
+                markerfacecolor=color if row.beyond_noise else "white", markersize=6, capsize=3, linewidth=1.5,
+                linestyle="none", label=_once(f"mean of the pairs{interval}, {words}", labels),
+            )  # fmt: skip
+        axes.set_yticks(range(len(rows)), [f"{name} ({of_base.percent[name].count})" for name in rows])
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel(f"held-out loss above {base} at the end (%)")
+        axes.grid(axis="x", color="#000000", alpha=0.08)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        legend_below(figure, axes)
+    return target
+
+
+def _compared(groups: Groups, against: str | None) -> tuple[FinalGaps, FinalGaps | None]:
+    if against is not None and against not in groups:
+        raise ValueError(f"--against {against}: no group has this name; the groups are {', '.join(groups)}")
+    base = next(iter(groups))
+    return FinalGaps(groups, base), FinalGaps(groups, against) if against not in (None, base) else None
+
+
+def _end(found: FinalGaps, group: str) -> str:
+    by_tokens, noise = found.ends(group), found.noise(group)
+    count = sum(map(len, by_tokens.values()))
+    deviation = "" if noise is None else f"{noise.deviation:.2f}%"
+    if len(by_tokens) == 1:
+        [losses] = by_tokens.values()
+        return f"{sum(losses) / count:.4f}{' ± ' if deviation else ''}{deviation} ({count})"
+    return f"± {deviation} ({count})" if deviation else f"({count})"
+
+
+def _percent(of: Estimate | None) -> str:
+    if of is None:
+        return "-"
+    return f"{of.mean:+.2f}%" + ("" if of.error is None else f" ± {of.error:.2f}{'*' if of.shared else ''}")
+
+
+def _nats(of: Estimate | None) -> str:
+    if of is None:
+        return "-"
+    return f"{of.mean:+.4f}" + ("" if of.error is None else f" ± {of.error:.4f}{'*' if of.shared else ''}")
+
+
+def _said(of: Estimate | None) -> str:
+    return "-" if of is None or of.beyond_noise is None else "yes" if of.beyond_noise else "no"
+
+
+def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
+    ends = list(of_base.ends(of_base.base))
+    spans = " to ".join(short_tokens(tokens) for tokens in dict.fromkeys((ends[0], ends[-1])))
+    lines = [
+        f"loss at the end: of {of_base.base} after {spans} tokens; mean and standard deviation of finished runs, and "
+        "how many they are.",
+        "±, of gaps: one standard error of the mean over pairs. beyond the noise: zero is outside the 95% interval "
+        "(Student's t); of twenty recipes that cost nothing, one is expected there.",
+    ]
+    for found, words in ((of_base, ""), *(((of_other, f", of those above {of_other.base}"),) if of_other else ())):
+        if found.shared and any(row.shared for row in found.percent.values()):
+            lines.append(
+                f"*: of fewer than five pairs, by the standard deviation of gaps within all groups, pooled: "
+                f"{found.shared.deviation:.2f}%, {counted(found.shared.freedom, 'degree')} of freedom{words}."
+            )
+    left = of_base.left_out()
+    return [*lines, *(f"left out: {line}" for line in left)]
+
+
+def _once(label: str, seen: set[str]) -> str | None:
+    if label in seen:
+        return None
+    seen.add(label)
+    return label

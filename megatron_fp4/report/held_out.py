@@ -1,0 +1,142 @@
+"""Held-out losses of runs that are compared with each other, and which of them belong together.
+
+Two runs make a pair if they began alike and read the same tokens in the same order; what differs between them is the
+recipe, and how its noise grows. A run from scratch begins with the weights of its `run.seed`. A branch begins with a
+checkpoint of another run (`checkpoint.resume` or `checkpoint.initialize_from` with a path), and its own seed is that of
+stochastic rounding.
+"""
+
+from __future__ import annotations
+
+import glob
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from megatron_fp4.report.metrics import records_of_run
+
+
+class Pair(NamedTuple):
+    """What runs of a pair have in common. start: `seed 1`, or the name of a checkpoint by its content. data_seed: of
+    the order of the data."""
+
+    start: str
+    data_seed: int
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Validation losses of one run.
+
+    losses: by tokens trained on, nats per token, mean of the sources, each weighed alike. sources: the same by source.
+    seed, data_seed: `run.seed` and `data.seed` (None: the run's). start: of a branch, which checkpoint it began from;
+    trunk: the folder, as it was called then, of the run whose checkpoint that is. steps: how many the run is to have.
+    final: tokens of its last validation if the run is finished. folder: where it lies.
+    """
+
+    seed: int
+    losses: dict[int, float]
+    sources: dict[int, dict[str, float]] = field(default_factory=dict)
+    data_seed: int | None = None
+    start: str | None = None
+    trunk: str | None = None
+    steps: int | None = None
+    final: int | None = None
+    folder: str = ""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return Path(self.folder).name
+
+    @property
+    def pair(self) -> Pair:
+        """What a partner must have, too."""
+        return Pair(self.start or f"seed {self.seed}", self.seed if self.data_seed is None else self.data_seed)
+
+    @property
+    def final_losses(self) -> dict[int, float]:
+        """Of a finished run its last loss, by tokens; else empty."""
+        return {} if self.final is None else {self.final: self.losses[self.final]}
+
+
+def read_held_out(run_dir: str | Path) -> HeldOut:
+    """Of the run in `run_dir`, finished or not.
+
+    Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in
+    config.yaml.
+    """
+    config_file = Path(run_dir) / "config.yaml"
+    if not config_file.exists():
+        raise FileNotFoundError(f"{config_file} does not exist; the seed of a run stands there")
+    try:
+        config = yaml.safe_load(config_file.read_text())
+        seed, data_seed = int(config["run"]["seed"]), (config.get("data") or {}).get("seed")
+        data_seed = None if data_seed is None else int(data_seed)
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
+    records = records_of_run(run_dir)
+    losses, sources, last = {}, {}, 0
+    for record in records:
+        if record["kind"] == "validation":
+            measured = {source: loss for source, loss in record["losses"].items() if loss is not None}
+            if measured and len(measured) == len(record["losses"]):
+                tokens, last = int(record["tokens"]), int(record["step"])
+                losses[tokens], sources[tokens] = statistics.mean(measured.values()), measured
+    starts = [record for record in records if record["kind"] == "run"]
+    steps = starts[-1].get("steps") if starts else None
+    finished = bool(losses) and last == (last if steps is None else steps)
+    start, trunk = start_of(starts)
+    final = max(losses) if finished else None
+    return HeldOut(seed, losses, sources, data_seed, start, trunk, steps, final, str(Path(run_dir).resolve()))
+
+
+def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
+    """The checkpoint that a run with these `run` records began from, and, if it took its whole state, the folder of the
+    run that saved it; None if it began from nothing.
+
+    The same checkpoint has the same name wherever it lies; with its whole state and as weights alone two names.
+    """
+    for how in ("origin", "initialized_from"):
+        for origin in (start.get(how) for start in starts):
+            if isinstance(origin, Mapping):
+                path = Path(str(origin.get("path", "")))
+                content = str(origin.get("manifest_sha256", path))[:12]
+                run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+                start = f"{run.name} step {origin.get('step')} ({content}"
+                return (f"{start})", str(run)) if how == "origin" else (f"{start}, weights alone)", None)
+    return None, None
+
+
+def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
+    """Groups of runs from `NAME=RUN,RUN,...`, in their order; a RUN is a folder or a pattern of folders.
+
+    Raises ValueError for an argument of another form, a name that comes twice, a run that comes twice in a group, or
+    fewer than two groups, and what `read_held_out` raises.
+    """
+    folders = folders_of(arguments)
+    return {name: [read_held_out(folder) for folder in of_group] for name, of_group in folders.items()}
+
+
+def folders_of(arguments: Sequence[str]) -> dict[str, list[str]]:
+    """The folders that `read_groups` reads. Raises as it does."""
+    groups: dict[str, list[str]] = {}
+    for argument in arguments:
+        name, equals, texts = argument.partition("=")
+        if not (name and equals and texts) or name in groups:
+            raise ValueError(f"{argument}: write each group once, as NAME=RUN,RUN,...")
+        groups[name] = []
+        for text in texts.split(","):
+            found = [text] if Path(text).exists() or not glob.has_magic(text) else sorted(glob.glob(text))
+            if not found:
+                raise ValueError(f"{text}: no folder has such a name; name the folders of runs of {name}")
+            groups[name] += found
+        if len({Path(folder).resolve() for folder in groups[name]}) < len(groups[name]):
+            raise ValueError(f"{argument}: a run comes twice in {name}; name each once")
+    if len(groups) < 2:
+        raise ValueError("name two groups at least, the base first")
+    return groups

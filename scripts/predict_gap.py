@@ -1,0 +1,85 @@
+"""Does what diagnostics measure early predict what a recipe costs in the end?
+
+    python scripts/predict_gap.py 'bf16=runs/bf16_from*' 'nvfp4=runs/nvfp4_from*' 'mxfp4=runs/mxfp4_from*' \\
+        'no_rht=runs/no_rht_from*' 'no_sr=runs/no_sr_from*' --output prediction.png
+
+Groups are named as for compare_recipes.py, the base first. Every other group is a recipe: its gap to the base at the
+end, and the errors that its runs measured (precision.diagnostics.interval) in the first 5% of their steps. Prints, for
+each figure of these errors, its correlation with the gap over recipes, strongest first, and draws the strongest four.
+Four recipes at least; with ten the intervals are still wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.report.early_figures import early_records, figures, of_recipe
+from megatron_fp4.report.final_gaps import FinalGaps
+from megatron_fp4.report.held_out import folders_of, read_held_out
+from megatron_fp4.report.metrics import records_of_run
+from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
+from models.pattern import linear_shapes
+
+
+def main() -> None:
+    """Correlate the groups named on the command line; exit code 2, with a line on stderr, if they cannot be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="+", metavar="NAME=RUN,...", help="a recipe and its runs: folders or patterns")
+    parser.add_argument("--output", help="where to draw the strongest (default: nowhere)")
+    parser.add_argument("--rows", type=int, default=15, help="figures to print (default 15)")
+    options = parser.parse_args()
+    try:
+        predict(options)
+    except (OSError, ValueError) as error:
+        print(f"predict_gap.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def predict(options: argparse.Namespace) -> None:
+    """Read, correlate, print, draw. Raises ValueError and OSError for groups that cannot be compared."""
+    if options.rows < 1:
+        raise ValueError(f"--rows {options.rows}: give 1 or more")
+    folders = folders_of(options.groups)
+    base, *others = folders
+    found = FinalGaps({name: [read_held_out(folder) for folder in folders[name]] for name in folders}, base)
+    measured = {name: [of for folder in folders[name] if (of := of_run(folder))] for name in others}
+    points = {name: of_recipe(runs) for name, runs in measured.items() if runs and name in found.percent}
+    for name in others:
+        if name not in points:
+            what = "no diagnostics (precision.diagnostics.interval)" if not measured[name] else "no gap at the end"
+            print(f"left out: {name} has {what}")
+    gaps = {name: found.percent[name].mean for name in points}
+    ordered = correlations(points, gaps)
+    print(correlation_table(ordered, by_chance(points, gaps), options.rows))
+    if options.output:
+        print(draw_correlations(ordered, points, found.percent, base, options.output))
+
+
+def of_run(folder: str) -> dict[str, float]:
+    """The figures of a run; none if it has no diagnostics."""
+    early = early_records(records_of_run(folder))
+    if not early:
+        return {}
+    config_file = Path(folder) / "config.yaml"
+    try:
+        shapes = linear_shapes(ModelConfig(**yaml.safe_load(config_file.read_text())["model"]))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{config_file}: model.{where} is nothing that this version knows: {first['msg']}") from error
+    except (KeyError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"{config_file} names no model that this version knows") from error
+    try:
+        return figures(early, {shape.name: shape.parameters for shape in shapes})
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

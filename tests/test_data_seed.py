@@ -1,0 +1,62 @@
+"""`data.seed`: the order of the data apart from everything else that `run.seed` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import assembly
+from data.indexed_dataset import IndexedDatasetWriter
+from megatron_fp4.checkpoint.drift import configuration_changes
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.fp32_gradients import local_part
+
+Built = tuple[torch.Tensor, torch.Tensor]
+SMALL = [
+    "model=tiny", "model.pattern=M-", "model.hidden_dim=32", "model.ffn_dim=32", "model.mamba_num_heads=2",
+    "model.mamba_head_dim=16", "model.mamba_state_dim=16", "precision.bf16_blocks.last=0", "train.steps=2",
+    "train.sequence_length=32", "train.global_batch_size=4", "train.micro_batch_size=4", "data=indexed",
+    "data.num_workers=0", "data.phases=[{name: main, blend: tokens}]", "logging.tensorboard=false",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Callable[..., Built]:
+    """An initial weight, and the tokens of the first step, of the run that overrides make."""
+    folder = tmp_path_factory.mktemp("data_seed")
+    with IndexedDatasetWriter(folder / "text", np.uint16) as writer:
+        for number in range(64):
+            writer.add_document(np.arange(50) + 50 * number)
+
+    def build(*overrides: str) -> Built:
+        arguments = [*SMALL, f"data.sources={{text: {folder}/text}}", f"run.dir={folder}/run", *overrides]
+        run = assembly.build(assembly.compose_config(arguments, assembly.CONFIGS), mesh)
+        [batch] = next(iter(run.loader.steps(0, 1)))
+        return local_part(next(iter(run.model.parameters()))).detach(), batch.tokens
+
+    return build
+
+
+def test_one_seed_varies_without_the_other(build: Callable[..., Built]) -> None:
+    weight, tokens = build("run.seed=1")
+    other_data = build("run.seed=1", "data.seed=2")
+    assert torch.equal(other_data[0], weight) and not torch.equal(other_data[1], tokens)
+    other_weights = build("run.seed=2", "data.seed=1")
+    assert not torch.equal(other_weights[0], weight) and torch.equal(other_weights[1], tokens)
+    assert torch.equal(build("run.seed=2")[1], other_data[1])
+
+
+def test_a_checkpoint_from_before_the_key_says_nothing_of_it() -> None:
+    config = Config()
+    saved: Any = as_saved(config)
+    del saved["data"]["seed"]
+    assert configuration_changes(saved, config) == []
+    again = config_from_saved(saved, ["run.seed=7"], assembly.CONFIGS)
+    assert again.data.seed is None and again.data_seed == 7
