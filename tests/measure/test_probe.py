@@ -132,7 +132,7 @@ class _Records(EmulatedBackend):
     """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`;
     `means`: not those of means, which come behind the others of their GEMM."""
 
-    def __init__(self, means: bool) -> None:
+    def __init__(self, means: bool = False) -> None:
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
         self.means = means
 
