@@ -29,7 +29,8 @@ from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.precision.sizes import check_sizes
