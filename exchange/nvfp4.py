@@ -23,7 +23,8 @@ from torch import Tensor
 
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT, Recipe
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale

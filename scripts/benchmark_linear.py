@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS

@@ -37,11 +37,7 @@ from megatron_fp4.checkpoint.local_files import forget_starts
 from megatron_fp4.checkpoint.local_start import choose_with_local
 from megatron_fp4.checkpoint.random_state import capture_random_state
 from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, manifest_of
-from megatron_fp4.checkpoint.shards import (
-    own_pieces,
-    state_of,
-    wholes_of,
-)
+from megatron_fp4.checkpoint.shards import own_pieces, state_of, wholes_of
 from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.config.schema import ConfigError

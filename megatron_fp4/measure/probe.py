@@ -61,7 +61,8 @@ from megatron_fp4.quantization.hadamard import random_hadamard_transform
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+    from megatron_fp4.precision.linear_call import LinearCall
+    from megatron_fp4.precision.linear_context import LinearContext
 
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24

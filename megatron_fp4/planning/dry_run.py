@@ -30,7 +30,7 @@ from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.training.deoscillation import watched
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import BackendOperand
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.means import add_means, add_products_of_means, adds_means, means_of_all, split
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,

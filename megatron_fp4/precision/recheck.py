@@ -35,7 +35,7 @@ from megatron_fp4.precision.selftest import SelfTestError
 from megatron_fp4.precision.token_messages import Gather
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear_call import LinearContext
+    from megatron_fp4.precision.linear_context import LinearContext
 
 # Of each product, other ones at each of a linear's turns.
 _PRODUCT_ROWS = 64

@@ -17,7 +17,8 @@ from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, 
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe, uses_means
 from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
