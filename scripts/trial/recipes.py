@@ -138,7 +138,7 @@ def _check_common(config: Config, base: Recipe) -> None:
     """Raise ConfigError if the recipe would be held against the base on other data, or with another model."""
     here, there = as_saved(config), as_saved(base.config)
     different = [key for section in _COMMON for key in _differences(section, there[section], here[section])]
-    if data_seed(config) != data_seed(base.config):
+    if not different and data_seed(config) != data_seed(base.config):
         different.append("run.seed, which without data.seed is that of the data's order too")
     if different:
         raise ConfigError(
