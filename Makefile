@@ -21,7 +21,7 @@ SAYS_TORCH := make: downloads torch and CUDA (2.7 GB; torch for CPUs: 0.2 GB) an
 SAYS_CPU := $(if $(filter-out 0,$(GPUS)),,make: no GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ... takes torch for CPUs)
 SAYS_TESTS := make: downloads what tests need, 127 packages (0.3 GB), into $(VENV)
 
-.PHONY: setup train test test-fast test-gpu docs lint format
+.PHONY: setup train test all-tests test-fast test-gpu docs lint format
 
 setup: $(VENV)/.installed
 
@@ -36,10 +36,10 @@ $(VENV)/.base: pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-# What tests need too.
+# What tests need too. Python compiles what is imported: of these packages' 16,000 files, a few hundred.
 $(VENV)/.installed: $(VENV)/.base
 	@echo '$(SAYS_TESTS)'
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[dev]"
 	@touch $@
 
 # Ctrl-C reaches make and the shell too: the trap lets the shell wait for the run. Exit code 75 says that it is stopped
@@ -59,12 +59,17 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Files whole, because their tests share what is slow to make.
-test: lint
-	$(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+# With make --jobs=2 lint goes on beside the tests, which leave a core idle now and then.
+test: lint all-tests
+
+# Files whole, because their tests share what is slow to make; in the order of tests/conftest.py.
+PYTEST := env -u MAKEFLAGS $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+all-tests: setup
+	$(PYTEST)
 
 test-fast: setup
-	$(BIN)/pytest -m "not slow" --numprocesses auto --maxprocesses 8 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 docs: setup
 	$(BIN)/python tests/docs/run_pages.py $(ARGS)

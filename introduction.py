@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from assembly import CONFIGS, Run, recipes_of, sharded_model, world_size
+from assembly import CONFIGS, recipes_of, sharded_model, world_size
 from data.opening import phase_schedule
 from data.plan import planned_use
 from megatron_fp4.checkpoint import drift
@@ -25,6 +25,7 @@ from megatron_fp4.report.summary import introduce
 from models.execution_choice import cost_of_determinism, describe_execution
 from models.flops import forward_flops_per_token, parameter_count
 from models.pattern import MIXERS
+from run_parts import Run
 
 
 def print_needs(config: Config) -> int:

@@ -32,7 +32,6 @@ from pathlib import Path
 
 from assembly import (
     CONFIGS,
-    Run,
     build,
     configuration_errors,
     configure,
@@ -72,6 +71,7 @@ from megatron_fp4.training.profiling import ProfileWindow, memory_history
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepRequests, train_step
 from preflight import check_samples, print_check
+from run_parts import Run
 
 
 def main(arguments: list[str]) -> int:
@@ -397,7 +397,8 @@ def resume(run: Run) -> int:
             run.load_state_dict(resumed.trainer)
             check_samples(run.phases, start, run.loader.consumed_samples)
         say_what_differs(run, resumed)
-    run.check_epochs()
+    with configuration_errors():
+        run.check_epochs()
     return start
 
 

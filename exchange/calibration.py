@@ -56,7 +56,8 @@ def check_calibration(trained: TrainedPlan, num_samples: int) -> None:
     if not activations_in_fp4(trained):
         raise ValueError(
             "--activations calibrated: some of the linears with NVFP4 weights were trained with activations in another "
-            "format, which W4A4 would change; leave it out (weights in 4 bits, activations in BF16)"
+            "format, or without their means, which W4A4 would change; leave it out (weights in 4 bits, activations in "
+            "BF16)"
         )
 
 

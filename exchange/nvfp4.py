@@ -23,7 +23,8 @@ from torch import Tensor
 
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT, Recipe
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
@@ -202,5 +203,7 @@ def inverse_tensor_scale(tensor: NVFP4Tensor) -> Tensor:
 
 
 def activations_in_fp4(trained: TrainedPlan) -> bool:
-    """Whether fprop multiplies NVFP4 activations by every NVFP4 weight."""
-    return all(row.recipe[FPROP_ACTIVATION].format == "nvfp4" for row in trained.fp4().values())
+    """Whether fprop multiplies NVFP4 activations by every NVFP4 weight, and nothing else: where they are without their
+    means, it adds these, and no engine does."""
+    operands = [row.recipe[FPROP_ACTIVATION] for row in trained.fp4().values()]
+    return all(operand.format == "nvfp4" and not operand.removes_mean for operand in operands)

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from assembly import CONFIGS, Run, build, check, set_determinism
+from assembly import CONFIGS, build, check, set_determinism
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest
 from megatron_fp4.checkpoint.shards import CheckedReader
@@ -44,6 +44,7 @@ from megatron_fp4.measure.ranking import (
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.training.accumulate import ALONE, accumulate
+from run_parts import Run
 
 
 def main(arguments: list[str]) -> int:

@@ -43,7 +43,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.training.optimizer import build_optimizer
 from models.execution_choice import describe_execution

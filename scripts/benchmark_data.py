@@ -28,7 +28,7 @@ from data.loader import MicroBatchLoader
 from data.phase_lengths import Phase
 from data.phases import PhaseSchedule
 from data.samples import ORDERS, SampleSource
-from megatron_fp4.config.schema import DataConfig
+from megatron_fp4.config.data_schema import DataConfig
 
 
 class Result(NamedTuple):

@@ -42,7 +42,8 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import USES, Recipe, rounded_to_nearest
 from megatron_fp4.precision.selftest import RECIPES
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed

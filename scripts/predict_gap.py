@@ -4,8 +4,9 @@
         'no_rht=runs/no_rht_from*' 'no_sr=runs/no_sr_from*' --output prediction.png
 
 Groups are named as for compare_recipes.py, the base first. Every other group is a recipe: its gap to the base at the
-end, and the errors that its runs measured (precision.diagnostics.interval) in the first 5% of their steps. Prints, for
-each figure of these errors, its correlation with the gap over recipes, strongest first, and draws the strongest four.
+end, the errors that its runs measured (precision.diagnostics.interval) in the first 5% of their steps, and their
+training loss above the base's over the first fifth. Prints, for each of these figures, its correlation with the gap
+over recipes, strongest first, and draws the strongest four.
 Four recipes at least; with ten the intervals are still wide.
 """
 
@@ -13,16 +14,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.report.early_figures import early_records, figures, of_recipe
+from megatron_fp4.report.early_figures import early_loss, early_records, figures, of_recipe
 from megatron_fp4.report.final_gaps import FinalGaps
-from megatron_fp4.report.held_out import folders_of, read_held_out
+from megatron_fp4.report.held_out import HeldOut, folders_of, read_held_out
 from megatron_fp4.report.metrics import records_of_run
+from megatron_fp4.report.paired import partners
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
 from models.pattern import linear_shapes
 
@@ -47,9 +50,10 @@ def predict(options: argparse.Namespace) -> None:
         raise ValueError(f"--rows {options.rows}: give 1 or more")
     folders = folders_of(options.groups)
     base, *others = folders
-    found = FinalGaps({name: [read_held_out(folder) for folder in folders[name]] for name in folders}, base)
-    measured = {name: [of for folder in folders[name] if (of := of_run(folder))] for name in others}
-    points = {name: of_recipe(runs) for name, runs in measured.items() if runs and name in found.percent}
+    runs = {name: [read_held_out(folder) for folder in folders[name]] for name in folders}
+    found = FinalGaps(runs, base)
+    measured = {name: [of for run in runs[name] if (of := of_run(run, runs[base]))] for name in others}
+    points = {name: of_recipe(of) for name, of in measured.items() if of and name in found.percent}
     for name in others:
         if name not in points:
             what = "no diagnostics (precision.diagnostics.interval)" if not measured[name] else "no gap at the end"
@@ -61,11 +65,14 @@ def predict(options: argparse.Namespace) -> None:
         print(draw_correlations(ordered, points, found.percent, base, options.output))
 
 
-def of_run(folder: str) -> dict[str, float]:
+def of_run(run: HeldOut, base: Sequence[HeldOut]) -> dict[str, float]:
     """The figures of a run; none if it has no diagnostics."""
-    early = early_records(records_of_run(folder))
+    folder, records = run.folder, records_of_run(run.folder)
+    early = early_records(records)
     if not early:
         return {}
+    partner = next(iter(partners(run, base)), None)
+    loss = early_loss(records, records_of_run(partner.folder)) if partner else {}
     config_file = Path(folder) / "config.yaml"
     try:
         shapes = linear_shapes(ModelConfig(**yaml.safe_load(config_file.read_text())["model"]))
@@ -76,7 +83,7 @@ def of_run(folder: str) -> dict[str, float]:
     except (KeyError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{config_file} names no model that this version knows") from error
     try:
-        return figures(early, {shape.name: shape.parameters for shape in shapes})
+        return figures(early, {shape.name: shape.parameters for shape in shapes}) | loss
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 

@@ -29,7 +29,8 @@ from megatron_fp4.precision.backend import Backend, BackendOperand
 from megatron_fp4.precision.backend_choice import BACKENDS, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.recipe import GEMMS, USES, Place, Recipe, recipe_from_config
 from megatron_fp4.precision.refusals import recipes_by_key

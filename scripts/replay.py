@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from assembly import CONFIGS, Run, build, check, set_determinism
+from assembly import CONFIGS, build, check, set_determinism
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, folder_name, list_checkpoints, read_manifest, step_of
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
@@ -38,6 +38,7 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distr
 from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
 from megatron_fp4.training.step import StepResult, train_step
 from pretrain import pin_autotuned
+from run_parts import Run
 
 
 def main(arguments: list[str]) -> int:

@@ -27,6 +27,7 @@ from scripts.study.exactness import study_exactness
 from scripts.study.formats import study_formats
 from scripts.study.hadamard import study_hadamard
 from scripts.study.layers import study_layers
+from scripts.study.means import study_means
 from scripts.study.rounding import study_rounding
 from scripts.study.tensors import QUICK, Size, Study
 from scripts.study.weights import study_weights
@@ -36,6 +37,7 @@ SECTIONS: dict[str, Callable[[Study], Iterator[tuple[str, str]]]] = {
     "hadamard": study_hadamard,
     "weights": study_weights,
     "rounding": study_rounding,
+    "means": study_means,
     "layers": study_layers,
     "exactness": study_exactness,
 }

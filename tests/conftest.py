@@ -13,6 +13,26 @@ from data.builtin import open_builtin
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 
+# Files that take longest, the longest first: each is run whole by one of the processes of `make test`, and what begins
+# last has to be short. The others follow as they are found.
+LONGEST = """
+    precision/test_demands faults/test_endings test_pretrain distributed/test_checkpoint distributed/test_equality
+    test_soak distributed/test_local_checkpoint exchange/test_megatron test_going_on exchange/test_hf
+    test_compare_repeats test_spikes_run measure/test_replay distributed/test_gathered_codes exchange/test_in_run
+    inference/test_agreement data/test_workers exchange/test_nvfp4_folders training/test_recheck_run test_benchmark
+    test_initialized_run distributed/test_linear_codes measure/test_diagnostics_run data/prepare/test_resume
+    distributed/test_generation test_generate test_replay_command test_compare_memory faults/test_run_lock
+    test_packaging training/test_cuda_graphs test_refusals
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring the longest files to the front."""
+    folder = Path(__file__).parent
+    places = {folder / f"{name}.py": place for place, name in enumerate(LONGEST.split())}
+    assert all(path.exists() for path in places), f"gone: {[path for path in places if not path.exists()]}"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:

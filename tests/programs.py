@@ -8,6 +8,7 @@ before, so what happens while they are is for a test that starts Python itself.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -52,7 +53,8 @@ class Program:
     """A started program, with those of `subprocess.Popen`'s methods that tests use.
 
     command: the path of a script and its arguments. environment: None for this process's own. errors_apart: stderr is
-    not part of the output. Nothing reads while it runs: what it prints goes to files.
+    not part of the output. output: the file for it, if the test has one. own_session: as the first of a session and a
+    process group. Nothing reads while it runs: what it prints goes to files.
     """
 
     def __init__(
@@ -61,17 +63,21 @@ class Program:
         environment: Mapping[str, str] | None = None,
         folder: Path = ROOT,
         errors_apart: bool = False,
+        output: Path | None = None,
+        own_session: bool = False,
     ) -> None:
         self._scratch = tempfile.TemporaryDirectory()
-        self._printed = [Path(self._scratch.name, name) for name in ("output", "errors")]
+        self._printed = [output or Path(self._scratch.name, "output"), Path(self._scratch.name, "errors")]
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
         words = [str(word) for word in command]
         self._process = fork_server().Process(
-            target=_run, args=(words, given, str(folder), *map(str, self._printed), errors_apart)
+            target=_run, args=(words, given, str(folder), *map(str, self._printed), errors_apart, own_session)
         )
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
+        # Of a test that failed before it was waited for: multiprocessing would wait for it at the end.
+        atexit.register(self.send_signal, signal.SIGKILL)
 
     @property
     def returncode(self) -> int | None:
@@ -127,9 +133,17 @@ def environments_of_ranks(world_size: int) -> list[dict[str, str]]:
 
 
 def _run(
-    command: list[str], environment: dict[str, str], folder: str, output: str, errors: str, errors_apart: bool
+    command: list[str],
+    environment: dict[str, str],
+    folder: str,
+    output: str,
+    errors: str,
+    errors_apart: bool,
+    own_session: bool,
 ) -> None:
     """In the new process: become `python command`."""
+    if own_session:
+        os.setsid()
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(environment)
@@ -141,7 +155,7 @@ def _run(
         opened = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.dup2(opened, descriptor)
         os.close(opened)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False, buffering=1 if "PYTHONUNBUFFERED" in environment else -1)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
     torch.set_num_threads(1)
     sys.argv = command

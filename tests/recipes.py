@@ -14,6 +14,12 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe:
     return replace(recipe, **changes)
 
 
+def with_means(recipe: Recipe) -> Recipe:
+    """`recipe` with every mean kept."""
+    kept = {place.name: replace(operand, mean="kept") for place, operand in recipe.operands.items()}
+    return changed(recipe, mean_group=Recipe().mean_group, **kept)
+
+
 def without_means(recipe: Recipe, **changes: Any) -> Recipe:
     """`recipe` with the mean of every quantized activation and gradient removed, and `changes` as above."""
     removed = {

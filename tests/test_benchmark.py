@@ -1,18 +1,15 @@
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests.programs import Program, environments_of_ranks, run_program
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow
 
 
 def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/benchmark.py", "--small", "--device", "cpu", "--iterations", "1", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return run_program(["scripts/benchmark.py", "--small", "--device", "cpu", "--iterations", "1", *options])
 
 
 def test_one_command_writes_json_and_prints_a_table(tmp_path):
@@ -42,29 +39,29 @@ def test_mistakes_are_one_line():
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
 
 
-def parallel(processes: int, *options: str) -> subprocess.CompletedProcess[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+def parallel(processes: int, *options: str) -> str:
+    """What the ranks print."""
     small = ["model=tiny", "run.device=cpu", "train.sequence_length=64", "train.micro_batch_size=1"]
-    command = [*launch, "scripts/benchmark_parallel.py", "--steps=1", "--warmup=1", *options, *small]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = ["scripts/benchmark_parallel.py", "--steps=1", "--warmup=1", *options, *small]
+    ranks = [Program(command, environment) for environment in environments_of_ranks(processes)]
+    output = "".join(rank.communicate(timeout=300)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0] * processes, output
+    return output
 
 
 def test_scaling_is_relative_to_another_mesh(tmp_path):
     one, two = tmp_path / "one.json", tmp_path / "two.json"
-    done = parallel(1, "--output", str(one), "train.global_batch_size=2")
-    assert done.returncode == 0, done.stderr
+    parallel(1, "--output", str(one), "train.global_batch_size=2")
     # The same global batch on two ranks: the same loss.
-    done = parallel(2, "--output", str(two), "--against", str(one), "train.global_batch_size=2")
-    assert done.returncode == 0, done.stderr
+    printed = parallel(2, "--output", str(two), "--against", str(one), "train.global_batch_size=2")
     first, second = json.loads(one.read_text()), json.loads(two.read_text())
     assert first["losses"][0] == second["losses"][0]
     assert (second["ranks"], second["data"], second["micro_batches_per_rank"]) == (2, 2, 1)
     share = second["tokens_per_second"] / first["tokens_per_second"] / 2
-    assert f"{share:.1%} of ideal" in done.stdout
+    assert f"{share:.1%} of ideal" in printed
 
 
 def test_a_mesh_that_cannot_be_is_one_line():
-    command = [sys.executable, "scripts/benchmark_parallel.py", "model=tiny", "run.device=cpu", "parallel.tensor=2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_program(["scripts/benchmark_parallel.py", "model=tiny", "run.device=cpu", "parallel.tensor=2"])
     assert done.returncode == 2 and "benchmark_parallel.py: parallel.tensor=2" in done.stderr
     assert "Traceback" not in done.stderr

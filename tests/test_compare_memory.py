@@ -3,56 +3,72 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from scripts import compare_memory
 from scripts.compare_memory import table
+from tests.programs import run_program
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("train.sequence_length=64", "precision.switch.when=never")
 
 
-def compare(*arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/compare_memory.py", *arguments]
-    environment = {**os.environ, "WORLD_SIZE": str(ranks)}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+Compare = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
+    """The command in this process, the processes of its cases from a fork server: exit code, output, errors."""
+
+    def child(command: list[str], *, env: dict[str, str], check: bool) -> subprocess.CompletedProcess[str]:
+        done = run_program(command[1:], env)
+        print(done.stderr, end="", file=sys.stderr)
+        return done
+
+    def compare(*arguments: str, ranks: int = 1) -> tuple[int, str, str]:
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        code = compare_memory.main([*arguments])
+        return (code, *capsys.readouterr())
+
+    monkeypatch.setattr(compare_memory.subprocess, "run", child)
+    return compare
 
 
 @pytest.mark.slow
-def test_the_planned_half_of_several_cases(tmp_path: Path) -> None:
+def test_the_planned_half_of_several_cases(compare: Compare, tmp_path: Path) -> None:
     output = tmp_path / "memory.json"
     cases = [" ".join((*SMALL, "train.global_batch_size=16", f"precision={name}")) for name in ("bf16", "nvfp4")]
     arguments = [argument for case in cases for argument in ("--case", case)]
-    done = compare("--plan-only", "--output", str(output), *arguments, ranks=2)
-    assert done.returncode == 0, done.stderr
+    code, printed, errors = compare("--plan-only", "--output", str(output), *arguments, ranks=2)
+    assert code == 0, errors
     bf16, nvfp4 = json.loads(output.read_text())
     for row, case in zip((bf16, nvfp4), cases, strict=True):
         assert row["overrides"] == case.split() and row["ranks"] == 2 and "measured" not in row
         memory = row["planned"]["memory"]
         assert memory["peak"] > memory["parameters"] + memory["optimizer"] + memory["workspaces"]
-        assert case in done.stdout
+        assert case in printed
     assert bf16["planned"]["memory"]["quantized_weights"] == 0 < nvfp4["planned"]["memory"]["quantized_weights"]
 
 
 @pytest.mark.slow
-def test_mistakes_are_one_line() -> None:
-    done = compare("--plan-only", "train.global_batch_size=7")
-    assert done.returncode == 2 and "train.global_batch_size=7" in done.stderr and "Traceback" not in done.stderr
-    done = compare("--case", "model=tiny", "precision=bf16")
-    assert done.returncode == 2 and "precision=bf16: put it into the quotes" in done.stderr
+def test_mistakes_are_one_line(compare: Compare, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = compare("--plan-only", "train.global_batch_size=7")
+    assert code == 2 and "train.global_batch_size=7" in errors and "Traceback" not in errors
+    with pytest.raises(SystemExit) as end:
+        compare("--case", "model=tiny", "precision=bf16")
+    assert end.value.code == 2 and "precision=bf16: put it into the quotes" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    done = compare("model=tiny")
-    assert done.returncode == 2 and "--plan-only" in done.stderr and "Traceback" not in done.stderr
+def test_without_a_gpu_it_says_so(compare: Compare) -> None:
+    code, _, errors = compare("model=tiny")
+    assert code == 2 and "--plan-only" in errors and len(errors.splitlines()) == 1
 
 
 def test_the_table() -> None:

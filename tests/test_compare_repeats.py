@@ -12,7 +12,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from scripts import compare_repeats
-from scripts.compare_repeats import FailedError, Program, Repeat, Start
+from scripts.compare_repeats import FailedError, Repeat, Start
+from tests.programs import Program
 from tests.test_pretrain import SMALL
 
 RUN = Repeat("run 1", {1: (2.5, 1.0), 2: (2.25, None)}, {"model.a": "x", "optimizer.a": "y"}, [])
@@ -111,11 +112,23 @@ TINY = [
 ]
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started comes from a fork server; the tests with stubs start interpreters."""
+
+    def started(command: list[str], *, env: dict[str, str], stdout: Any, start_new_session: bool, **_: Any) -> Program:
+        return Program(command[1:], env, output=Path(stdout.name), own_session=start_new_session)
+
+    monkeypatch.setattr(compare_repeats.subprocess, "Popen", started)
+
+
 @pytest.mark.slow
-def test_runs_on_two_ranks_one_of_them_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = compare_repeats.main(
-        [*TINY, "--nproc", "2", "--repeats", "1", "--kill-after", "2", "--output", str(tmp_path), "--print-autotuning"]
-    )
+def test_runs_on_two_ranks_one_of_them_killed(
+    forked: None, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*TINY, f"data.cache_dir={corpus}"]
+    options = ["--nproc", "2", "--repeats", "1", "--kill-after", "2", "--output", str(tmp_path), "--print-autotuning"]
+    code = compare_repeats.main([*overrides, *options])
     output, errors = capfd.readouterr()
     assert code == 0, output + errors
     assert "killed and resumed, start 2, rank 1: 0 in 0.0 s" in output and "all 2 runs are equal: 8 steps" in output
@@ -124,7 +137,7 @@ def test_runs_on_two_ranks_one_of_them_killed(tmp_path: Path, capfd: pytest.Capt
 
 
 @pytest.mark.slow
-def test_a_failed_run_ends_the_comparison(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_run_ends_the_comparison(forked: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert compare_repeats.main(["model=no_such_model", "--output", str(tmp_path)]) == 1
     assert "no_such_model" in capfd.readouterr().err
 
@@ -132,7 +145,7 @@ def test_a_failed_run_ends_the_comparison(tmp_path: Path, capfd: pytest.CaptureF
 def test_a_run_that_cannot_be_killed_in_time_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, "pass")
     with pytest.raises(FailedError, match="was finished before it could be killed"):
-        Program([], 1, tmp_path, 30.0).killed("killed", 2)
+        compare_repeats.Program([], 1, tmp_path, 30.0).killed("killed", 2)
 
 
 KILLED = """
@@ -166,8 +179,9 @@ def test_a_resumed_start_finds_no_choices_of_the_machine(
 ) -> None:
     """All other starts find those of the first; compiled kernels are every start's own if wanted, and only then."""
     stub(tmp_path, monkeypatch, KILLED)
-    monkeypatch.setattr(Program, "_read", lambda self, name, run_dir, starts: replace(RUN, name=name, starts=starts))
-    program = Program(["checkpointed"], 1, tmp_path, 30.0)
+    read = lambda self, name, run_dir, starts: replace(RUN, name=name, starts=starts)  # noqa: E731
+    monkeypatch.setattr(compare_repeats.Program, "_read", read)
+    program = compare_repeats.Program(["checkpointed"], 1, tmp_path, 30.0)
     program.own_caches = own
     program.straight("run")
     assert len(program.killed("killed", 2).starts) == 2
@@ -180,7 +194,7 @@ def test_a_resumed_start_finds_no_choices_of_the_machine(
 def test_a_run_killed_before_its_first_checkpoint_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub(tmp_path, monkeypatch, KILLED)
     with pytest.raises(FailedError, match="killed before its first checkpoint; raise --kill-after"):
-        Program([], 1, tmp_path, 30.0).killed("killed", 2)
+        compare_repeats.Program([], 1, tmp_path, 5.0).killed("killed", 2)
 
 
 def test_a_run_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,5 +208,5 @@ def test_a_run_that_hangs_is_ended_with_all_its_ranks(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(compare_repeats.subprocess, "Popen", recorded)
     with pytest.raises(FailedError, match="failed or took too long"):
-        Program([], 2, tmp_path, 0.5).straight("hanging")
+        compare_repeats.Program([], 2, tmp_path, 0.5).straight("hanging")
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2

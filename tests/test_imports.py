@@ -49,6 +49,7 @@ TOP = {
     "assembly",
     "introduction",
     "preflight",
+    "run_parts",
     "pretrain",
     "scripts",
     "tests",

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import pretrain
-from assembly import CONFIGS, Run
+from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint import files
+from run_parts import Run
 from scripts import replay
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses, records

@@ -22,12 +22,12 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
-from assembly import Run
 from megatron_fp4 import __version__
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
+from run_parts import Run
 from tests.programs import ROOT, Program, environments_of_ranks
 
 STEPS = 8

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,8 +18,9 @@ from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.goodput import goodput_of
 from megatron_fp4.report.run_folder import open_run
 from scripts import report_run
+from tests.programs import ROOT, Program
 from tests.test_going_on import write_text
-from tests.test_pretrain import ROOT, SMALL
+from tests.test_pretrain import SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 
@@ -44,8 +43,7 @@ def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def killed_after(run_dir: Path, step: int, arguments: list[str]) -> int:
     """Start a run and kill it (-9) once it has recorded `step`; returns the last step that it recorded."""
-    command = [sys.executable, str(ROOT / "pretrain.py"), *arguments]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = Program([ROOT / "pretrain.py", *arguments])
     try:
         for _ in range(6000):
             if (run_dir / "metrics.jsonl").exists() and open_steps(run_dir) >= step:

@@ -48,8 +48,8 @@ def test_rolls_back_and_survives_a_kill_right_after(world: int, corpus: list[str
     early, event = records(straight, "spike")
     assert (early["step"], early["action"], early["checkpoint"], early["steps"]) == (4, "skip", None, [4, 4])
     assert (event["step"], event["action"], event["checkpoint"], event["steps"]) == (9, "rollback", 5, [6, 9])
-    assert event["samples"] == [40, 71]
-    assert sum(source["last"] - source["first"] + 1 for source in event["sources"]) == 4 * 8
+    assert event["samples"] == [20, 35]
+    assert sum(source["last"] - source["first"] + 1 for source in event["sources"]) == 4 * 4
     assert event["loss"] > event["loss_limit"] > event["loss_median"] and (event["in_row"], event["total"]) == (1, 2)
     assert [record["step"] for record in records(straight, "switch")] == [6, 10]  # what was undone is done again
     (resets,) = records(straight, "deoscillation")

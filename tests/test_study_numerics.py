@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +20,7 @@ from scripts.study.rounding import saturated
 from scripts.study.tensors import Study, generator
 from scripts.study.weights import gradient_errors
 from scripts.study_numerics import fill_page
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "numerics.md"
@@ -31,14 +29,10 @@ SECTION_TABLES = {
     "hadamard": {"rht-operands", "rht-wgrad", "rht-size", "rht-fprop"},
     "weights": {"weights", "chain-rule"},
     "rounding": {"rounding-mean", "rounding-gain"},
+    "means": {"means"},
     "layers": {"layers"},
     "exactness": {"folding", "accumulation", "order"},
 }
-
-
-def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def fenced(language: str) -> list[str]:
@@ -67,13 +61,13 @@ def tables(text: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_the_quick_study_fills_a_page_and_draws(tmp_path: Path) -> None:
+def test_the_quick_study_fills_a_page_and_draws(tmp_path: Path, corpus: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
     small = ["model.pattern=M-*-", "model.nvfp4_bf16_blocks.last=1", "model.vocab_size=512"]
     script = str(ROOT / "scripts" / "study_numerics.py")
     arguments = ["--quick", "--pictures", str(tmp_path / "pictures"), "--page", str(page)]
-    done = python(script, *arguments, "--set", *small, f"data.cache_dir={tmp_path / 'corpus'}")
+    done = run_program([script, *arguments, "--set", *small, f"data.cache_dir={corpus}"])
     assert done.returncode == 0, done.stderr
     written, official = tables(page.read_text()), tables(PAGE.read_text())
     assert written.keys() == official.keys() == set().union(*SECTION_TABLES.values())

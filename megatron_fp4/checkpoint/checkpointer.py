@@ -1,7 +1,6 @@
 """Save and resume, as all ranks together do it.
 
-saves.py says how a checkpoint is written, files.py how one tells that it is whole. Reading is the check: every file is
-hashed while the ranks that need something in it read it, once.
+saves.py says how a checkpoint is written, files.py how one tells that it is whole, loading.py how it is read.
 
 Tensors are stored by their global shape: a checkpoint loads at any world size and mesh, bit for bit. `run.dir` must
 be on a file system that all nodes share.
@@ -14,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,21 +31,13 @@ from megatron_fp4.checkpoint.initialize import (
     initialized_in,
     refuse_weights_only,
 )
+from megatron_fp4.checkpoint.loading import check_files, load_checkpoint
 from megatron_fp4.checkpoint.local import LocalCheckpoints
 from megatron_fp4.checkpoint.local_files import forget_starts
 from megatron_fp4.checkpoint.local_start import choose_with_local
-from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
-from megatron_fp4.checkpoint.random_state import capture_random_state, restore_random_state, unpack
-from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, SaveReport, Saves, Snapshot, manifest_of
-from megatron_fp4.checkpoint.shards import (
-    SUMS,
-    check_names,
-    own_pieces,
-    read_shards,
-    state_of,
-    verify,
-    wholes_of,
-)
+from megatron_fp4.checkpoint.random_state import capture_random_state
+from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, manifest_of
+from megatron_fp4.checkpoint.shards import own_pieces, state_of, wholes_of
 from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.config.schema import ConfigError
@@ -239,12 +230,15 @@ class Checkpointer:
             self._check_identity(folder, manifest, allow_mismatch)
             return self._load(folder, manifest, model, optimizer)
 
+        def check(folder: Path, manifest: files.Manifest) -> None:
+            check_files(folder, manifest, together)
+
         if self.local is None:
-            chosen = choose(self.root, resume, together, load, self._check)
+            chosen = choose(self.root, resume, together, load, check)
         else:
             state = state_of(model, optimizer)
             chosen = choose_with_local(
-                self.local, state, self._mesh.device, resume, load, self._check,
+                self.local, state, self._mesh.device, resume, load, check,
                 lambda folder, manifest: self._check_identity(folder, manifest, allow_mismatch),
             )  # fmt: skip
         if chosen is None:
@@ -283,11 +277,6 @@ class Checkpointer:
         )
         clock.weights_version += 1
         return self.initialized_from
-
-    def _check(self, folder: Path, manifest: files.Manifest, names: Collection[str] | None = None) -> None:
-        """Read `names` (None: all files), each rank its share. Raises DamageError on all ranks if one is not whole."""
-        mine = sorted(manifest.files if names is None else names)[self._together.rank :: self._together.world_size]
-        self._together.each("check it", lambda: verify(folder, manifest.files, mine))
 
     def _shared_before(self, step: int) -> tuple[Path, int] | None:
         """The newest shared checkpoint before a local one: what the run would have gone back to without a stop."""
@@ -343,7 +332,7 @@ class Checkpointer:
         together = self._together
         try:
             manifest = together.first("read its manifest", lambda: files.read_manifest(folder))
-            self._check(folder, manifest)
+            check_files(folder, manifest, together)
         except CheckpointError as error:
             raise CheckpointGoneError(f"{folder}: {error}") from error
         self._check_identity(folder, manifest, allow_mismatch)
@@ -361,40 +350,9 @@ class Checkpointer:
     def _load(
         self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """Read a checkpoint into model, optimizer and generators; returns the trainer's state.
-
-        Raises DamageError on all ranks if it is not whole (what was read into must then be read into again),
-        CheckpointError if it cannot be read or is of another model, ValueError if it is of another run.
-        """
-        together, records, device = self._together, manifest.files, self._mesh.device
-        content = together.first("read it", lambda: files.read_checked(folder, METADATA, _record(records, METADATA)))
-        metadata = together.each("read it", lambda: read_metadata(content))
-        sums = {}
-        if self.deoscillation is not None:
-            names = metadata.state_dict_metadata
-            sums = self.deoscillation.tensors_for(
-                [name.removeprefix(f"{SUMS}.") for name in names if name.startswith(f"{SUMS}.")]
-            )
-        state = state_of(model, optimizer, sums)
-        together.each("load it", lambda: check_names(metadata, state))
-        read = together.each("load it", lambda: read_shards(folder, metadata, records, state))
-        generators: list[bytes] = []  # rank 0's
-
-        def read_small() -> dict[str, Any]:
-            trainer, of_ranks = _small_files(folder, records)
-            if len(of_ranks) != manifest.world_size:
-                raise files.DamagedCheckpointError(f"{len(of_ranks)} ranks' generators of {manifest.world_size}")
-            generators.extend(of_ranks)
-            return trainer
-
-        trainer = together.first("read it", read_small)
-        of_ranks = together.collect("check it", lambda: read)
-        left = together.first("check it", lambda: _left(records, of_ranks))
-        self._check(folder, manifest, left)
-        if manifest.world_size == together.world_size:
-            mine = together.scatter(generators)
-            together.each("restore generators", lambda: restore_random_state(mine, device))
-        return trainer
+        return load_checkpoint(
+            folder, manifest, model, optimizer, self._together, self._mesh.device, self.deoscillation
+        )
 
     def _check_identity(self, folder: Path, manifest: files.Manifest, allow_mismatch: bool) -> None:
         refuse_weights_only(folder, manifest)
@@ -412,24 +370,3 @@ class Checkpointer:
     def _log(self, level: int, message: str) -> None:
         if self._mesh.rank == 0:
             logger.log(level, message)
-
-
-def _record(records: Mapping[str, files.FileRecord], name: str) -> files.FileRecord:
-    if name not in records:
-        raise files.DamagedCheckpointError(f"{files.MANIFEST} does not name {name}")
-    return records[name]
-
-
-def _small_files(folder: Path, records: Mapping[str, files.FileRecord]) -> tuple[dict[str, Any], list[bytes]]:
-    """The trainer's state and the generators of all ranks."""
-    trainer = json.loads(files.read_checked(folder, TRAINER, _record(records, TRAINER)))
-    if RANDOM_STATE in records:
-        return trainer, unpack(files.read_checked(folder, RANDOM_STATE, records[RANDOM_STATE]))
-    of_ranks = sorted(name for name in records if name.startswith("rng_"))  # format 1
-    return trainer, [files.read_checked(folder, name, records[name]) for name in of_ranks]
-
-
-def _left(records: Mapping[str, files.FileRecord], of_ranks: list[set[str]]) -> list[str]:
-    """Files that nobody has read: of ranks whose part no rank of this job needs."""
-    small = {METADATA, TRAINER, RANDOM_STATE, *(name for name in records if name.startswith("rng_"))}
-    return sorted(records.keys() - small - set().union(*of_ranks))

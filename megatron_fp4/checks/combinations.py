@@ -17,8 +17,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_fp4.checks.effects import validate_prompts, validate_replay, validate_spikes
+from megatron_fp4.config.data_schema import DataConfig
 from megatron_fp4.config.file_mode import umask_of
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.training.schedule import WSDSchedule
 
@@ -282,7 +283,11 @@ def _looking_inside(config: Config, device_type: str) -> None:
 
 
 def _has_wandb_key() -> bool:
-    """Whether wandb can log in on this machine. Only the first rank logs, and wandb's own WANDB_MODE overrules."""
+    """Whether wandb can log in on this machine. Only the first rank logs, and wandb's own WANDB_MODE overrules.
+
+    Asked in wandb's own words by report/wandb_view.py, when it starts; here of every configuration that is checked, and
+    so without importing wandb, which takes seconds, writes files and talks.
+    """
     if os.environ.get("RANK", "0").strip() != "0" or os.environ.get("WANDB_MODE", "online") != "online":
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):

@@ -61,7 +61,8 @@ from megatron_fp4.quantization.hadamard import random_hadamard_transform
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+    from megatron_fp4.precision.linear_call import LinearCall
+    from megatron_fp4.precision.linear_context import LinearContext
 
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24
@@ -232,7 +233,7 @@ class ProbedCall:
         )
         assert make is not None
         made = make()
-        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as `requantized_by` has it
+        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `requantized_by`
 
     def _operand(self, place: Place, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         """x: [rows, k] as the linear quantizes it, `count` elements no padding; in units of `unit`, as `_source`."""

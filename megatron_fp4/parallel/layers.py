@@ -26,7 +26,7 @@ from megatron_fp4.parallel.collectives import enter_tensor_parallel, leave_tenso
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 
 
 class QuantizedLinear(nn.Module):

@@ -24,13 +24,13 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
-from megatron_fp4.planning.backend import PlanningBackend
+from megatron_fp4.planning.backend import planned_gpu
 from megatron_fp4.planning.ledger import Ledger, Message
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.training.deoscillation import watched
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
@@ -116,10 +116,10 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
     of its linears, which the given backend computes. execution: these kernels, `planned_execution(config)`.
     """
-    with fake_ranks(world_size):
+    with fake_ranks(world_size), planned_gpu() as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
         mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
-        model, controller = build(mesh, clock, execution, PlanningBackend())
+        model, controller = build(mesh, clock, execution, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}
         # A first, a middle and a last micro-batch show all there is: those between are like the middle one.

@@ -23,6 +23,7 @@ from models.conv import readable
 from models.documents import Documents
 from models.execution import Execution
 from models.execution_choice import choose_execution
+from models.mamba2 import sections
 from models.scan import ScanInputs
 
 
@@ -67,8 +68,11 @@ def _empty(like: Tensor, device: torch.device) -> Tensor:
 
 def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as torch.compile makes it."""
-    # Splitting heads moves numbers about and turns them: the backward pass needs none of them, only the angles.
-    return lambda *arguments: _OneKernel.apply(function, function is not split_heads, *arguments)
+    return lambda *arguments: _OneKernel.apply(function, function not in _MOVES, *arguments)
+
+
+# They move numbers about, and turn some: the backward pass needs none of them, only the angles.
+_MOVES = (split_heads, sections)
 
 
 def conv(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_bs: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ compute is in `refusals.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -145,18 +145,6 @@ class Backend(Protocol):
         amax_group: ranks that hold the other shards and share the maximum.
         """
 
-    def requantized(
-        self,
-        operand: Any,
-        request: OperandRequest,
-        *,
-        dtype: torch.dtype,
-        keep: bool = False,
-        amax_group: ProcessGroup | None = None,
-    ) -> Callable[[], Any]:
-        """What makes the operand [m, k = n] of what another one [n, m] stands for: of its transposed `code * block
-        scale`, the tensor scales being multiplied. keep: as `keep_rows` of `operands`."""
-
     def joins(self, recipe: Recipe) -> bool:
         """Whether operands of x and dy under `recipe`, made of slices of the tokens, can be joined (`gathered`)."""
 
@@ -190,3 +178,30 @@ class Backend(Protocol):
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""
+
+
+def requantized_by(
+    backend: Backend,
+    operand: BackendOperand,
+    request: OperandRequest,
+    *,
+    dtype: torch.dtype,
+    keep: bool = False,
+    amax_group: ProcessGroup | None = None,
+) -> MakeOperand:
+    """What makes by `backend` the operand [m, k = n] of what another one [n, m] stands for: of its transposed
+    `code * block scale`, which are exact in BF16; the other's tensor scale is multiplied on.
+
+    keep: as `keep_rows` of `Backend.operands`. Both are dataclasses with a `scale`.
+    """
+    values = operand.unpacked().to(torch.bfloat16)
+    _, make = backend.operands(values, None, request, dtype=dtype, keep_rows=keep, amax_group=amax_group)
+    assert make is not None
+
+    def made() -> Any:
+        own, factor = make(), operand.scale
+        if factor is None:
+            return own
+        return replace(own, scale=factor if own.scale is None else own.scale * factor)
+
+    return made

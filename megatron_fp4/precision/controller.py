@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.precision.switch import PrecisionSwitch

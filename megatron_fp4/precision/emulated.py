@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.precision.backend import BackendOperand, OperandRequest, RowGroups, added
+from megatron_fp4.precision.backend import OperandRequest, RowGroups, added
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.packed_weight import (
     CodesOfWeight,
@@ -175,18 +175,6 @@ class EmulatedBackend:
                 makers[i] = functools.partial(plain, request, i == 1)
         return makers[0], makers[1]
 
-    def requantized(
-        self,
-        operand: GemmOperand,
-        request: OperandRequest,
-        *,
-        dtype: torch.dtype,
-        keep: bool = False,
-        amax_group: ProcessGroup | None = None,
-    ) -> MakeOperand:
-        """See `requantized_by`."""
-        return requantized_by(self, operand, request, dtype, keep, amax_group)
-
     def gemm(
         self,
         a: GemmOperand,
@@ -258,28 +246,6 @@ class EmulatedBackend:
 
 
 EMULATED = EmulatedBackend()
-
-
-def requantized_by(
-    backend: Any,
-    operand: BackendOperand,
-    request: OperandRequest,
-    dtype: torch.dtype,
-    keep: bool,
-    amax_group: ProcessGroup | None,
-) -> Callable[[], Any]:
-    """What makes an operand [m, k = n] by `backend` of the transposed `code * block scale` of `operand` [n, m], which
-    are exact in BF16; the other's tensor scale is multiplied on."""
-    values = operand.unpacked().to(torch.bfloat16)
-    _, make = backend.operands(values, None, request, dtype=dtype, keep_rows=keep, amax_group=amax_group)
-
-    def made() -> Any:
-        own, factor = make(), operand.scale
-        if factor is None:
-            return own
-        return replace(own, scale=factor if own.scale is None else own.scale * factor)
-
-    return made
 
 
 def transform_signs(size: int, signs: str, key: RoundingKey | None, device: torch.device) -> Tensor:

@@ -30,15 +30,12 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups
 from megatron_fp4.precision.comparison import product_errors
-from megatron_fp4.precision.emulated import requantized_by
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.selftest import SelfTestError
 from megatron_fp4.precision.token_messages import Gather
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from megatron_fp4.precision.linear_call import LinearContext
+    from megatron_fp4.precision.linear_context import LinearContext
 
 # Of each product, other ones at each of a linear's turns.
 _PRODUCT_ROWS = 64
@@ -155,18 +152,6 @@ class _Watcher:
             None if makers[0] is None or columns is None else functools.partial(watched, makers[0], columns),
             None if makers[1] is None or rows is None else functools.partial(watched, makers[1], rows),
         )
-
-    def requantized(
-        self,
-        operand: Any,
-        request: OperandRequest,
-        *,
-        dtype: torch.dtype,
-        keep: bool = False,
-        amax_group: ProcessGroup | None = None,
-    ) -> Callable[[], Any]:
-        """The backend's, compared as its other operands are."""
-        return requantized_by(self, operand, request, dtype, keep, amax_group)
 
     def gathered(self, operand: Any, gather: Gather, *, transposed: bool) -> Callable[[], Any]:
         """The backend's; the operand of all tokens is that of the same GEMM."""

@@ -49,7 +49,8 @@ from megatron_fp4.precision.comparison import (
     product_rows,
 )
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.plan import Plan

@@ -44,7 +44,6 @@ from megatron_fp4.precision.emulated import (
     fused_sides,
     gemm,
     quantize_operand,
-    requantized_by,
     transform_signs,
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
@@ -178,18 +177,6 @@ class TorchBackend:
         along_columns = functools.cache(source)
         first = along_columns if columns == rows else _makers(x, columns, None, dtype, amax_group)[0]
         return first, lambda: along_columns().transposed()
-
-    def requantized(
-        self,
-        operand: Any,
-        request: OperandRequest,
-        *,
-        dtype: torch.dtype,
-        keep: bool = False,
-        amax_group: ProcessGroup | None = None,
-    ) -> MakeOperand:
-        """See `requantized_by`."""
-        return requantized_by(self, operand, request, dtype, keep, amax_group)
 
     def packed_weight(
         self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None

@@ -293,10 +293,6 @@ class TransformerEngineBackend:
         """Only what it does not quantize."""
         return not recipe.quantized
 
-    def requantized(self, operand: Any, request: OperandRequest, **settings: Any) -> MakeOperand:
-        """Its quantizers take tensors; such recipes are refused beforehand (`refusals.py`)."""
-        raise NotImplementedError(f"Transformer Engine does not quantize codes again ({request.place})")
-
     def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
         """See `GemmOperand.gathered`."""
         return operand.gathered(gather, transposed=transposed)

@@ -9,6 +9,9 @@ Figures are such that larger is worse:
     zeroed, saturated, crest
                 as measure/statistics.py has them; crest is behind the Hadamard transform where there is one
 
+    loss        of training, above the base's of the same step (in percent, the mean over the first fifth of the run's
+                own steps): no error, but what errors did so far; of pairs that read the same tokens
+
 Over linears: `median` and `worst` of those that the recipe quantizes (what TensorBoard and wandb show), and of errors
 `mean` and `weighted` (by the linear's weights) of all linears, in which those that it leaves in BF16 have none.
 """
@@ -21,6 +24,8 @@ from statistics import mean, median
 from typing import Any
 
 EARLY = 0.05
+_EARLY_LOSS = 0.2
+LOSS = "training loss above the base (%)"
 # A quantity of an operand that is not quantized.
 _ABSENT_IS_ZERO = ("error", "zeroed", "saturated")
 
@@ -48,6 +53,24 @@ def figures(records: Sequence[Record], sizes: Mapping[str, int]) -> dict[str, fl
         for name, value in _of_record(record, sizes).items():
             sums.setdefault(name, []).append(value)
     return {name: mean(values) for name, values in sums.items()}
+
+
+def early_loss(records: Sequence[Record], base: Sequence[Record]) -> dict[str, float]:
+    """`LOSS` of a run, held against a base run that began alike and read the same; empty if no step is in both.
+
+    Skipped steps, and those whose loss is not finite, are left out.
+    """
+    starts = [record for record in records if record["kind"] == "run"]
+    first, last = (int(starts[0].get("step", 0)), int(starts[-1].get("steps", 0))) if starts else (0, 0)
+    until = first + _EARLY_LOSS * (last - first)
+    of_base = _losses(base)
+    gaps = [loss / of_base[step] - 1 for step, loss in _losses(records).items() if step <= until and step in of_base]
+    return {LOSS: 100 * mean(gaps)} if gaps else {}
+
+
+def _losses(records: Sequence[Record]) -> dict[int, float]:
+    found = {int(r["step"]): _number(r["loss"]) for r in records if r["kind"] == "step" and not r.get("skipped")}
+    return {step: loss for step, loss in found.items() if math.isfinite(loss)}
 
 
 def _of_record(record: Record, sizes: Mapping[str, int]) -> dict[str, float]:

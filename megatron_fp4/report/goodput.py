@@ -9,13 +9,14 @@ Google's ML Goodput, 2024.) `time_ledger.py` writes what is read here.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_fp4.report.record_file import lines_of, record_of
+from megatron_fp4.report.record_file import lines_of, listed, record_of
 from megatron_fp4.report.time_ledger import (
     DATA,
     ENDING,
@@ -32,6 +33,8 @@ from megatron_fp4.report.time_ledger import (
     last_step,
 )
 from megatron_fp4.report.words import short_time
+
+logger = logging.getLogger(__name__)
 
 ORDER = (STEPS, FIRST, STARTUP, DATA, VALIDATION, SAVES, LOST, ROLLBACK, EXPORTS, ENDING, OTHER)
 # What is done again when steps are.
@@ -104,15 +107,36 @@ class Goodput:
 
 
 def goodput_of(run_dir: str | Path) -> Goodput | None:
-    """Of the run in `run_dir`, finished or not; None if it has no ledger, as runs of older versions have none."""
+    """Of the run in `run_dir`, finished or not; None if it has no ledger, as runs of older versions have none.
+
+    Lines whose values are not what a ledger has are left out, with a warning.
+    """
     path = Path(run_dir) / LEDGER_FILE
     try:
         with path.open("rb") as file:
-            records = [record for _, line, _ in lines_of(file) if isinstance(record := record_of(line), dict)]
+            records = {number: record_of(line) for number, line, _ in lines_of(file)}
     except OSError:
         return None
+    lines = {number: record for number, record in records.items() if isinstance(record, dict)}
+    wrong = [number for number, record in lines.items() if not _is_line(record)]
+    if wrong:
+        logger.warning("%s: %s left out: values of wrong types", path, listed(wrong))
     step, seen = last_step(Path(run_dir))
-    return account(records, seen_step=step, seen=seen)
+    right = [lines[number] for number in sorted(lines.keys() - wrong)]
+    return account(right, seen_step=step, seen=seen)
+
+
+def _is_line(record: Mapping[str, Any]) -> bool:
+    """Whether `account` can read the values of a record; what is missing it does without."""
+    seconds = record.get("seconds", {})
+    numbers = [record[name] for name in ("time", "began", "seen_step", "ranks") if name in record]
+    numbers += [] if record.get("seen") is None else [record["seen"]]
+    texts = [record[name] for name in ("state", "reason") if name in record]
+    if not isinstance(seconds, dict) or not all(isinstance(text, str) for text in texts):
+        return False
+    # Compared, because NaN, infinities and integers of any length are JSON to Python.
+    values = (*numbers, *seconds.values(), record["step"])
+    return all(isinstance(value, int | float) and abs(value) < 1e15 for value in values)
 
 
 def account(records: Iterable[Mapping[str, Any]], seen_step: int = 0, seen: float | None = None) -> Goodput | None:

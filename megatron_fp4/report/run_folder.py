@@ -7,6 +7,7 @@ unknown. Only a folder without a training step is no run.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +17,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.report.completion import SUMMARY_FILE
 from megatron_fp4.report.metrics import METRICS_FILE, records_of_run, steps_of
 from megatron_fp4.report.time_ledger import last_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,10 @@ def open_run(text: str | Path) -> RunFolder:
 
 
 def check_baseline(config: Config) -> None:
-    """Raise ConfigError if `logging.baseline` is no other run that can be drawn beside this one."""
+    """Raise ConfigError if `logging.baseline` is no other run that can be drawn beside this one.
+
+    That it is gone is only said, by the first rank, where this run has begun: no picture is worth a run.
+    """
     given = config.logging.baseline
     if given is None:
         return
@@ -144,11 +151,15 @@ def check_baseline(config: Config) -> None:
     except ValueError as error:
         raise ConfigError(f"logging.baseline={given}: {error}") from error
     if not last_step(path)[0]:
-        raise ConfigError(
+        why = (
             f"logging.baseline={given} is no run to compare with: {path / METRICS_FILE} "
-            f"{'has no training steps yet' if (path / METRICS_FILE).exists() else 'does not exist'}; name the run.dir "
-            "of a run that has trained, or drop it"
+            f"{'has no training steps yet' if (path / METRICS_FILE).exists() else 'does not exist'}"
         )
+        if not (Path(config.run.dir) / METRICS_FILE).exists():
+            raise ConfigError(f"{why}; name the run.dir of a run that has trained, or drop it")
+        if not place_in_run().rank:
+            logger.warning("%s; this run goes on, and its pictures are without it", why)
+        return
     if path.resolve() == Path(config.run.dir).resolve():
         raise ConfigError(f"logging.baseline={given} is this run's own run.dir; name another run, or drop it")
     if name == Path(config.run.dir).resolve().name:

@@ -40,7 +40,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.device_keys import DeviceKeys
 from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of

@@ -12,7 +12,7 @@ from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.precision.selftest import Case, sample_tensors
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from assembly import CONFIGS, Run, build, configure, set_determinism
+from assembly import CONFIGS, build, configure, set_determinism
 from megatron_fp4.checkpoint.files import read_manifest
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
@@ -25,6 +25,7 @@ from megatron_fp4.precision.plan import build_plan
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.training.accumulate import ALONE, accumulate
 from megatron_fp4.training.step import train_step
+from run_parts import Run
 
 if TYPE_CHECKING:
     from megatron_fp4.precision.linear_call import LinearCall
@@ -65,6 +66,11 @@ class Study:
         tensors = self._trained()[1]
         firsts = [[n for n in tensors if n.endswith(end)][:1] for end in ("0.mixer.out_proj", "down_proj", "qkv_proj")]
         return {name: tensors[name] for first in firsts for name in first}
+
+    @property
+    def every_linear(self) -> dict[str, dict[str, Tensor]]:
+        """The same of all linears."""
+        return self._trained()[1]
 
     @property
     def errors(self) -> dict[str, dict[str, float]]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from megatron_fp4.checkpoint.drift import Change, change_lines, configuration_changes, consequences
+from megatron_fp4.config.data_schema import DataConfig, PhaseConfig
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
-from megatron_fp4.config.schema import Config, DataConfig, PhaseConfig
+from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.switch import PrecisionSwitch
 
 PHASES = [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"web": 2.0, "code": 1.0})]

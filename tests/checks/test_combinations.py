@@ -6,7 +6,7 @@ import pytest
 from assembly import check as validate
 from data.kinds import KINDS
 from megatron_fp4.checks.precision import validate_precision
-from megatron_fp4.config.schema import PhaseConfig
+from megatron_fp4.config.data_schema import PhaseConfig
 from tests.checks.composed import DATA, changed, composed, refusal
 
 

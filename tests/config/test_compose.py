@@ -8,10 +8,11 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, to_yaml
+from megatron_fp4.config.data_schema import PhaseConfig
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.precision_schema import ComposedException, PrecisionConfig, RecipeConfig
-from megatron_fp4.config.schema import Config, ConfigError, PhaseConfig
+from megatron_fp4.config.schema import Config, ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BLENDS = "data.blends={first: {web: 1.0}, second: {web: 0.5, code: 0.5}, third: {code: 1.0}}"
@@ -226,7 +227,8 @@ def test_exceptions_bring_their_recipes_whole():
     for exception, name in ((attention, "bf16"), (mamba, "mxfp8")):
         whole = make(f"precision={name}").precision
         assert isinstance(exception, ComposedException)
-        assert exception.recipe == RecipeConfig(name, whole.amax, "fixed", whole.fprop, whole.dgrad, whole.wgrad)
+        gemms = {gemm: getattr(whole, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+        assert exception.recipe == RecipeConfig(name=name, amax=whole.amax, rht_signs="fixed", **gemms)
     assert (config.precision.bf16_blocks.first, config.precision.bf16_blocks.last) == (0, 8)
     usual = make("model=nemotron_h_12b").precision
     own = replace(config.precision, name=usual.name, exceptions=[], bf16_blocks=usual.bf16_blocks)

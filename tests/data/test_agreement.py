@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 from assembly import is_refusal
 from data.agreement import agreed
 from data.indexed_dataset import IndexedDatasetWriter
+from tests.programs import ROOT, Program, environments_of_ranks
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch
 
@@ -95,21 +93,17 @@ def test_the_same_data_is_opened_and_a_broken_disk_is_no_refusal() -> None:
     assert "rank 1" in crashes[0][1] and "Input/output error" in crashes[0][1]
 
 
-def start(rank: int, port: int, folder: Path, where: Path) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    return subprocess.Popen(
+def start(environment: dict[str, str], folder: Path, where: Path) -> Program:
+    return Program(
         [
-            *(sys.executable, str(root / "pretrain.py"), "data=indexed", f"run.dir={folder}/run", "run.device=cpu"),
+            *(ROOT / "pretrain.py", "data=indexed", f"run.dir={folder}/run", "run.device=cpu"),
             *("data.sources={web: web}", "data.phases=[{name: main, fraction: 1.0, blend: {web: 1.0}}]"),
             *(*SMALL, "model.pattern=M-", "precision=bf16", "train.steps=4", "validation.interval=0"),
             *("checkpoint.interval=0", "logging.tensorboard=false"),
         ],
-        cwd=where,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(root), **{key: str(value) for key, value in environment.items()}},
+        environment,
+        where,
+        errors_apart=True,
     )
 
 
@@ -123,15 +117,13 @@ def test_a_run_with_another_file_on_one_rank_ends_at_once(tmp_path: Path) -> Non
         4000: "rank 1 (host {host}) has source web with num_tokens 4000, identity",
     }
     for tokens, expected in words.items():
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
         for folder, count in ((here, 5000), (there, tokens)):
             folder.mkdir(exist_ok=True)
             if count:
                 with IndexedDatasetWriter(folder / "web", np.uint16) as writer:
                     writer.add_document(np.arange(count) % 500)
-        ranks = [start(rank, port, tmp_path, folder) for rank, folder in enumerate((here, there))]
+        places = zip(environments_of_ranks(2), (here, there), strict=True)
+        ranks = [start(environment, tmp_path, folder) for environment, folder in places]
         outputs = [rank.communicate(timeout=240) for rank in ranks]
         assert [rank.returncode for rank in ranks] == [2, 2], outputs
         assert expected.format(host=HOST) in outputs[0][1]

@@ -9,7 +9,7 @@ import pytest
 
 from data.opening import phase_schedule
 from data.phases import PhaseSchedule
-from megatron_fp4.config.schema import PhaseConfig
+from megatron_fp4.config.data_schema import PhaseConfig
 from tests.checks.composed import changed, composed
 
 STEPS = 300

@@ -173,7 +173,7 @@ def train(
     rank: int,
     layout: Layout,
     precision: str,
-    steps: int = 5,
+    steps: int = 3,
     batches: Callable[[int, ParallelMesh, int], list[MicroBatch]] = micro_batches,
 ) -> Result:
     """Train `steps` steps; every rank of the layout calls it."""
@@ -201,11 +201,6 @@ def train(
         result.norms.append(done.grad_norm)
     result.weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
     return result
-
-
-def train_all(rank: int, layout: Layout, precisions: list[str]) -> list[Result]:
-    """`train` in every precision, in one launch."""
-    return [train(rank, layout, precision) for precision in precisions]
 
 
 @contextmanager

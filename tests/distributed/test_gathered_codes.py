@@ -16,7 +16,7 @@ from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.gathered_codes import GatheredWeight
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.evaluate import evaluate

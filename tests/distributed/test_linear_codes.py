@@ -43,10 +43,10 @@ Message = tuple[str, int]
 # Eight groups of 18 rows: as the 12B's in_proj (8 groups of 2836), no multiple of 16.
 LINEARS: dict[str, Callable[[ParallelMesh], QuantizedLinear]] = {
     "grouped": lambda mesh: ColumnParallelLinear(IN, GROUPS * GROUP_ROWS, mesh, num_groups=GROUPS),
-    "column": lambda mesh: ColumnParallelLinear(IN, 128, mesh),
+    "column": lambda mesh: ColumnParallelLinear(IN, 256, mesh),
     "row": lambda mesh: RowParallelLinear(IN, 48, mesh),
 }
-OUTPUTS = {"grouped": GROUPS * GROUP_ROWS, "column": 128, "row": 48}
+OUTPUTS = {"grouped": GROUPS * GROUP_ROWS, "column": 256, "row": 48}
 # The dimension of each operand that tensor-parallel ranks share: fprop's x [tokens, in] and W [out, in], dgrad's dy
 # [tokens, out] and W^T [in, out], wgrad's dy^T [out, tokens] and x^T [in, tokens]. None: every rank has all of it.
 COLUMN_SHARDS: dict[str, tuple[int | None, int | None]] = {"fprop": (None, 0), "dgrad": (1, 1), "wgrad": (0, None)}
@@ -125,9 +125,9 @@ def test_nor_do_those_of_mxfp8(tensor, sequence, one_in_mxfp8):
 
 
 def test_nor_do_those_of_quartet_2():
-    """Groups of 128 output features lie within each rank, and slices of 128 tokens; the third linear has 256."""
-    wide = functools.partial(run_wide, tokens=256)
-    check_codes(launch(wide, 2, 2, "quartet2", True), launch(wide, 1, 1, "quartet2", False)[0])
+    """Groups of 128 output features lie within each rank, and slices of 128 tokens."""
+    long = functools.partial(run, tokens=256)
+    check_codes(launch(long, 2, 2, "quartet2", True), launch(long, 1, 1, "quartet2", False)[0])
 
 
 def run_means(rank: int, tensor: int) -> list[dict[str, dict[str, Any]]]:
@@ -140,13 +140,6 @@ def test_means_do_not_depend_on_the_tensor_parallel_size():
     one, two = launch(run_means, 1, 1)[0], launch(run_means, 2, 2)
     for which in range(2):
         check_codes([rank[which] for rank in two], one[which])
-
-
-def run_wide(*arguments: Any, **settings: Any) -> dict[str, dict[str, Any]]:
-    """As `run`; the column-parallel linear has 128 output features on each of two ranks."""
-    wide = {"column": lambda mesh: ColumnParallelLinear(IN, 256, mesh)}
-    with mock.patch.dict(LINEARS, wide), mock.patch.dict(OUTPUTS, column=256):
-        return run(*arguments, **settings)
 
 
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:

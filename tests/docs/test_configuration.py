@@ -6,7 +6,8 @@ from dataclasses import fields
 
 import pytest
 
-from megatron_fp4.config.schema import CheckpointConfig, Config, OptimizerConfig, PhaseConfig
+from megatron_fp4.config.data_schema import PhaseConfig
+from megatron_fp4.config.schema import CheckpointConfig, Config, OptimizerConfig
 from scripts import configuration_reference as reference
 
 

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
 from tests.models.builders import tokens_and_targets
+from tests.test_pretrain import run as start
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "train.steps=2", "train.sequence_length=32", "train.global_batch_size=4", "train.micro_batch_size=2",
     "model.pattern=M*-M", "model.hidden_dim=64", "model.ffn_dim=64", "model.head_dim=16", "model.num_query_heads=4",
@@ -31,13 +29,11 @@ TINY = [
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     """A run on two tensor-parallel ranks: pieces of rows, and of columns."""
     folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "pretrain.py"]
-    overrides = [*TINY, "parallel.tensor=2", "checkpoint.interval=1", f"run.dir={folder}"]
-    done = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    data = ["model.vocab_size=512", f"data.cache_dir={corpus}"]
+    start(2, [*TINY, *data, "parallel.tensor=2", "checkpoint.interval=1", f"run.dir={folder}"])
     return folder
 
 

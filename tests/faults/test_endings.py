@@ -19,6 +19,7 @@ import torch.distributed as dist
 import pretrain
 from megatron_fp4.faults import orders
 from megatron_fp4.faults.diagnosis import state_of_process
+from tests.programs import Program, run_program
 from tests.test_pretrain import ROOT, losses, records, small, start
 
 __all__ = ["small"]
@@ -149,7 +150,7 @@ def test_a_signal_while_starting_is_remembered(small: list[str], tmp_path: Path)
 
 def test_divergence_has_an_exit_code_of_its_own(small: list[str], tmp_path: Path) -> None:
     overrides = [*small, f"run.dir={tmp_path / 'run'}", "model.init_std=1e30", "train.max_skipped_steps=2"]
-    process = start(1, [*overrides, "schedule.warmup_fraction=0", "validation.interval=0"])
+    process = Program([ROOT / "pretrain.py", *overrides, "schedule.warmup_fraction=0", "validation.interval=0"])
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 3 and "Traceback" not in output
     assert "pretrain.py: 2 steps in a row were not finite" in output
@@ -180,14 +181,8 @@ ending.run_program(lambda: pretrain.launch(sys.argv[2:], StopRequest().listen())
 def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path, how: str, code: int) -> None:
     (tmp_path / "run").mkdir()
     overrides = [*small, f"run.dir={tmp_path / 'run'}", *(["train.stepz=7"] if how == "refused" else [])]
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, how, *overrides],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    done = run_program([tmp_path / "program.py", how, *overrides], timeout=240)
     assert done.returncode == code, done.stderr
     expected = {"wrong": "pretrain.py: fprop is off by one\n", "crash": "ZeroDivisionError", "refused": "stepz"}
     assert expected[how] in done.stderr and done.stderr.count("Traceback") == (how == "crash")

@@ -20,7 +20,8 @@ from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.packed_weight import PackedWeight
 from megatron_fp4.quantization import square_blocks, square_blocks_cuda
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks

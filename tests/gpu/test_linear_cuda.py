@@ -13,7 +13,7 @@ import megatron_fp4.precision.gemm_cuda as gemm_cuda
 from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from tests.recipes import changed, without_means
 

@@ -10,7 +10,7 @@ from megatron_fp4.precision import selftest, torch_scaled_mm
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import OperandRequest
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.refusals import torch_unsupported
 from megatron_fp4.precision.selftest import Case

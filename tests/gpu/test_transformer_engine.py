@@ -13,7 +13,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.comparison import PRODUCT_ERROR
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.refusals import FP4_CAPABILITIES, transformer_engine_unsupported
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend

@@ -19,7 +19,7 @@ from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.optimizer import build_optimizer

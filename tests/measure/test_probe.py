@@ -17,7 +17,8 @@ from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, 
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe, uses_means
 from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -132,7 +133,7 @@ class _Records(EmulatedBackend):
     """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`;
     `means`: not those of means, which come behind the others of their GEMM."""
 
-    def __init__(self, means: bool) -> None:
+    def __init__(self, means: bool = False) -> None:
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
         self.means = means
 
@@ -287,26 +288,28 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
         y = second(first(x))
         y.backward(torch.randn(64, 64, generator=generator).bfloat16())
     assert all(layer.context.probe is None for layer in layers.values())
-    _measure_slices(tp_size)
+    _measure_slices(tp_size, changed(RECIPES["by Quartet II"], fprop_activation=SR))
+    _measure_slices(tp_size, without_means(NVFP4))
     return probe.collect(list(layers))
 
 
-def _measure_slices(tp_size: int) -> None:
+def _measure_slices(tp_size: int, recipe: Recipe) -> None:
     """Of linears that quantize their own slice of the tokens, with the draws of its place, probes measure the whole."""
     mesh = toy_mesh(tp_size, sequence_parallel=tp_size > 1)
     layers = {"first": ColumnParallelLinear(64, 128, mesh), "second": RowParallelLinear(128, 64, mesh)}
-    recipe = changed(
-        RECIPES["by Quartet II"], fprop_activation=replace(SIX, four_over_six=False, rounding="stochastic")
-    )
     generator = torch.Generator().manual_seed(1 + mesh.tp_rank)
     for name, layer in layers.items():
         layer.weight.data._local_tensor.normal_(generator=generator)
-        layer.context.name, layer.context.recipe, layer.context.backend = name, recipe, _Records()
+        layer.context.name, layer.context.recipe, layer.context.backend = (
+            name,
+            recipe,
+            _Records(uses_means(recipe.gemms.values())),
+        )
     with _measured() as measured, Probe().attached({name: layer.context for name, layer in layers.items()}):
         x = torch.randn(256 // tp_size, 64, generator=generator).bfloat16().requires_grad_()
         y = layers["second"](layers["first"](x))
         y.backward(torch.randn(y.shape, generator=generator).bfloat16())
-    assert len(measured) == 2 * len(PLACES)
+    assert len(measured) == 2 * (len(PLACES) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
     for (name, place), of in measured.items():
         backend = layers[name].context.backend
         assert isinstance(backend, _Records)

@@ -3,10 +3,8 @@ allocates, byte by byte."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.planning.backend import PlanningBackend
+from megatron_fp4.planning.backend import planned_gpu
 from megatron_fp4.planning.ledger import Ledger
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe, recipe_from_config
 from tests.planning.gpu_path import without_launches
 from tests.recipes import changed
@@ -63,8 +61,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_linear(name: str) -> None:
     recipe, weights, kept, wgrad_operand = CASES[name]
-    context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=0), backend=PlanningBackend())
-    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
+    with planned_gpu() as backend, FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=0), backend=backend)
         x = torch.empty(TOKENS, IN, dtype=torch.bfloat16, requires_grad=True)
         weight = nn.Parameter(torch.empty(OUT, IN, dtype=torch.bfloat16))
         before = ledger.live_bytes
@@ -120,8 +118,7 @@ def history(backend: Backend, recipe: Recipe, dtype: torch.dtype, micro_batches:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_of_both_passes(name: str, dtype: torch.dtype) -> None:
-    def measured(backend: Backend, around: Any) -> list[tuple[int, int]]:
-        with around:
-            return history(backend, RECIPES[name], dtype)
-
-    assert measured(PlanningBackend(), nullcontext()) == measured(EMULATED, without_launches())
+    with planned_gpu() as backend:
+        planned = history(backend, RECIPES[name], dtype)
+    with without_launches():
+        assert planned == history(EMULATED, RECIPES[name], dtype)

@@ -12,6 +12,7 @@ from megatron_fp4.planning.ledger import Ledger
 from models.attention import split_heads
 from models.documents import Documents
 from models.execution import Execution
+from models.mamba2 import sections
 from models.norm import rms_norm
 from models.scan import ScanInputs
 from tests.training.harness import alone
@@ -109,6 +110,22 @@ def test_compiled_functions_have_no_temporaries() -> None:
         del qkv  # splitting them keeps nothing
         assert ledger.live_bytes - before == of_tables
         torch.autograd.backward(heads, [torch.empty_like(t) for t in heads])
+
+
+def test_what_only_moves_numbers_keeps_nothing() -> None:
+    shapes, settings = ((BATCH * LENGTH, 2 * 50), (2 * 32, 4), (2 * 32,)), (LENGTH, 2, (16, 8, 2))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        moved = sections(*(bf16(*shape) for shape in shapes), *settings)
+    assert not kept  # as PyTorch has it
+    with FakeTensorMode(), Ledger(lambda: 0) as ledger:
+        leaves = [bf16(*shape) for shape in shapes]
+        before = ledger.live_bytes
+        planned = Execution(compile=stand_ins.one_kernel).pure(sections)(*(leaf.neg() for leaf in leaves), *settings)
+        assert [t.shape for t in planned] == [t.shape for t in moved]
+        made = sum(2 * t.numel() for t in planned)
+        assert ledger.live_bytes - before == pytest.approx(made, abs=SMALL)
+        torch.autograd.backward(planned, [torch.empty_like(t) for t in planned])
 
 
 @pytest.mark.parametrize("fused", [False, True])

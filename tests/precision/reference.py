@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import reference_linear
 from megatron_fp4.quantization.hadamard import fixed_signs

@@ -9,7 +9,8 @@ import torch
 
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.device_keys import DeviceKeys, keyed_operands
-from megatron_fp4.precision.linear_call import LinearCall, LinearContext
+from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, PLACES
 from megatron_fp4.quantization.rounding import RoundingKey, random_bits, rounding_draws, rounding_key
 from tests.precision.reference import NVFP4

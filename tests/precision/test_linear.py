@@ -6,7 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from tests.precision import reference as ref
 from tests.quantization import oracle

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.packed_weight import PackedWeight
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from tests.distributed.hybrid import NVFP4

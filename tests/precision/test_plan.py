@@ -18,7 +18,7 @@ from megatron_fp4.config.precision_schema import (
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, build_plan
 from megatron_fp4.precision.recipe import BF16
 from tests.precision import reference as ref

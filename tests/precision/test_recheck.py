@@ -12,7 +12,7 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, GemmOperand, OperandRequest, quantize_operand
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.recheck import Recheck, Rechecked
 from megatron_fp4.precision.recipe import BF16, PLACES, Operand, Recipe

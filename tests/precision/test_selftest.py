@@ -13,7 +13,7 @@ from megatron_fp4.precision.demands import Demands
 from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, quantize_operand
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, DGRAD_GRADIENT, WGRAD_GRADIENT, Operand, Place, Recipe
 from megatron_fp4.precision.selftest import Case, SelfTestError, check

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from megatron_fp4.precision import selftest
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.refusals import needed_release
 from megatron_fp4.precision.selftest import Case, check

@@ -106,7 +106,7 @@ class Recorded:
         self.inner, self.gemms = inner, []
         self.name, self.accumulates, self.transposed = inner.name, False, inner.transposed
         self.demands, self.operands, self.operand_from_saved = inner.demands, inner.operands, inner.operand_from_saved
-        self.packed_weight, self.requantized = inner.packed_weight, inner.requantized
+        self.packed_weight = inner.packed_weight
 
     def gemm(self, a, b, out_dtype: torch.dtype, total=None, rows=None) -> Tensor:
         self.gemms.append([_numbers(operand) for operand in (a, b)])

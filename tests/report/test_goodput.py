@@ -223,3 +223,30 @@ def test_the_last_step_is_read_from_the_end(tmp_path: Path) -> None:
     assert last_step(tmp_path)[0] == 8
     path.write_text(big + '\n{"kind": "step", "st')
     assert last_step(tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"time": "noon"}, {"time": None}, {"began": []}, {"seen": {}}, {"seen_step": "3"}, {"ranks": None},
+        {"seconds": [1.0]}, {"seconds": {"steps": "1"}}, {"seconds": {"steps": float("nan")}}, {"time": 10**400},
+        {"state": 5}, {"reason": {}}, {"step": 10**400},
+    ],
+    ids=lambda wrong: str(wrong)[:30],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["start", "loop", "time", "end"])
+def test_lines_of_wrong_types_are_left_out(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, kind: str, wrong: dict[str, Any]
+) -> None:
+    progress = Progress()
+    with ledger(tmp_path, progress, clock.now):
+        train(clock, progress, 1, 3)
+        progress.at(3, "end")
+    good = goodput_of(tmp_path)
+    lines = (tmp_path / "goodput.jsonl").read_text().splitlines()
+    lines.insert(2, json.dumps({"kind": kind, "step": 1, "time": 1.0, **wrong}))
+    (tmp_path / "goodput.jsonl").write_text("\n".join(lines) + "\n")
+    assert goodput_of(tmp_path) == good
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/goodput.jsonl: line 3 left out: values of wrong types"
+    ]

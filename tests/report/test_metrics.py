@@ -403,7 +403,9 @@ def test_wandb_that_does_not_answer_is_offline_with_the_way_to_send_it(tmp_path,
 def test_the_real_wandb_without_its_server(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_HTTP_TIMEOUT", "1")  # for the look at the key, ten seconds by default
     monkeypatch.setattr(wandb_view, "INIT_SECONDS", 1)
+    monkeypatch.setattr(wandb_view, "FINISH_SECONDS", 120.0)
     writer = write(tmp_path, 0, 2, wandb_mode="online", wandb_run_id="abc")
     assert writer.wandb_run_id == "abc"
     records = read_metrics(tmp_path / METRICS_FILE)

@@ -200,7 +200,7 @@ def test_a_baseline_that_is_no_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, baseline: str, words: str | None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("own", "other"):
+    for name in ("other", "own") if baseline == "own" else ("other",):
         write_run(tmp_path / name)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").write_text("")
@@ -211,3 +211,22 @@ def test_a_baseline_that_is_no_run_is_refused(
     with pytest.raises(ConfigError, match=r"^logging\.baseline=") as refused:
         check_baseline(config)
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_run_that_has_begun_goes_on_without_its_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = Config(logging=LoggingConfig(baseline="gone"), run=RunConfig(dir="own"))
+    with pytest.raises(ConfigError, match=r"gone/metrics\.jsonl does not exist"):
+        check_baseline(config)
+    write_run(tmp_path / "own")
+    for rank in ("1", "0"):
+        assert not caplog.records
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        check_baseline(config)
+    assert [record.getMessage() for record in caplog.records] == [
+        "logging.baseline=gone is no run to compare with: gone/metrics.jsonl does not exist; this run goes on, and its "
+        "pictures are without it"
+    ]

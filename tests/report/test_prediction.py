@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.report.early_figures import by_figure, early_records, figures, of_recipe
+from megatron_fp4.report.early_figures import LOSS, by_figure, early_loss, early_records, figures, of_recipe
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, strongest
 from models.pattern import linear_shapes
 from scripts import predict_gap
@@ -39,6 +39,17 @@ def test_the_first_twentieth_of_a_runs_own_steps_and_of_a_branch_its_first_recor
     assert [r["step"] for r in early_records(records)] == [601, 611]
     assert [r["step"] for r in early_records([{"kind": "run", "step": 0, "steps": 100}, *records[1:]])] == [601]
     assert early_records([{"kind": "run", "step": 0, "steps": 100}]) == []
+
+
+def test_training_loss_above_the_base_over_the_first_fifth():
+    def steps(losses: dict[int, float | None], **more: Any) -> list[dict[str, Any]]:
+        return [{"kind": "step", "step": step, "loss": loss, **more} for step, loss in losses.items()]
+
+    run = [{"kind": "run", "step": 100, "steps": 150}]
+    records = run + steps({101: 2.02, 102: 2.06, 103: None, 111: 4.0}) + steps({104: 9.0}, skipped=True)
+    base = steps({100: 1.0, 101: 2.0, 102: 2.0, 103: 2.0, 104: 2.0, 111: 2.0})
+    assert early_loss(records, base) == {LOSS: pytest.approx((1.0 + 3.0) / 2)}
+    assert early_loss(records, steps({200: 1.0})) == {}
 
 
 def test_figures_over_linears():

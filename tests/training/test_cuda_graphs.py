@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from assembly import configure, plans_of
-from megatron_fp4.config.schema import Config, ConfigError, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_fp4.config.data_schema import DataConfig
+from megatron_fp4.config.schema import Config, ConfigError, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear_call import LinearContext
+from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs, made_by_pytorch
 from megatron_fp4.training.optimizer import build_optimizer

@@ -126,7 +126,7 @@ def faulty_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EmulatedBackend, "gemm", spoiled)
 
 
-def _pretrain(folder: Path, *overrides: str) -> int:
+def _pretrain(folder: Path, corpus: Path, *overrides: str) -> int:
     fast = [
         "data.num_workers=0",
         "train.steps=4",
@@ -134,15 +134,15 @@ def _pretrain(folder: Path, *overrides: str) -> int:
         "run.device=cpu",
         "logging.tensorboard=false",
     ]
-    return pretrain.main([*SMALL, *fast, f"run.dir={folder}", f"data.cache_dir={folder}/cache", *overrides])
+    return pretrain.main([*SMALL, *fast, f"run.dir={folder}", f"data.cache_dir={corpus}", *overrides])
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(faulty_products, tmp_path, capsys) -> None:
-    assert _pretrain(tmp_path, "precision.recheck_interval=1") == 4
+def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(faulty_products, corpus, tmp_path, capsys) -> None:
+    assert _pretrain(tmp_path, corpus, "precision.recheck_interval=1") == 4
     (line,) = capsys.readouterr().err.strip().splitlines()
     (event,) = [record for record in _records(tmp_path) if record.get("event") == "recheck"]
     step = event["step"]
@@ -153,8 +153,8 @@ def test_a_fault_ends_the_run_in_one_line_before_its_checkpoint(faulty_products,
     assert sorted(saved) == list(range(1, step))
 
 
-def test_warned_the_run_goes_on(faulty_products, tmp_path, capsys) -> None:
-    assert _pretrain(tmp_path, "precision.recheck_interval=1", "precision.recheck_action=warn") == 0
+def test_warned_the_run_goes_on(faulty_products, corpus, tmp_path, capsys) -> None:
+    assert _pretrain(tmp_path, corpus, "precision.recheck_interval=1", "precision.recheck_action=warn") == 0
     events = [record for record in _records(tmp_path) if record.get("event") == "recheck"]
     assert events and all("rank 0: " in fault for event in events for fault in event["faults"])
     assert f"recheck of {events[0]['linear']} in step {events[0]['step']}: rank 0:" in capsys.readouterr().out
