@@ -18,6 +18,7 @@ import torch
 import pretrain
 from assembly import build
 from data.indexed_dataset import IndexedDatasetWriter
+from megatron_fp4.report.trials import Trial
 from scripts import try_recipes
 from scripts.trial import branch
 from tests.training.harness import launch
@@ -118,7 +119,7 @@ def test_the_same_command_goes_on_with_what_is_missing(
         if config.precision.name == "mxfp4":
             raise KeyboardInterrupt
         trained.append(config.precision.name)
-        return branch.branch(config, *rest)
+        return Trial([5.0 + len(trained), 4.0], [0.1, 0.1])
 
     with mock.patch.object(try_recipes, "branch", counted):
         with pytest.raises(KeyboardInterrupt):
@@ -180,10 +181,11 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
 
 
 def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float], list[float], str]:
-    """On the ranks of a launch: a run of two more steps than its checkpoint, and these tried."""
+    """On the ranks of a launch: a run of one more step than its checkpoint, this one tried, and a refusal of the first
+    rank."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 29999}
     os.environ.update({name: str(value) for name, value in place.items()})
-    split = [*overrides, "parallel.tensor=2", "checkpoint.interval=2", "train.steps=4", "validation.interval=0"]
+    split = [*overrides, "parallel.tensor=2", "checkpoint.interval=1", "train.steps=2", "validation.interval=0"]
     tried = Path(folder) / "tried.json"
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
@@ -192,17 +194,17 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
         mock.patch.object(try_recipes, "leave_distributed", lambda: None),
     ):
         assert pretrain.main([*split, "precision=nvfp4", "precision.switch.when=never", f"run.dir={folder}/run"]) == 0
-        arguments = [f"{folder}/run/checkpoints/step_00000002", "bf16", "nvfp4", "--steps", "2"]
+        arguments = [f"{folder}/run/checkpoints/step_00000001", "nvfp4", "bf16", "--steps", "1"]
         assert try_recipes.main([*arguments, "--output", str(tried)]) == 0
-        wrong = try_recipes.main([*arguments[:-1], "1", "--output", str(tried)])
+        wrong = try_recipes.main([*arguments, "precision.recheck_interval=5", "--output", str(tried)])
     if rank:
         return [], [], str(wrong)
-    steps = [record["loss"] for record in _records(Path(folder) / "run", "step")][2:]
+    steps = [record["loss"] for record in _records(Path(folder) / "run", "step")][1:]
     return json.loads(tried.read_text())["trials"]["nvfp4"]["losses"], steps, str(wrong)
 
 
 def test_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     found = launch(_on_ranks, 2, _overrides(tmp_path), str(tmp_path), seconds=600.0)
     tried, recorded, _ = found[0]
-    assert tried == recorded and len(tried) == 2
+    assert tried == recorded and len(tried) == 1
     assert [code for *_, code in found] == ["2", "2"]
