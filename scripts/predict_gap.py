@@ -4,9 +4,9 @@
         'no_rht=runs/no_rht_from*' 'no_sr=runs/no_sr_from*' --output prediction.png
 
 Groups are named as for compare_recipes.py, the base first. Every other group is a recipe: its gap to the base at the
-end, the errors that its runs measured (precision.diagnostics.interval) in the first 5% of their steps, and their loss of
-training above the base's over the first fifth. Prints, for each of these figures, its correlation with the gap over
-recipes, strongest first, and draws the strongest four.
+end, the errors that its runs measured (precision.diagnostics.interval) in the first 5% of their steps, and their
+training loss above the base's over the first fifth. Prints, for each of these figures, its correlation with the gap
+over recipes, strongest first, and draws the strongest four.
 Four recipes at least; with ten the intervals are still wide.
 """
 

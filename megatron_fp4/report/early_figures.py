@@ -9,8 +9,8 @@ Figures are such that larger is worse:
     zeroed, saturated, crest
                 as measure/statistics.py has them; crest is behind the Hadamard transform where there is one
 
-    loss        of training, above the base's of the same step (in percent, the mean over the first fifth of the run's own
-                steps): no error, but what errors did so far; of pairs that read the same tokens
+    loss        of training, above the base's of the same step (in percent, the mean over the first fifth of the run's
+                own steps): no error, but what errors did so far; of pairs that read the same tokens
 
 Over linears: `median` and `worst` of those that the recipe quantizes (what TensorBoard and wandb show), and of errors
 `mean` and `weighted` (by the linear's weights) of all linears, in which those that it leaves in BF16 have none.

@@ -193,7 +193,12 @@ class Deoscillation:
                     f"de-oscillation: nothing is known of how the window of steps {window + 1} to "
                     f"{window + self.windows.window} began, under the plan and ratio of now; it is left out"
                 )
-        if self._window is not None and not self._quantized:
+        if self._window is not None:
+            self._quantize()
+
+    def _quantize(self) -> None:
+        """Know what fprop multiplies by, of the weights as they are now."""
+        if not self._quantized:
             self._quantized = {name: self._forward_weight(name) for name in self._watched_now()}
 
     def _before_update(self) -> None:
@@ -209,9 +214,11 @@ class Deoscillation:
         if self._before:  # else there was no update
             self._take_in()
         assert self.windows is not None
-        if done < self._window + self.windows.window:
+        end = self._window + self.windows.window
+        if done < end:
             return None
-        resets = self._reset(done)
+        # Behind its end: this step was a spike, and the run is back at a checkpoint from inside an earlier window.
+        resets = self._reset(done) if done == end else None
         self._close()
         return resets
 
@@ -227,6 +234,7 @@ class Deoscillation:
     @torch.no_grad()
     def _reset(self, done: int) -> Resets:
         counts = []
+        self._quantize()  # not known of a checkpoint that has been gone back to since the step began
         self._before_change()
         for name, quantized in self._quantized.items():
             master, flips = local_part(self._linears[name].weight), local_part(self._sums[name]) > 0
