@@ -8,6 +8,7 @@ before, so what happens while they are is for a test that starts Python itself.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -75,6 +76,8 @@ class Program:
         self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
+        # Of a test that failed before it was waited for: multiprocessing would wait for it at the end.
+        atexit.register(self.send_signal, signal.SIGKILL)
 
     @property
     def returncode(self) -> int | None:

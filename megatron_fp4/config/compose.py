@@ -7,7 +7,7 @@ itself, and no OmegaConf object leaves this file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
     What came from environment variables is looked up again, in those of now.
 
     overrides: `key=value` with a full key, such as `parallel.tensor=1`; and `precision=<name>`, which replaces the
-    whole precision config by the one under `config_dir`/precision before the other overrides apply.
+    whole precision config by the one under `config_dir`/precision before the other overrides apply; what that file
+    takes from a key of its own follows them (`precision=nvfp4 precision.fprop.weight.block=1x16` is dgrad's, too).
 
     Raises ConfigError for a saved configuration of another version, for a key or value that is wrong, and for an
     environment variable that is not set.
@@ -77,7 +78,8 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
     keys = _written(saved)
     for name in (override.partition("=")[2] for override in overrides if override.startswith("precision=")):
         config = _whole(_changed(keys, changes, directory), changes, directory)
-        precision, texts = _precision("precision", name, config, directory, "precision")
+        own = [override for override in changes if override.startswith("precision.")]
+        precision, texts = _precision("precision", name, config, directory, "precision", own)
         others = {key: text for key, text in config.from_environment.items() if not key.startswith("precision.")}
         keys = _written(as_saved(replace(config, precision=precision, from_environment={**others, **texts})))
     return _whole(_changed(keys, changes, directory), changes, directory)
@@ -152,15 +154,18 @@ def _whole(composed: Any, overrides: list[str], directory: Path) -> Config:
 
 
 def _precision(
-    key: str, name: str, config: Config, directory: Path, path: str
+    key: str, name: str, config: Config, directory: Path, path: str, changes: Sequence[str] = ()
 ) -> tuple[PrecisionConfig, dict[str, str]]:
-    """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config`; overrides of
-    the run's own precision do not carry over to it. Also its texts of the environment, for its place at `path`."""
+    """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config` with `changes`
+    of its keys; other overrides of the run's own precision do not carry over to it. Also its texts of the environment,
+    for its place at `path`."""
     if name not in (names := group_options(directory)["precision"]):
         raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
     own = _compose(f"precision/{name}", [], directory)
     texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
     merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
+    if changes:
+        merged = _changed(merged, changes, directory)
     keys = _resolved(merged.precision, [], directory)
     try:
         return PrecisionConfig(**keys), environment_texts(merged.precision, path)
@@ -185,12 +190,12 @@ def _with_recipes(
     return replace(precision, exceptions=exceptions), texts
 
 
-def _changed(keys: Mapping[str, Any], changes: list[str], directory: Path) -> Any:
+def _changed(keys: Any, changes: Sequence[str], directory: Path) -> Any:
     """`keys` with `changes` (`key=value`) merged in."""
     try:
-        return OmegaConf.merge(keys, OmegaConf.from_dotlist(changes))
+        return OmegaConf.merge(keys, OmegaConf.from_dotlist([*changes]))
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, changes, directory)) from error
+        raise ConfigError(explain(error, [*changes], directory)) from error
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ A slice is quantized before it is gathered, by the maximum of the whole tensor a
 its codes are those of the whole, a quarter of the bytes and each rank's share of the work. x waits for the backward
 pass as the rank's own slice. Slices that are no whole blocks, and backends that cannot join operands, gather first.
 
+Operands may be without their means over groups of tokens: what that takes from the products is added behind each GEMM
+(precision/means.py).
+
 The function takes the weight as a DTensor and returns its gradient as an FP32 one (precision/fp32_gradients.py). Where
 a backend's GEMM can add to a gradient, that of the second and later micro-batches goes into the weight's `.grad` from
 inside the function, which then returns None: `.backward()` sees no difference, `torch.autograd.grad` would.

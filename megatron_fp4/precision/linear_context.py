@@ -16,14 +16,13 @@ from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.linear_call import LinearCall
-
 
 class Observer(Protocol):
     """Looks at the calls of linears that it is attached to (measure/probe.py has one)."""
 
-    def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> ObservedCall | None:
-        """Sees x [tokens, in] and the local result y [tokens, out]; returns who is to see the backward pass, if any."""
+    def forward(self, call: Any, x: Tensor, y: Tensor) -> ObservedCall | None:
+        """Sees a `LinearCall`, x [tokens, in] and the local result y [tokens, out]; returns who is to see the backward
+        pass, if any."""
 
 
 class ObservedCall(Protocol):

@@ -227,7 +227,8 @@ def test_exceptions_bring_their_recipes_whole():
     for exception, name in ((attention, "bf16"), (mamba, "mxfp8")):
         whole = make(f"precision={name}").precision
         assert isinstance(exception, ComposedException)
-        assert exception.recipe == RecipeConfig(name, whole.amax, "fixed", whole.fprop, whole.dgrad, whole.wgrad)
+        gemms = {gemm: getattr(whole, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+        assert exception.recipe == RecipeConfig(name=name, amax=whole.amax, rht_signs="fixed", **gemms)
     assert (config.precision.bf16_blocks.first, config.precision.bf16_blocks.last) == (0, 8)
     usual = make("model=nemotron_h_12b").precision
     own = replace(config.precision, name=usual.name, exceptions=[], bf16_blocks=usual.bf16_blocks)

@@ -66,7 +66,7 @@ def recipes(model: str) -> dict[str, Recipe]:
                 for scope in SCOPES:
                     found[f"{name} {scope} {target_name}"] = switched_recipe(current, target, scope)
     # Means change no size and no kernel of an operand: of recipes that differ in them alone one is enough.
-    by_content = {replace(with_means(recipe), name=""): name for name, recipe in found.items()}
+    by_content = {content_of(recipe): name for name, recipe in found.items()}
     by_pytorch = {name for name in by_content.values() if made_by_pytorch(found[name]) is not None}
     # Four over six along the other dimension than fprop's, which no recipe asks for by itself.
     assert by_pytorch == {"nvfp4_quartet2 backward nvfp4_all_the_way"}
@@ -76,7 +76,12 @@ def recipes(model: str) -> dict[str, Recipe]:
 @functools.cache
 def shipped(model: str) -> frozenset[Recipe]:
     """The recipes that are no switch between two."""
-    return frozenset(replace(recipe_from_config(composed(model, name).precision), name="") for name in PRECISIONS)
+    return frozenset(content_of(recipe_from_config(composed(model, name).precision)) for name in PRECISIONS)
+
+
+def content_of(recipe: Recipe) -> Recipe:
+    """The same for recipes whose sizes and kernels are the same."""
+    return replace(with_means(recipe), name="")
 
 
 def shape_class(weight: tuple[int, int], context: LinearContext) -> tuple[Any, ...]:
@@ -87,9 +92,23 @@ def shape_class(weight: tuple[int, int], context: LinearContext) -> tuple[Any, .
     return inputs % 128, rows % 128, context.num_groups > 1, context.keep_padding, context.keeps_input, sizes
 
 
-# (class, recipe) of switches that have been through: every shipped recipe meets every linear of every model, and every
-# switch between two every class of linears.
-_SEEN: set[tuple[tuple[Any, ...], str]] = set()
+class Classes:
+    """Which classes of linears switches have met: every shipped recipe meets every linear of every model, and every
+    switch between two every class of linears once."""
+
+    def __init__(self) -> None:
+        self._met: set[tuple[tuple[Any, ...], Recipe]] = set()
+
+    def met(self, model: str, recipe: Recipe, weight: tuple[int, int], context: LinearContext) -> bool:
+        """Whether this need not be computed again; if not, it is from now on."""
+        content = content_of(recipe)
+        key = shape_class(weight, context), content
+        again = key in self._met and content not in shipped(model)
+        self._met.add(key)
+        return again
+
+
+BY_KERNELS, BY_SCALED_MM = Classes(), Classes()
 
 
 def one_of_each_block(model: ModelConfig) -> ModelConfig:
@@ -135,11 +154,8 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
                 for (outputs, inputs), context in layers:
                     if inputs % narrow:
                         continue  # refused: see the test of refusals below
-                    if replace(recipe, name="") not in shipped(model):
-                        key = shape_class((outputs, inputs), context), recipe_name
-                        if key in _SEEN:
-                            continue
-                        _SEEN.add(key)
+                    if BY_KERNELS.met(model, recipe, (outputs, inputs), context):
+                        continue
                     context.recipe, context.weight_cache = recipe, None
                     for tokens in TOKENS:
                         x = torch.empty(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
@@ -262,6 +278,8 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
                 for weight_shape, context in layers:
                     if weight_shape[1] % block_demands(recipe).inputs:
                         continue  # refused
+                    if BY_SCALED_MM.met(model, recipe, weight_shape, context):
+                        continue
                     context.recipe, context.backend, context.weight_cache = recipe, backend, None
                     computed(weight_shape, context)
     assert seen == {(codes, product) for codes in (FP4, E4M3) for product in (torch.bfloat16, torch.float32)}

@@ -1,0 +1,179 @@
+"""What recipes cost, by some steps of each from one checkpoint: what to look at before a long run.
+
+    python scripts/try_recipes.py runs/mine/checkpoints/step_00000600 --steps 60 bf16 nvfp4 nvfp4_quartet2 \\
+        "no RHT=precision=nvfp4 precision.wgrad.rht=0" \\
+        "planned=precision=nvfp4 precision.bf16_blocks.last=0 precision.bf16_blocks.file=plan.yaml"
+    torchrun --nproc-per-node 8 scripts/try_recipes.py runs/8b --output tried.json bf16 nvfp4
+
+Every recipe begins with the checkpoint's weights, moments and step, and reads the tokens that its run would read next,
+at its run's learning rates; it trains as `pretrain.py checkpoint.resume=CHECKPOINT` would, to the last bit. All is done
+in one process after the other, and nothing is written into the run's folder. The table has the mean gap of the training
+loss to the first recipe, paired by step, with its standard error (megatron_fp4/report/trials.py), whether it is beyond
+the noise, the same against another recipe, and the time of a step.
+
+A recipe is the name of a precision config or NAME=OVERRIDES (overrides separated as in a shell; without `precision=`
+they change the run's own recipe). KEY=VALUE with a key of the configuration, such as data.cache_dir=..., is for all of
+them. The precision does not switch, unless a recipe says `precision.switch.when`. With --output results are kept after
+each recipe, and the same command goes on with those that are missing.
+Exit code: 0; 2 wrong arguments, or a checkpoint that does not fit; 4 kernels compute something else than they should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from assembly import device_type_of, set_determinism
+from exchange.checkpoint import checkpoint_in
+from megatron_fp4 import __version__
+from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, read_manifest
+from megatron_fp4.checkpoint.together import CheckpointError
+from megatron_fp4.config.launcher import place_in_run
+from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.faults.exit_codes import ExitCode
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
+from megatron_fp4.precision.selftest import SelfTestError
+from megatron_fp4.report.trial_file import TrialFile
+from megatron_fp4.report.trials import said, trial_table
+from scripts.trial.branch import branch
+from scripts.trial.recipes import recipes_of, schedule_of
+
+ROOT = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(arguments)
+    try:
+        return try_recipes(options)
+    except (ValueError, OSError, DamagedCheckpointError, CheckpointError, SelfTestError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:  # ConfigError is a ValueError
+            print(f"try_recipes.py: {error}", file=sys.stderr, flush=True)
+        return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED
+    finally:
+        leave_distributed()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
+    parser.add_argument(
+        "recipes", nargs="+", metavar="RECIPE",
+        help="the base first: a precision config, NAME=OVERRIDES, or KEY=VALUE for all recipes",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=60, help="of each recipe (default 60)")
+    parser.add_argument("--skip", type=int, help="first steps that do not count (default: a sixth, at most 10)")
+    parser.add_argument(
+        "--against", metavar="NAME", help="another recipe to tell differences to (default: the second, of three)"
+    )
+    parser.add_argument("--validate", action="store_true", help="also the held-out loss behind the last step")
+    parser.add_argument("--output", type=Path, help="JSON file to keep results in (default: none)")
+    return parser.parse_intermixed_args(arguments)
+
+
+def try_recipes(options: argparse.Namespace) -> int:
+    """Check everything, train what is missing, print."""
+    skip = min(10, options.steps // 6) if options.skip is None else options.skip
+    if options.steps < 1 or not 0 <= skip < options.steps:
+        raise ConfigError(f"--steps {options.steps} --skip {skip}: at least one step must count")
+    checkpoint = checkpoint_in(options.checkpoint)
+    manifest, ranks = read_manifest(checkpoint), place_in_run().world_size
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    recipes = recipes_of(options.recipes, checkpoint, manifest, trainer, options.steps, ranks)
+    names = [recipe.name for recipe in recipes]
+    against = options.against or (names[1] if len(names) > 2 else None)
+    if against is not None and against not in names:
+        raise ConfigError(f"--against {against}: no recipe has this name; they are {', '.join(names)}")
+    config = recipes[0].config
+
+    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
+    set_determinism(config.run.deterministic)
+    mesh = build_mesh(config.parallel, device)
+    facts = {
+        "checkpoint": hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()[:16],
+        "start": manifest.step,
+        "number of steps": options.steps,
+        "commit": commit(),
+        "version of torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "number of ranks": ranks,
+    }
+    if mesh.rank == 0:
+        rates = [schedule_of(config).lr(step) for step in (manifest.step, manifest.step + options.steps - 1)]
+        print(
+            f"{checkpoint}: steps {manifest.step + 1:,} to {manifest.step + options.steps:,} of "
+            f"{config.train.steps:,}, learning rate {rates[0]:.3g} to {rates[1]:.3g}",
+            flush=True,
+        )
+    file = None
+    if options.output is not None:
+        fingerprints = {recipe.name: recipe.fingerprint for recipe in recipes}
+        file = on_first(mesh, lambda: TrialFile(options.output, facts, fingerprints, skip))
+    trials = {} if file is None else dict(file.trials)
+    for recipe in recipes:
+        name = recipe.name
+        if name in trials and (trials[name].held_out or trials[name].ended or not options.validate):
+            continue
+        trial = branch(recipe.config, checkpoint, mesh, manifest.step, options.steps, options.validate)
+        trials[name] = trial
+        release()
+        if mesh.rank == 0:
+            print(said(name, trial, trials.get(names[0]) if name != names[0] else None, skip), flush=True)
+        if file is not None:
+            on_first(mesh, lambda: file.add(name, trial))  # noqa: B023
+    if mesh.rank == 0:
+        ordered = {name: trials[name] for name in names}
+        print(f"\n{trial_table(ordered, against, manifest.step, skip)}", flush=True)
+    return ExitCode.FINISHED
+
+
+def on_first(mesh: ParallelMesh, action: Callable[[], T]) -> T:
+    """What `action` returns on the first rank, on all ranks; ValueError on all of them for what it refuses there, so
+    that none waits for one that has left."""
+    box: list[Any] = [None, None]
+    if mesh.rank == 0:
+        try:
+            box[0] = action()
+        except (ValueError, OSError) as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise ValueError(box[1])
+    return box[0]  # type: ignore[no-any-return]
+
+
+def release() -> None:
+    """Give back the memory of a run that nobody refers to any more."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def commit() -> str:
+    """What is checked out, with a fingerprint of what was changed since; without git the version."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    try:
+        name, changes = git("rev-parse", "--short=12", "HEAD").strip(), git("diff", "HEAD")
+    except (OSError, subprocess.CalledProcessError, UnicodeDecodeError):
+        return f"version {__version__}"
+    return f"{name}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else name
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
