@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -21,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,12 +126,18 @@ def run_program(
 
 def environments_of_ranks(world_size: int) -> list[dict[str, str]]:
     """This process's environment with what torchrun adds for each rank on one host."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     world |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     return [{**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def _free_port() -> int:
+    """One that nobody gets by asking for any: until the ranks listen, connections of other tests are made."""
+    while True:
+        port = random.SystemRandom().randrange(15000, 32000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def _run(
@@ -145,6 +153,10 @@ def _run(
     if own_session:
         os.setsid()
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
+    # As in every new Python, and not those of the fork server: two programs that forget to seed do not draw the same.
+    torch.default_generator.seed()
+    np.random.seed()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
