@@ -21,6 +21,7 @@ from data.indexed_dataset import IndexedDatasetWriter
 from megatron_fp4.report.trials import Trial
 from scripts import try_recipes
 from scripts.trial import branch
+from tests.docs.commands import quick_composing
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -43,6 +44,12 @@ def _overrides(folder: Path) -> list[str]:
             for _ in range(20):
                 writer.add_document(rng.integers(0, 128, 64))
     return [*SMALL, f"data.sources={{text: {folder}/text}}", f"data.validation={{text: {folder}/held_out}}"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly() -> Iterator[None]:
+    with quick_composing():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +110,8 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     assert first[2] == f"{100 * mean:+.2f}%" and tried["results"]["1x16 W"]["percent"] == pytest.approx(100 * mean)
 
     # Another order, and a key for all: the seed of rounding is the run's, whatever was tried before.
-    again = _tried(checkpoint, tmp_path / "b.json", "nvfp4", "bf16", "train.max_skipped_steps=7")
+    with mock.patch.object(try_recipes, "release"):  # collecting garbage takes longer than training
+        again = _tried(checkpoint, tmp_path / "b.json", "nvfp4", "bf16", "train.max_skipped_steps=7")
     for name in ("nvfp4", "bf16"):
         assert again["trials"][name]["losses"] == tried["trials"][name]["losses"]
     assert _state(run_dir) == before
@@ -121,7 +129,7 @@ def test_the_same_command_goes_on_with_what_is_missing(
         trained.append(config.precision.name)
         return Trial([5.0 + len(trained), 4.0], [0.1, 0.1])
 
-    with mock.patch.object(try_recipes, "branch", counted):
+    with mock.patch.object(try_recipes, "branch", counted), mock.patch.object(try_recipes, "release"):
         with pytest.raises(KeyboardInterrupt):
             try_recipes.main([str(checkpoint), "bf16", "mxfp8", "mxfp4", "--steps", "2", "--output", str(output)])
         first = json.loads(output.read_text())
