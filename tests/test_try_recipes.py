@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import pretrain
-from assembly import build
+from assembly import Run, build
 from data.indexed_dataset import IndexedDatasetWriter
 from megatron_fp4.report.trials import Trial
+from megatron_fp4.training.step import StepResult
 from scripts import try_recipes
 from scripts.trial import branch
 from tests.docs.commands import quick_composing
@@ -216,3 +217,24 @@ def test_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     tried, recorded, _ = found[0]
     assert tried == recorded and len(tried) == 1
     assert [code for *_, code in found] == ["2", "2"]
+
+
+def test_spikes_and_steps_that_are_not_finite(
+    trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A spike goes back to the checkpoint as in the run; a recipe that diverges ends, and not the command."""
+    nan = StepResult(float("nan"), float("nan"), skipped=True)
+    steps = [StepResult(2.0, 1.0, False), StepResult(9.0, 1.0, True, spike=True), StepResult(2.0, 1.0, False), nan, nan]
+    checkpoint = str(trunk[1] / "checkpoints" / "step_00000003")
+    settings = ["spikes.action=rollback", "spikes.min_history=1", "train.max_skipped_steps=2", "--steps", "3"]
+    with (
+        mock.patch.object(branch, "train_step", side_effect=steps),
+        mock.patch.object(Run, "roll_back", autospec=True) as roll_back,
+        mock.patch.object(try_recipes, "release"),
+    ):
+        assert try_recipes.main([checkpoint, "bf16", "nvfp4", *settings]) == 0
+    assert [call.args[1:] for call in roll_back.call_args_list] == [(5, Path(checkpoint))]
+    printed = capsys.readouterr().out
+    assert "bf16: step 5 was a spike" in printed and "bf16: 1 step made no update" in printed
+    assert "nvfp4: ended after step 5: 2 steps in a row were not finite" in printed
+    assert "| nvfp4 | - | - | - | - | - |" in printed
