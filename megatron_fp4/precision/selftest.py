@@ -15,6 +15,7 @@ on one GPU generation, scales blocked along the wrong dimension. For each linear
     draws      where two operands of one tensor round stochastically, their draws are independent
     maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
+    means      where operands are without them: means, what is left, and the products that means add (means_check.py)
     bytes      of the backend `torch` in place of `rounding`, since its draws are the reference's: codes, block scales
                and tensor scale of every operand as its GEMM reads them, bit for bit
     poison     NaN and inf in x, W or dy reach the products
@@ -52,6 +53,7 @@ from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, roundi
 from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.means import without_means
+from megatron_fp4.precision.means_check import mean_faults
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import PLACES, USES, Gemm, Operand, Place, Recipe, rounded_to_nearest
@@ -159,6 +161,8 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
             errors = product_errors(product, left, right, product_rows(product))
             yield Finding(case, f"{name} product", errors.fault, errors.total)
+    for what, fault, error in mean_faults(call, tensors, made):
+        yield Finding(case, what, fault, error)
     if isinstance(backend, torch_scaled_mm.TorchBackend):
         yield from _byte_findings(backend, case, tensors)
     else:
