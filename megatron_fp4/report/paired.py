@@ -93,8 +93,8 @@ def _check_sources(run: HeldOut, partner: HeldOut, tokens: int) -> None:
     of_run, of_partner = (one.sources.get(tokens, {}) for one in (run, partner))
     if of_run.keys() != of_partner.keys():
         raise ValueError(
-            f"after {short_tokens(tokens)} tokens {run.name} was validated on {', '.join(of_run)} and {partner.name} on "
-            f"{', '.join(of_partner)}: compare runs of the same data.validation"
+            f"after {short_tokens(tokens)} tokens {run.name} was validated on {', '.join(of_run)} and {partner.name} "
+            f"on {', '.join(of_partner)}: compare runs of the same data.validation"
         )
 
 
