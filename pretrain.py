@@ -215,6 +215,7 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
     if orders.agreed(mesh):  # nothing is new that would have to be saved
         log.stop(start, orders.why_stop)
         return start, losses
+    owed = False  # a local checkpoint, which waits for the end of a window of de-oscillation
     batches = run.progress.loading(run.loader.steps(start, steps := config.train.steps), start + 1)
     for step, batch in enumerate(batches, start=start):
         began, done = time.perf_counter() - run.loader.data_wait, step + 1
@@ -250,11 +251,14 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
             losses = validate(run, done)
         take_note_of_saves(run, result.requests.save_failed)
         ordered = result.requests.stop or result.requests.save
+        owed = owed or is_due(config.checkpoint.local_interval, done)
         if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
             save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
-        elif is_due(config.checkpoint.local_interval, done) and not run.deoscillation.open:
+            owed = False
+        elif owed and not run.deoscillation.open:
             save(run, done, local=True)
+            owed = False
         if result.requests.stop and done < steps:
             log.stop(done, orders.why_stop)
             return done, losses

@@ -27,9 +27,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,11 +45,12 @@ from megatron_fp4.faults.exit_codes import ExitCode
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.selftest import SelfTestError
 from megatron_fp4.report.trial_file import TrialFile
-from megatron_fp4.report.trials import Trial, said, trial_table
+from megatron_fp4.report.trials import said, trial_table
 from scripts.trial.branch import branch
-from scripts.trial.recipes import Recipe, recipes_of, schedule_of
+from scripts.trial.recipes import recipes_of, schedule_of
 
 ROOT = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
 
 
 def main(arguments: list[str]) -> int:
@@ -117,46 +118,41 @@ def try_recipes(options: argparse.Namespace) -> int:
             f"{config.train.steps:,}, learning rate {rates[0]:.3g} to {rates[1]:.3g}",
             flush=True,
         )
-    file = open_file(options.output, facts, recipes, skip, mesh)
-    trials: dict[str, Trial] = shared(None if file is None else dict(file.trials)) or {}
+    file = None
+    if options.output is not None:
+        fingerprints = {recipe.name: recipe.fingerprint for recipe in recipes}
+        file = on_first(mesh, lambda: TrialFile(options.output, facts, fingerprints, skip))
+    trials = {} if file is None else dict(file.trials)
     for recipe in recipes:
-        if recipe.name in trials and (trials[recipe.name].held_out or not options.validate):
+        name = recipe.name
+        if name in trials and (trials[name].held_out or trials[name].ended or not options.validate):
             continue
-        trials[recipe.name] = branch(recipe.config, checkpoint, mesh, manifest.step, options.steps, options.validate)
+        trial = branch(recipe.config, checkpoint, mesh, manifest.step, options.steps, options.validate)
+        trials[name] = trial
         release()
         if mesh.rank == 0:
-            print(
-                said(recipe.name, trials[recipe.name], trials.get(names[0]) if recipe.name != names[0] else None, skip)
-            )
-            sys.stdout.flush()
+            print(said(name, trial, trials.get(names[0]) if name != names[0] else None, skip), flush=True)
         if file is not None:
-            file.add(recipe.name, trials[recipe.name])
+            on_first(mesh, lambda: file.add(name, trial))  # noqa: B023
     if mesh.rank == 0:
         ordered = {name: trials[name] for name in names}
         print(f"\n{trial_table(ordered, against, manifest.step, skip)}", flush=True)
     return ExitCode.FINISHED
 
 
-def open_file(
-    path: Path | None, facts: dict[str, Any], recipes: Sequence[Recipe], skip: int, mesh: ParallelMesh
-) -> TrialFile | None:
-    """The file to keep results in, on the first rank, if there is to be one. Raises ValueError on all ranks."""
-    file, problem = None, None
-    if path is not None and mesh.rank == 0:
+def on_first(mesh: ParallelMesh, action: Callable[[], T]) -> T:
+    """What `action` returns on the first rank, on all ranks; ValueError on all of them for what it refuses there, so
+    that none waits for one that has left."""
+    box: list[Any] = [None, None]
+    if mesh.rank == 0:
         try:
-            file = TrialFile(path, facts, {recipe.name: recipe.fingerprint for recipe in recipes}, skip)
+            box[0] = action()
         except (ValueError, OSError) as error:
-            problem = str(error)
-    if problem := shared(problem):
-        raise ValueError(problem)
-    return file
-
-
-def shared(value: Any) -> Any:
-    """The first rank's value, on all ranks."""
-    box = [value]
+            box[1] = str(error)
     dist.broadcast_object_list(box, src=0)
-    return box[0]
+    if box[1] is not None:
+        raise ValueError(box[1])
+    return box[0]  # type: ignore[no-any-return]
 
 
 def release() -> None:

@@ -125,6 +125,8 @@ def test_a_saved_configuration_comes_back(run_dir: Path) -> None:
     changed = config_from_saved(saved, ["precision=mxfp4", "precision.wgrad.rht=0", "train.steps=9"], ROOT / "configs")
     assert changed.precision.name == "mxfp4" and changed.precision.wgrad.rht == 0 and changed.train.steps == 9
     assert changed.model == config.model
+    both = config_from_saved(saved, ["precision=nvfp4", "precision.fprop.weight.block=1x16"], ROOT / "configs")
+    assert both.precision.dgrad.weight.block == "1x16"  # which the file takes from fprop's
     with pytest.raises(ConfigError):
         config_from_saved(saved, ["train.steps=many"], ROOT / "configs")
 

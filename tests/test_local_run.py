@@ -12,16 +12,23 @@ import pretrain
 from tests.test_pretrain import SMALL, assert_same_checkpoint, losses, records
 
 pytestmark = pytest.mark.slow
-# A window of steps 3 and 4: a local checkpoint between them would not have its sums.
-DEOSCILLATION = [f"optimizer.deoscillation.{setting}" for setting in ("interval=4", "window=2", "start=2", "ratio=2")]
+# A window of steps 4 and 5: a local checkpoint between them would not have its sums, and waits for its end.
+DEOSCILLATION = [f"optimizer.deoscillation.{setting}" for setting in ("interval=4", "window=2", "start=3", "ratio=2")]
 
 
 def test_a_run_goes_on_from_its_local_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = [*SMALL, "logging.tensorboard=false", "checkpoint.interval=2", "train.steps=6", *DEOSCILLATION]
+    settings = [
+        *SMALL,
+        "logging.tensorboard=false",
+        "checkpoint.interval=3",
+        "train.steps=6",
+        "precision.switch.when=never",
+        *DEOSCILLATION,
+    ]
     folder, straight = tmp_path / "run", tmp_path / "straight"
-    local = [*settings, f"run.dir={folder}", f"checkpoint.local_dir={tmp_path / 'disk'}", "checkpoint.local_interval=1"]
+    local = [*settings, f"run.dir={folder}", f"checkpoint.local_dir={tmp_path / 'disk'}", "checkpoint.local_interval=2"]
     assert pretrain.main([*settings, f"run.dir={straight}"]) == 0
 
     save = pretrain.save
@@ -36,9 +43,9 @@ def test_a_run_goes_on_from_its_local_checkpoint(
     with pytest.raises(TypeError):
         pretrain.main(local)
     monkeypatch.undo()
-    assert (folder / "checkpoints" / "latest").read_text() == "step_00000004\n"
-    assert [event["step"] for event in records(folder, "event") if event["event"] == "local_checkpoint"] == [1]
-    assert [record["step"] for record in records(folder, "deoscillation")] == [4]
+    assert (folder / "checkpoints" / "latest").read_text() == "step_00000003\n"
+    assert [event["step"] for event in records(folder, "event") if event["event"] == "local_checkpoint"] == [2]
+    assert [record["step"] for record in records(folder, "deoscillation")] == [5]
 
     capsys.readouterr()
     assert pretrain.main(local) == 0

@@ -93,9 +93,11 @@ class FinalGaps:
         lines, base = [], self.groups[self.base]
         for name, runs in self.groups.items():
             for run in runs:
-                if run.final is None:
-                    last = short_tokens(max(run.losses, default=0))
-                    why = f"not finished, last validated after {last} tokens"
+                if run.lost is not None:
+                    why = f"its held-out loss after {short_tokens(run.lost)} tokens is no number to compare"
+                elif run.final is None:
+                    last = f"last validated after {short_tokens(max(run.losses))} tokens" if run.losses else ""
+                    why = f"not finished, {last or 'and not yet validated'}"
                 elif name != self.base and not any(other.final == run.final for other in partners(run, base)):
                     why = f"no finished run of {self.base} has its start ({run.pair.start}), data and length"
                 else:
@@ -230,7 +232,7 @@ def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
         f"loss at the end: of {of_base.base} after {spans} tokens; mean and standard deviation of finished runs, and "
         "how many they are.",
         "±, of gaps: one standard error of the mean over pairs. beyond the noise: zero is outside the 95% interval "
-        "(Student's t); of twenty recipes that cost nothing, one is expected there.",
+        "(Student's t); of twenty recipes that cost nothing, one or two are expected there.",
     ]
     for found, words in ((of_base, ""), *(((of_other, f", of those above {of_other.base}"),) if of_other else ())):
         if found.shared and any(row.shared for row in found.percent.values()):

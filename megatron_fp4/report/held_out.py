@@ -9,6 +9,7 @@ stochastic rounding.
 from __future__ import annotations
 
 import glob
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ class HeldOut:
     losses: by tokens trained on, nats per token, mean of the sources, each weighed alike. sources: the same by source.
     seed, data_seed: `run.seed` and `data.seed` (None: the run's). start: of a branch, which checkpoint it began from;
     trunk: the folder, as it was called then, of the run whose checkpoint that is. steps: how many the run is to have.
-    final: tokens of its last validation if the run is finished. folder: where it lies.
+    final: tokens of its last validation if the run is finished. lost: tokens of its last validation if that has a loss
+    that cannot be compared, because it is no finite number above zero. folder: where it lies.
     """
 
     seed: int
@@ -46,6 +48,7 @@ class HeldOut:
     trunk: str | None = None
     steps: int | None = None
     final: int | None = None
+    lost: int | None = None
     folder: str = ""
 
     @property
@@ -80,19 +83,24 @@ def read_held_out(run_dir: str | Path) -> HeldOut:
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
     records = records_of_run(run_dir)
-    losses, sources, last = {}, {}, 0
+    losses, sources, last, lost = {}, {}, 0, None
     for record in records:
-        if record["kind"] == "validation":
-            measured = {source: loss for source, loss in record["losses"].items() if loss is not None}
-            if measured and len(measured) == len(record["losses"]):
-                tokens, last = int(record["tokens"]), int(record["step"])
+        if record["kind"] == "validation" and record["losses"]:
+            measured, tokens = record["losses"], int(record["tokens"])
+            lost = None if all(map(_comparable, measured.values())) else tokens
+            if lost is None:
+                last = int(record["step"])
                 losses[tokens], sources[tokens] = statistics.mean(measured.values()), measured
     starts = [record for record in records if record["kind"] == "run"]
     steps = starts[-1].get("steps") if starts else None
-    finished = bool(losses) and last == (last if steps is None else steps)
+    finished = bool(losses) and lost is None and last == (last if steps is None else steps)
     start, trunk = start_of(starts)
     final = max(losses) if finished else None
-    return HeldOut(seed, losses, sources, data_seed, start, trunk, steps, final, str(Path(run_dir).resolve()))
+    return HeldOut(seed, losses, sources, data_seed, start, trunk, steps, final, lost, str(Path(run_dir).resolve()))
+
+
+def _comparable(loss: object) -> bool:
+    return isinstance(loss, int | float) and math.isfinite(loss) and loss > 0
 
 
 def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
@@ -115,8 +123,8 @@ def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | Non
 def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
     """Groups of runs from `NAME=RUN,RUN,...`, in their order; a RUN is a folder or a pattern of folders.
 
-    Raises ValueError for an argument of another form, a name that comes twice, a run that comes twice in a group, or
-    fewer than two groups, and what `read_held_out` raises.
+    Raises ValueError for an argument of another form, a name or a run that comes twice, or fewer than two groups, and
+    what `read_held_out` raises.
     """
     folders = folders_of(arguments)
     return {name: [read_held_out(folder) for folder in of_group] for name, of_group in folders.items()}
@@ -125,6 +133,7 @@ def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
 def folders_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     """The folders that `read_groups` reads. Raises as it does."""
     groups: dict[str, list[str]] = {}
+    group_of: dict[Path, str] = {}
     for argument in arguments:
         name, equals, texts = argument.partition("=")
         if not (name and equals and texts) or name in groups:
@@ -135,6 +144,9 @@ def folders_of(arguments: Sequence[str]) -> dict[str, list[str]]:
             if not found:
                 raise ValueError(f"{text}: no folder has such a name; name the folders of runs of {name}")
             groups[name] += found
+        for folder in groups[name]:
+            if (other := group_of.setdefault(Path(folder).resolve(), name)) != name:
+                raise ValueError(f"{argument}: {folder} is in {other}, too; name each run in one group")
         if len({Path(folder).resolve() for folder in groups[name]}) < len(groups[name]):
             raise ValueError(f"{argument}: a run comes twice in {name}; name each once")
     if len(groups) < 2:

@@ -53,7 +53,7 @@ def gaps(
     Runs that have these in common share a partner, and so its noise: they count as one, their mean.
 
     losses: which losses of a run to compare, by tokens. Raises ValueError if two runs of a group have the same start
-    and the same seeds, and NoPairError.
+    and the same seeds, or partners were validated on other sources, and NoPairError.
     """
     for group in (runs, base):
         seen: dict[tuple[Pair, int], str] = {}
@@ -67,8 +67,10 @@ def gaps(
     every: dict[int, dict[Pair, list[Gap]]] = {}
     for run in runs:
         for tokens, loss in losses(run).items():
-            measured = [of[tokens] for of in map(losses, partners(run, base)) if tokens in of]
-            if measured:
+            found = [other for other in partners(run, base) if tokens in losses(other)]
+            for partner in found:
+                _check_sources(run, partner, tokens)
+            if measured := [losses(partner)[tokens] for partner in found]:
                 other = mean(measured)
                 gap = Gap(100 * (loss / other - 1), loss - other)
                 every.setdefault(tokens, {}).setdefault(run.pair, []).append(gap)
@@ -84,6 +86,16 @@ def gaps(
         }
         for tokens, at in sorted(every.items())
     }
+
+
+def _check_sources(run: HeldOut, partner: HeldOut, tokens: int) -> None:
+    """The mean loss of some sources says nothing against that of others."""
+    of_run, of_partner = (one.sources.get(tokens, {}) for one in (run, partner))
+    if of_run.keys() != of_partner.keys():
+        raise ValueError(
+            f"after {short_tokens(tokens)} tokens {run.name} was validated on {', '.join(of_run)} and {partner.name} "
+            f"on {', '.join(of_partner)}: compare runs of the same data.validation"
+        )
 
 
 def gaps_of_groups(groups: Mapping[str, Sequence[HeldOut]]) -> dict[str, dict[int, dict[Pair, Gap]]]:

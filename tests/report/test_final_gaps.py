@@ -99,6 +99,11 @@ def test_where_nothing_is_finished_there_is_no_end(tmp_path: Path):
         "no finished run has a finished partner in bf16, so nothing can be said of the end",
         "left out: late_seed1 (late): not finished, last validated after 5M tokens",
     ]
+    lost, begun = HeldOut(1, {5 * M: 3.0}, lost=10 * M, folder="/lost"), HeldOut(2, {}, folder="/begun")
+    assert FinalGaps({"bf16": BASE, "late": [lost, begun]}, "bf16").left_out() == [
+        "lost (late): its held-out loss after 10M tokens is no number to compare",
+        "begun (late): not finished, and not yet validated",
+    ]
     assert source_table(groups) is None
     with pytest.raises(ValueError, match="no finished run has a finished partner in bf16"):
         draw_final(groups, tmp_path / "final.png")

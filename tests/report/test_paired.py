@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_fp4.report.held_out import HeldOut, Pair, read_groups, read_held_o
 from megatron_fp4.report.paired import gaps, table
 from scripts import compare_recipes
 
-Losses = dict[int, dict[str, float | None]]
+Losses = dict[int, dict[str, Any]]
 
 
 def write_run(folder: Path, seed: int, losses: Losses, data: str = "{}", **facts: Any) -> Path:
@@ -93,12 +94,20 @@ def test_what_cannot_be_paired_is_refused():
         gaps([HeldOut(3, {10: 1.0})], [HeldOut(1, {10: 1.0})])
     with pytest.raises(ValueError, match=r"x and y have the same start \(seed 1\), run.seed=1 .* name one run of each"):
         gaps([HeldOut(1, {10: 1.0}, folder="/x"), HeldOut(1, {10: 1.0}, folder="/y")], [HeldOut(1, {10: 1.0})])
+    one, two = HeldOut(1, {10: 1.0}, {10: {"a": 1.0}}, folder="/x"), HeldOut(1, {10: 1.0}, {10: {"a": 1.0, "b": 1.0}})
+    with pytest.raises(ValueError, match=r"tokens x was validated on a and .* on a, b: compare runs of the same data"):
+        gaps([one], [two])
 
 
 def test_sources_weigh_alike_and_one_that_was_not_measured_leaves_its_point_out(tmp_path):
     run = write_run(tmp_path / "run", 7, {1: {"a": 1.0, "b": 3.0}, 2: {"a": 1.0, "b": None}})
-    expected = HeldOut(7, {1_000_000: 2.0}, {1_000_000: {"a": 1.0, "b": 3.0}}, final=1_000_000, folder=str(run))
+    expected = HeldOut(7, {1_000_000: 2.0}, {1_000_000: {"a": 1.0, "b": 3.0}}, lost=2_000_000, folder=str(run))
     assert read_held_out(run) == expected
+    for number, wrong in enumerate((math.nan, math.inf, 0.0, -1.0, "2.0")):
+        run = write_run(tmp_path / f"run{number}", 7, {1: {"a": 1.0, "b": 3.0}, 2: {"a": 1.0, "b": wrong}})
+        assert read_held_out(run) == replace(expected, folder=str(run))
+    run = write_run(tmp_path / "back", 7, {1: {"a": None, "b": 3.0}, 2: {"a": 1.0, "b": 3.0}}, steps=2)
+    assert (read_held_out(run).lost, read_held_out(run).final) == (None, 2_000_000)
     for config in ("model: {}\n", "run: {seed: '${oc.env:SEED}'}\n"):
         (run / "config.yaml").write_text(config)
         with pytest.raises(ValueError, match=r"names no run\.seed"):
@@ -141,9 +150,15 @@ def test_groups_are_folders_and_patterns(tmp_path, monkeypatch):
     for seed in (1, 2):
         write_run(tmp_path / f"run{seed}", seed, {1: {"a": 2.0}})
     monkeypatch.chdir(tmp_path)
-    found = read_groups(["b=run1,run2", "f=run*"])
-    assert found["b"] == found["f"] and [run.seed for run in found["f"]] == [1, 2]
-    for wrong, words in ((["f=run*,run1"], "a run comes twice in f"), (["f=no*"], "no folder"), (["b=run2"], "once")):
+    write_run(tmp_path / "base", 1, {1: {"a": 2.0}})
+    found = read_groups(["b=base", "f=run*"])
+    assert [run.name for run in found["b"]] == ["base"] and [run.seed for run in found["f"]] == [1, 2]
+    for wrong, words in (
+        (["f=run2,run2"], "a run comes twice in f"),
+        (["f=run*"], r"f=run\*: run1 is in b, too"),
+        (["f=no*"], "no folder"),
+        (["b=run2"], "once"),
+    ):
         with pytest.raises(ValueError, match=words):
             read_groups(["b=run1", *wrong])
 
