@@ -16,11 +16,13 @@ import pytest
 import torch
 
 import pretrain
-from assembly import build
+from assembly import Run, build
 from data.indexed_dataset import IndexedDatasetWriter
 from megatron_fp4.report.trials import Trial
+from megatron_fp4.training.step import StepResult
 from scripts import try_recipes
 from scripts.trial import branch
+from tests.docs.commands import quick_composing
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,12 @@ def _overrides(folder: Path) -> list[str]:
             for _ in range(20):
                 writer.add_document(rng.integers(0, 128, 64))
     return [*SMALL, f"data.sources={{text: {folder}/text}}", f"data.validation={{text: {folder}/held_out}}"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly() -> Iterator[None]:
+    with quick_composing():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +111,8 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     assert first[2] == f"{100 * mean:+.2f}%" and tried["results"]["1x16 W"]["percent"] == pytest.approx(100 * mean)
 
     # Another order, and a key for all: the seed of rounding is the run's, whatever was tried before.
-    again = _tried(checkpoint, tmp_path / "b.json", "nvfp4", "bf16", "train.max_skipped_steps=7")
+    with mock.patch.object(try_recipes, "release"):  # collecting garbage takes longer than training
+        again = _tried(checkpoint, tmp_path / "b.json", "nvfp4", "bf16", "train.max_skipped_steps=7")
     for name in ("nvfp4", "bf16"):
         assert again["trials"][name]["losses"] == tried["trials"][name]["losses"]
     assert _state(run_dir) == before
@@ -121,7 +130,7 @@ def test_the_same_command_goes_on_with_what_is_missing(
         trained.append(config.precision.name)
         return Trial([5.0 + len(trained), 4.0], [0.1, 0.1])
 
-    with mock.patch.object(try_recipes, "branch", counted):
+    with mock.patch.object(try_recipes, "branch", counted), mock.patch.object(try_recipes, "release"):
         with pytest.raises(KeyboardInterrupt):
             try_recipes.main([str(checkpoint), "bf16", "mxfp8", "mxfp4", "--steps", "2", "--output", str(output)])
         first = json.loads(output.read_text())
@@ -208,3 +217,24 @@ def test_on_two_tensor_parallel_ranks(tmp_path: Path) -> None:
     tried, recorded, _ = found[0]
     assert tried == recorded and len(tried) == 1
     assert [code for *_, code in found] == ["2", "2"]
+
+
+def test_spikes_and_steps_that_are_not_finite(
+    trunk: tuple[list[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A spike goes back to the checkpoint as in the run; a recipe that diverges ends, and not the command."""
+    nan = StepResult(float("nan"), float("nan"), skipped=True)
+    steps = [StepResult(2.0, 1.0, False), StepResult(9.0, 1.0, True, spike=True), StepResult(2.0, 1.0, False), nan, nan]
+    checkpoint = str(trunk[1] / "checkpoints" / "step_00000003")
+    settings = ["spikes.action=rollback", "spikes.min_history=1", "train.max_skipped_steps=2", "--steps", "3"]
+    with (
+        mock.patch.object(branch, "train_step", side_effect=steps),
+        mock.patch.object(Run, "roll_back", autospec=True) as roll_back,
+        mock.patch.object(try_recipes, "release"),
+    ):
+        assert try_recipes.main([checkpoint, "bf16", "nvfp4", *settings]) == 0
+    assert [call.args[1:] for call in roll_back.call_args_list] == [(5, Path(checkpoint))]
+    printed = capsys.readouterr().out
+    assert "bf16: step 5 was a spike" in printed and "bf16: 1 step made no update" in printed
+    assert "nvfp4: ended after step 5: 2 steps in a row were not finite" in printed
+    assert "| nvfp4 | - | - | - | - | - |" in printed

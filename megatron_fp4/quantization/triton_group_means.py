@@ -15,12 +15,12 @@ import triton.language as tl
 from megatron_fp4.quantization.triton_arithmetic import as_long
 
 
-@triton.jit(do_not_specialize=["features", "share"])
+@triton.jit(do_not_specialize=["share"])
 def split_kernel(
     x_ptr,  # BF16 [groups * SIZE, features]
     means_ptr,  # out: BF16 [groups, features]
     rest_ptr,  # out with REST: BF16 [groups * SIZE, features]
-    features,
+    features,  # specialized: of multiples of 16 rows are known to begin where 16 bytes are loaded at a time
     share,  # 1 / SIZE
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,

@@ -163,9 +163,12 @@ def _notes(trials: Mapping[str, Trial], base: str, start: int, skip: int) -> Ite
             f"95% interval (Student's t, {BLOCKS - 1} degrees of freedom). It is the noise of this start alone: "
             "differences that matter are worth a second checkpoint, of another seed."
         )
+    of_all = [note for note in trials[base].notes if all(note in trial.notes for trial in trials.values())]
+    yield from (f"all recipes: {note}" for note in of_all)
     for name, trial in trials.items():
         for note in (*([trial.ended] if trial.ended else []), *trial.notes):
-            yield f"{name}: {note}"
+            if note not in of_all:
+                yield f"{name}: {note}"
         if trial.skipped:
             yield f"{name}: {counted(trial.skipped, 'step')} made no update (not finite, or a spike)"
 

@@ -70,6 +70,9 @@ def test_the_table_and_what_it_says() -> None:
     assert "steps 605 to 624, without the first 4" in notes and "5 degrees of freedom" in notes
     assert "bad: ended after step 3: nan" in notes and "same: switched" in notes
     assert "same: 1 step made no update" in notes
+    for trial in trials.values():
+        trial.notes.append("other data")
+    assert trial_table(trials, None, 600, 4).count("other data") == 1
     assert "too few for a standard error" in trial_table({"a": _trial([1.0]), "b": _trial([1.1])}, None, 0, 0)
     numbers = results(trials, skip=4)
     assert numbers["nvfp4"]["beyond_noise"] is True and numbers["nvfp4"]["held_out_percent"] == pytest.approx(1.0)
