@@ -80,7 +80,14 @@ RESUMED = ("--repeats", "1", "--kill-after", "6")
 THREE = ("--repeats", "3", "--kill-after", "6")
 # The longest first.
 STEPS = (
-    tests("GPU tests: quantizers and linears", "test_quantizers", "test_ms_eden", "test_linear_cuda"),
+    tests(
+        "GPU tests: quantizers and linears",
+        "test_quantizers",
+        "test_ms_eden",
+        "test_group_means",
+        "test_linear_cuda",
+        "test_deoscillation_cuda",
+    ),
     tests("GPU tests: whole short runs", "test_runs"),
     tests("GPU tests: runs that recheck themselves", "test_recheck_cuda", but="test_the_proof_of_this_machine"),
     tests("GPU tests: Transformer Engine", "test_transformer_engine", needs=("transformer_engine",)),

@@ -22,10 +22,10 @@ _WORKER = """
 import os, time
 from megatron_fp4.faults.signals import StopRequest
 stop = StopRequest().listen()
-print("listening", flush=True)
+os.write(1, b"listening\\n")  # in one piece: two workers share the pipe
 while not stop.requested:
     time.sleep(0.01)
-print(f"saved on {stop.received.name}", flush=True)
+os.write(1, f"saved on {stop.received.name}\\n".encode())
 os._exit(75)
 """
 

@@ -22,6 +22,7 @@ from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp4_cuda import scale_and_cast
+from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.planning.gpu_path import without_launches
 
@@ -120,6 +121,8 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
             packed = EMULATED.packed_weight(x, request, rows=(128, 128))
             assert packed is not None and packed.unpacked().shape == (128, 128)
         scale_and_cast(x.float(), torch.empty(()), x.dtype)
+        for only_means in (False, True):
+            split_means(x, 64, only_means=only_means)
         for kernel, arguments, constants in started:
             names, wanted = known[kernel]
             assert len(arguments) == len(names), kernel
