@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ import pytest
 
 from megatron_fp4.faults import ending, said_once
 from megatron_fp4.faults.exit_codes import ExitCode
+from tests.programs import fork_server
 
 LINE = "pretrain.py: train.stepz is not a key; did you mean train.steps?"
 
@@ -48,7 +48,8 @@ def start(folder: Path, ranks: int, delays: list[float], asked_to_end: bool) -> 
     """The exit codes of ranks that torchrun started here."""
     for rank in range(ranks):
         (folder / "attempt_0" / str(rank)).mkdir(parents=True)
-    context = multiprocessing.get_context("fork")
+    # Not by fork: a process of pytest has threads, whose locks a fork may find taken.
+    context = fork_server()
     processes = [
         context.Process(target=refused_rank, args=(folder, rank, ranks, delays[rank], asked_to_end))
         for rank in range(ranks)
@@ -57,6 +58,7 @@ def start(folder: Path, ranks: int, delays: list[float], asked_to_end: bool) -> 
         process.start()
     for process in processes:
         process.join(60)
+    assert all(process.exitcode is not None for process in processes), "a rank stands still"
     return [process.exitcode or 0 for process in processes]
 
 
@@ -83,7 +85,8 @@ def test_the_one_who_says_it_waits_for_the_others(tmp_path: Path, monkeypatch: p
 def test_a_rank_that_is_alone_with_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(said_once, "_ARRIVE", 0.2)
     (tmp_path / "attempt_0" / "3").mkdir(parents=True)
-    context = multiprocessing.get_context("fork")
+    # Not by fork: a process of pytest has threads, whose locks a fork may find taken.
+    context = fork_server()
     process = context.Process(target=refused_rank, args=(tmp_path, 3, 4, 0.0, False))
     process.start()
     process.join(60)
