@@ -33,7 +33,7 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
         "run": {"seed": config.run.seed},
         "data": json.loads(json.dumps(data_fingerprint)),  # as it will come back from the checkpoint
     }
-    return _flatten(nested)
+    return flatten(nested)
 
 
 def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -54,11 +54,12 @@ def other_run(folder: Path, differences: Sequence[str]) -> str:
     )
 
 
-def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Mappings in mappings as one, with names joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in nested.items():
         if isinstance(value, Mapping) and value:
-            flat.update(_flatten(value, f"{prefix}{name}."))
+            flat.update(flatten(value, f"{prefix}{name}."))
         else:
             flat[f"{prefix}{name}"] = value
     return flat

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_fp4.report.held_out import HeldOut
-from megatron_fp4.report.noise import Estimate, Pooled, estimate, pooled
+from megatron_fp4.report.noise import Estimate, Pooled, beyond_cell, estimate, nats_cell, percent_cell, pooled
 from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners
 from megatron_fp4.report.picture import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
 from megatron_fp4.report.words import counted, short_tokens
@@ -121,10 +121,10 @@ def final_table(groups: Groups, against: str | None = None) -> str:
     for name in groups:
         percent, nats = of_base.percent.get(name), of_base.nats.get(name)
         count = "-" if name == base else str(percent.count if percent else 0)
-        cells = [name, _end(of_base, name), count, _percent(percent), _nats(nats), _said(percent)]
+        cells = [name, _end(of_base, name), count, percent_cell(percent), nats_cell(nats), beyond_cell(percent)]
         if of_other is not None:
             difference = None if name == against else of_other.percent.get(name)
-            cells += [_percent(difference), _said(difference)]
+            cells += [percent_cell(difference), beyond_cell(difference)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_notes(of_base, of_other)])
 
@@ -141,7 +141,7 @@ def source_table(groups: Groups) -> str | None:
     lines = [f"| recipe above {base} | {' | '.join(sources)} |", "|" + "---|" * (len(sources) + 1)]
     for name in groups:
         if name != base:
-            cells = [_percent(by_source[source].get(name)) for source in sources]
+            cells = [percent_cell(by_source[source].get(name)) for source in sources]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -207,22 +207,6 @@ def _end(found: FinalGaps, group: str) -> str:
         [losses] = by_tokens.values()
         return f"{sum(losses) / count:.4f}{' ± ' if deviation else ''}{deviation} ({count})"
     return f"± {deviation} ({count})" if deviation else f"({count})"
-
-
-def _percent(of: Estimate | None) -> str:
-    if of is None:
-        return "-"
-    return f"{of.mean:+.2f}%" + ("" if of.error is None else f" ± {of.error:.2f}{'*' if of.shared else ''}")
-
-
-def _nats(of: Estimate | None) -> str:
-    if of is None:
-        return "-"
-    return f"{of.mean:+.4f}" + ("" if of.error is None else f" ± {of.error:.4f}{'*' if of.shared else ''}")
-
-
-def _said(of: Estimate | None) -> str:
-    return "-" if of is None or of.beyond_noise is None else "yes" if of.beyond_noise else "no"
 
 
 def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:

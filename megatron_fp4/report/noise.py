@@ -93,6 +93,25 @@ def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate
     return Estimate(own.mean, shared.deviation / math.sqrt(own.count), own.count, shared.freedom, shared=True)
 
 
+def percent_cell(of: Estimate | None) -> str:
+    """Of a table: a gap in percent with its standard error, starred if that is of the pooled deviation."""
+    if of is None:
+        return "-"
+    return f"{of.mean:+.2f}%" + ("" if of.error is None else f" ± {of.error:.2f}{'*' if of.shared else ''}")
+
+
+def nats_cell(of: Estimate | None) -> str:
+    """The same of a gap in nats per token."""
+    if of is None:
+        return "-"
+    return f"{of.mean:+.4f}" + ("" if of.error is None else f" ± {of.error:.4f}{'*' if of.shared else ''}")
+
+
+def beyond_cell(of: Estimate | None) -> str:
+    """Whether a gap is beyond the noise."""
+    return "-" if of is None or of.beyond_noise is None else "yes" if of.beyond_noise else "no"
+
+
 def student_quantile(freedom: int, share: float = _SHARE) -> float:
     """The t between whose negative and itself Student's distribution has `share` of its mass."""
     low, high = 0.0, 1.0

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from megatron_fp4.report.noise import Estimate
+from megatron_fp4.report.noise import Estimate, beyond_cell, nats_cell, percent_cell
 from megatron_fp4.report.words import counted, short_seconds
 
 BLOCKS = 6
@@ -110,10 +110,12 @@ def trial_table(trials: Mapping[str, Trial], against: str | None, start: int, sk
     for name, trial in trials.items():
         cells = [name, _loss(trial, skip)]
         found = gap(trial, trials[base], skip) if name != base else None
-        cells += [_percent(found), _nats(found), _beyond(found)]
+        percent = None if found is None else found.percent
+        cells += [percent_cell(percent), nats_cell(None if found is None else found.nats), beyond_cell(percent)]
         if against is not None:
             found = gap(trial, trials[against], skip) if name not in (base, against) else None
-            cells += [_percent(found), _beyond(found)]
+            percent = None if found is None else found.percent
+            cells += [percent_cell(percent), beyond_cell(percent)]
         cells.append(_time(trial, trials[base], skip))
         if validated:
             mean, above = trial.held_out_mean, held_out_gap(trial, trials[base]) if name != base else None
@@ -128,7 +130,9 @@ def said(name: str, trial: Trial, base: Trial | None, skip: int) -> str:
     if trial.ended is not None:
         return f"{name}: {seconds}; {trial.ended}"
     found = gap(trial, base, skip) if base is not None else None
-    return f"{name}: {seconds}, training loss {_loss(trial, skip)}" + (f", {_percent(found)}" if found else "")
+    return f"{name}: {seconds}, training loss {_loss(trial, skip)}" + (
+        f", {percent_cell(found.percent)}" if found else ""
+    )
 
 
 def results(trials: Mapping[str, Trial], skip: int) -> dict[str, dict[str, Any]]:
@@ -176,23 +180,6 @@ def _notes(trials: Mapping[str, Trial], base: str, start: int, skip: int) -> Ite
 def _loss(trial: Trial, skip: int) -> str:
     losses = [loss for loss in trial.losses[skip:] if loss is not None]
     return f"{statistics.mean(losses):.4f}" if losses and trial.ended is None else "-"
-
-
-def _percent(found: TrialGap | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.percent.mean:+.2f}%" + ("" if found.percent.error is None else f" ± {found.percent.error:.2f}")
-
-
-def _nats(found: TrialGap | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.nats.mean:+.4f}" + ("" if found.nats.error is None else f" ± {found.nats.error:.4f}")
-
-
-def _beyond(found: TrialGap | None) -> str:
-    beyond = None if found is None else found.percent.beyond_noise
-    return "-" if beyond is None else "yes" if beyond else "no"
 
 
 def _time(trial: Trial, base: Trial, skip: int) -> str:

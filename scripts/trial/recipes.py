@@ -14,7 +14,7 @@ import torch
 
 from assembly import CONFIGS, backend_of, check, execution_of, graphs_of, plans_of
 from megatron_fp4.checkpoint.files import Manifest
-from megatron_fp4.checkpoint.identity import identity_differences, other_run, run_identity
+from megatron_fp4.checkpoint.identity import flatten, identity_differences, other_run, run_identity
 from megatron_fp4.checkpoint.initialize import refuse_weights_only
 from megatron_fp4.config.compose import config_from_saved, group_options
 from megatron_fp4.config.environment import as_saved
@@ -136,9 +136,11 @@ def _check(config: Config, start: int, steps: int, ranks: int) -> None:
 
 def _check_common(config: Config, base: Recipe) -> None:
     """Raise ConfigError if the recipe would be held against the base on other data, or with another model."""
-    here, there = as_saved(config), as_saved(base.config)
-    different = [key for section in _COMMON for key in _differences(section, there[section], here[section])]
-    if not different and data_seed(config) != data_seed(base.config):
+    here, there = (
+        flatten({section: saved[section] for section in _COMMON}) for saved in map(as_saved, (config, base.config))
+    )
+    different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
+    if not different and config.data_seed != base.config.data_seed:
         different.append("run.seed, which without data.seed is that of the data's order too")
     if different:
         raise ConfigError(
@@ -147,27 +149,12 @@ def _check_common(config: Config, base: Recipe) -> None:
         )
 
 
-def _differences(key: str, there: Any, here: Any) -> list[str]:
-    if isinstance(there, dict) and isinstance(here, dict):
-        return [
-            line
-            for name in {**there, **here}
-            for line in _differences(f"{key}.{name}", there.get(name), here.get(name))
-        ]
-    return [] if there == here else [key]
-
-
 def _check_identity(config: Config, checkpoint: Path, manifest: Manifest) -> None:
     """Raise ConfigError for what can be seen before data is open: not the checkpoint's model, batch or seed."""
     mine = {key: value for key, value in run_identity(config, {}).items() if not key.startswith("data")}
     saved = {key: value for key, value in manifest.identity.items() if key in mine}
     if not config.checkpoint.allow_mismatch and (lines := identity_differences(saved, mine)):
         raise ConfigError(other_run(checkpoint, lines))
-
-
-def data_seed(config: Config) -> int:
-    """Of the order of the data."""
-    return config.run.seed if config.data.seed is None else config.data.seed
 
 
 def schedule_of(config: Config) -> WSDSchedule:
