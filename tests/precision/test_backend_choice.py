@@ -205,7 +205,7 @@ def test_torch_on_blackwell_needs_no_package_and_is_never_chosen_by_auto(machine
     choice = chosen(configured(backend="torch"))
     assert choice.name == "torch" and f"{capability[0]}.{capability[1]}" in choice.reason
     assert isinstance(choice.open(), TorchBackend)
-    for precision in ("mxfp8", "nvfp4_nemotron_3"):
+    for precision in ("mxfp8", "nvfp4_nemotron_3", "nvfp4_best"):
         assert chosen(configured(precision, backend="torch")).name == "torch"
     assert chosen(configured()).name == "emulated"
 

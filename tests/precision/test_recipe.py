@@ -31,9 +31,10 @@ PUBLISHED = {
     "mxfp8": ref.MXFP8,
     "fp8_block": replace(ref.FP8, name="fp8_block"),
     "nvfp4_nemotron_3": replace(ref.NVFP4, name="nvfp4_nemotron_3"),
-    "nvfp4_4over6_1x16": changed(
-        ref.NVFP4, name="nvfp4_4over6_1x16", fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W
-    ),
+    **{
+        name: changed(ref.NVFP4, name=name, fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W)
+        for name in ("nvfp4_4over6_1x16", "nvfp4_best")
+    },
     "nvfp4_quartet2": ref.QUARTET2,
     "nvfp4_mean_removed": changed(
         ref.NVFP4, name="nvfp4_mean_removed", fprop_activation=ref.X_REST, wgrad_activation=ref.X_REST

@@ -248,6 +248,7 @@ RECIPES_OF_OURS = [
     "nvfp4_all_the_way",
     "nvfp4_quartet2",
     "nvfp4_4over6_1x16",
+    "nvfp4_best",
     "nvfp4_mean_removed",
 ]
 
