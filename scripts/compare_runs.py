@@ -2,8 +2,8 @@
 
     python scripts/compare_runs.py BF16=runs/bf16 "NVFP4 with switch=runs/nvfp4" --output gap.png
 
-A folder alone goes by its own name. Prints a Markdown table of last losses, their gaps in percent and throughput;
-draws losses and gaps over steps.
+A folder alone goes by its own name. Prints a Markdown table of last losses (of the last 2% of the steps, and of the
+last validation), their gaps in percent and throughput; draws losses and gaps over steps.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def main() -> None:
         "run", nargs="+", metavar="[NAME=]FOLDER", help="runs; the first is what the others are held against"
     )
     parser.add_argument("--output", help="where to draw the picture (default: nowhere)")
+    parser.add_argument("--sources", metavar="NAME,NAME,...", help="held-out sources that count (default: all)")
     options = parser.parse_args()
     try:
-        runs = read_runs(options.run)
+        runs = read_runs(options.run, options.sources.split(",") if options.sources else ())
         print(comparison_table(comparison_rows(runs)))
         if options.output:
             print(plot_comparison(runs, options.output))

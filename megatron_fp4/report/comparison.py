@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ class RunCurve:
 
     @property
     def last_loss(self) -> float:
-        """Mean training loss of the last 2% of the steps."""
-        return float(np.nanmean(self.loss[-max(1, round(_LAST_FRACTION * len(self.loss))) :]))
+        """Mean training loss of the last 2% of the steps, counted from step 0: of the same steps for a branch."""
+        end = self.steps[-1]
+        return float(np.nanmean(self.loss[self.steps > end - max(1, round(_LAST_FRACTION * end))]))
 
 
 def read_run(run_dir: str | Path) -> RunCurve:
@@ -64,11 +65,23 @@ def curve_of(run: RunFolder) -> RunCurve:
     )
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[RunCurve]:
-    """`read_run` of each. Raises ValueError too if two have the same name, which no picture could tell apart."""
+def read_runs(folders: Sequence[str | Path], sources: Sequence[str] = ()) -> list[RunCurve]:
+    """`read_run` of each, with the validation losses of `sources` alone (default: of all).
+
+    Raises ValueError too if two have the same name, which no picture could tell apart, or one was not validated on one
+    of `sources`.
+    """
     runs = [read_run(folder) for folder in folders]
     check_names([run.name for run in runs])
-    return runs
+    if not sources:
+        return runs
+    for run in runs:
+        if unknown := [source for source in sources if source not in run.validation]:
+            raise ValueError(
+                f"--sources {','.join(sources)}: {run.name} was not validated on {', '.join(unknown)}; name some of "
+                f"{', '.join(run.validation) or 'none'}"
+            )
+    return [replace(run, validation={source: run.validation[source] for source in sources}) for run in runs]
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -145,8 +158,8 @@ def plot_comparison(runs: Sequence[RunCurve], target: str | Path) -> Path:
         finite = first.loss[np.isfinite(first.loss)]
         above.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
         above.set_ylabel("training loss, smoothed\n(nats per token)")
-        switched = "; dotted: precision switches" if any(run.switches for run in runs) else ""
-        above.set_title(f"{'; '.join(run.name for run in runs)}{switched}")
+        if any(run.switches for run in runs):
+            above.set_title("dotted: precision switches")
         below.set_xlabel("step")
         step_axis(below, max(run.steps[-1] for run in runs))
         for axes in (above, below):
@@ -172,9 +185,14 @@ def draw_gaps(axes: Axes, runs: Sequence[RunCurve], first_look: int = 0) -> None
         if points:
             axes.plot(
                 list(points), list(points.values()), color=style.color, linestyle="none", marker=style.marker,
-                markersize=5.5, label=f"{run.name}: validation, mean of the sources",
+                markersize=5.5, label=f"{run.name}: validation, {_mean_of(run)}",
             )  # fmt: skip
     axes.set_ylabel(f"loss above {first.name} (%)")
+
+
+def _mean_of(run: RunCurve) -> str:
+    """What a mean over the sources of a run is of: their names if they are few."""
+    return "mean of the sources" if len(run.validation) > 2 else " and ".join(run.validation)
 
 
 def _validation_gaps(run: RunCurve, first: RunCurve) -> dict[int, float]:

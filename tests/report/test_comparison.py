@@ -46,6 +46,19 @@ def test_gaps_are_relative_to_the_first_run(runs):
     assert "| fp4 | 2.1000 | +5.00% | 2.0200 | +1.00% | 3.9600 | -1.00% |" in table
 
 
+def test_last_losses_of_a_branch_are_of_the_same_steps(tmp_path):
+    losses = [4.0 - i / 100 for i in range(200)]
+    whole = write_run(tmp_path / "whole", losses, {}, 1.0)
+    branch = write_run(tmp_path / "branch", losses, {}, 1.0)
+    metrics = branch / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(
+        "".join(line for line in lines if json.loads(line)["step"] == 0 or json.loads(line)["step"] > 150)
+    )
+    first, second = comparison_rows(read_runs([whole, branch]))
+    assert second["losses"]["training"] == first["losses"]["training"] == pytest.approx(sum(losses[-4:]) / 4)
+
+
 def test_runs_go_by_the_names_that_a_person_gave(runs, tmp_path):
     named = read_runs([f"BF16={runs[0]}", f"NVFP4, then BF16={runs[1]}", runs[1]])
     assert [run.name for run in named] == ["BF16", "NVFP4, then BF16", "fp4"]
@@ -72,6 +85,16 @@ def compare(monkeypatch, capsys):
         return 0, *capsys.readouterr()
 
     return run
+
+
+def test_the_sources_that_count(runs, tmp_path, compare):
+    code, output, errors = compare(*runs, "--sources", "a", "--output", tmp_path / "gap.png")
+    assert code == 0, errors
+    assert "a loss" in output and "b loss" not in output
+    assert (tmp_path / "gap.png").exists()
+    code, output, errors = compare(*runs, "--sources", "a,c")
+    assert (code, output) == (2, "")
+    assert "--sources a,c: bf16 was not validated on c; name some of a, b" in errors
 
 
 def test_the_command_prints_and_draws(runs, tmp_path, compare):
