@@ -5,11 +5,14 @@
     python scripts/compare_recipes.py 'bf16=runs/bf16_from*' 'nvfp4=runs/nvfp4_from*' 'no_rht=runs/no_rht_from*'
 
 The first group is the base. Runs from scratch are paired by run.seed and data.seed, branches by the checkpoint that
-they began from and data.seed. Prints Markdown tables: by tokens trained on, the base's held-out loss, its standard
-deviation, and the mean gap of each other group with its standard error (and how many pairs); at the end, the gaps in
-percent and nats, whether they are beyond the noise, and the differences to another group (--against; by default the
-second, if there are three); the same by held-out source. Draws the gaps over tokens (--output) and at the end
-(--final). A run that is not finished counts as far as it got, and not at the end.
+they began from and data.seed. A branch without such a partner has its trunk, the run whose checkpoint it began from,
+or the partners of its trunk, if that is in any of the groups.
+
+Prints Markdown tables: by tokens trained on, the base's held-out loss, its standard deviation, and the mean gap of each
+other group with its standard error (and how many pairs); at the end, the gaps in percent and nats, whether they are
+beyond the noise, and the differences to another group (--against; by default the second, if there are three); the same
+by held-out source. Draws the gaps over tokens (--output) and at the end (--final). A run that is not finished counts as
+far as it got, and not at the end.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.report.early_figures import early_loss, early_records, figures, of_recipe
 from megatron_fp4.report.final_gaps import FinalGaps
-from megatron_fp4.report.held_out import HeldOut, folders_of, read_held_out
+from megatron_fp4.report.held_out import HeldOut, read_groups
 from megatron_fp4.report.metrics import records_of_run
 from megatron_fp4.report.paired import partners
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
@@ -48,11 +48,10 @@ def predict(options: argparse.Namespace) -> None:
     """Read, correlate, print, draw. Raises ValueError and OSError for groups that cannot be compared."""
     if options.rows < 1:
         raise ValueError(f"--rows {options.rows}: give 1 or more")
-    folders = folders_of(options.groups)
-    base, *others = folders
-    runs = {name: [read_held_out(folder) for folder in folders[name]] for name in folders}
+    runs = read_groups(options.groups)
+    base, *others = runs
     found = FinalGaps(runs, base)
-    measured = {name: [of for run in runs[name] if (of := of_run(run, runs[base]))] for name in others}
+    measured = {name: [of for run in runs[name] if (of := of_run(run, runs[base], found.compared))] for name in others}
     points = {name: of_recipe(of) for name, of in measured.items() if of and name in found.percent}
     for name in others:
         if name not in points:
@@ -65,13 +64,13 @@ def predict(options: argparse.Namespace) -> None:
         print(draw_correlations(ordered, points, found.percent, base, options.output))
 
 
-def of_run(run: HeldOut, base: Sequence[HeldOut]) -> dict[str, float]:
-    """The figures of a run; none if it has no diagnostics."""
+def of_run(run: HeldOut, base: Sequence[HeldOut], compared: Sequence[HeldOut]) -> dict[str, float]:
+    """The figures of a run; none if it has no diagnostics. compared: of `partners`."""
     folder, records = run.folder, records_of_run(run.folder)
     early = early_records(records)
     if not early:
         return {}
-    partner = next(iter(partners(run, base)), None)
+    partner = next(iter(partners(run, base, compared)), None)
     loss = early_loss(records, records_of_run(partner.folder)) if partner else {}
     config_file = Path(folder) / "config.yaml"
     try:
