@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron_fp4.report.held_out import HeldOut
+from megatron_fp4.report.held_out import HeldOut, sources_note
 from megatron_fp4.report.noise import Estimate, Pooled, beyond_cell, estimate, nats_cell, percent_cell, pooled
 from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners, trunk_of
 from megatron_fp4.report.picture import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
@@ -193,6 +193,8 @@ def draw_final(groups: Groups, target: str | Path, against: str | None = None) -
         axes.set_yticks(range(len(rows)), [f"{name} ({of_base.percent[name].count})" for name in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlabel(f"held-out loss above {base} at the end (%)")
+        if note := sources_note(groups):
+            axes.set_title(note, fontsize=9.5, wrap=True)
         axes.grid(axis="x", color="#000000", alpha=0.08)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -232,6 +234,8 @@ def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
                 f"*: of fewer than five pairs, by the standard deviation of gaps within all groups, pooled: "
                 f"{found.shared.deviation:.2f}%, {counted(found.shared.freedom, 'degree')} of freedom{words}."
             )
+    if note := sources_note(of_base.groups):
+        lines.append(note)
     left = of_base.left_out()
     return [*lines, *(f"left out: {line}" for line in left)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from megatron_fp4.report.held_out import HeldOut, Pair
+from megatron_fp4.report.held_out import HeldOut, Pair, sources_note
 from megatron_fp4.report.noise import Spread, spread
 from megatron_fp4.report.picture import BLACK, INK, legend_below, look, open_frame, picture
 from megatron_fp4.report.words import counted, short_tokens
@@ -121,7 +121,7 @@ def _check_sources(run: HeldOut, partner: HeldOut, tokens: int) -> None:
     if of_run.keys() != of_partner.keys():
         raise ValueError(
             f"after {short_tokens(tokens)} tokens {run.name} was validated on {', '.join(of_run)} and {partner.name} "
-            f"on {', '.join(of_partner)}: compare runs of the same data.validation"
+            f"on {', '.join(of_partner)}: compare runs of the same data.validation, or --sources that both have"
         )
 
 
@@ -166,6 +166,8 @@ def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
             at = gap_of.get(name, {}).get(tokens)
             cells.append("-" if at is None else _cell(spread([gap.percent for gap in at.values()])))
         lines.append("| " + " | ".join(cells) + " |")
+    if note := sources_note(groups):
+        lines += ["", note]
     return "\n".join(lines)
 
 
@@ -212,6 +214,8 @@ def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
                     )  # fmt: skip
         axes.set_xlabel("tokens (millions)")
         axes.set_ylabel(f"held-out loss above {base_name} of the same start (%)")
+        if note := sources_note(groups):
+            axes.set_title(note, fontsize=9.5, wrap=True)
         open_frame(axes)
         legend_below(figure, axes)
     return target

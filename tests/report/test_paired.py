@@ -183,6 +183,20 @@ def test_sources_weigh_alike_and_one_that_was_not_measured_leaves_its_point_out(
             read_held_out(run)
 
 
+def test_some_sources_count_alone(tmp_path):
+    at = {1: {"a": 1.0, "b": None, "c": 3.0}, 2: {"a": 1.0, "b": 9.0, "c": 2.0}, 3: {"a": 1.0}}
+    run = write_run(tmp_path / "run", 7, at, steps=3)
+    found = read_held_out(run, ["c", "a"])
+    assert found.losses == {1_000_000: 2.0, 2_000_000: 1.5} and found.only == ("c", "a") and found.final is None
+    assert list(found.sources[2_000_000]) == ["c", "a"]
+    assert read_held_out(run, ["a"]).final_losses == {3_000_000: 1.0} and read_held_out(run, ["a"]).lost is None
+    assert read_held_out(run, ["a", "b", "c"]).losses == {2_000_000: 4.0}
+    assert read_held_out(run, ["a", "b", "c"]).only == () == read_held_out(run).only
+    with pytest.raises(ValueError, match=r"--sources a,x: .*run was not validated on 'x'; name some of a, b, c$"):
+        read_held_out(run, ["a", "x"])
+    assert read_held_out(write_run(tmp_path / "begun", 7, {}), ["x"]).losses == {}
+
+
 def test_what_a_run_says_of_its_start_its_data_and_its_end(tmp_path):
     losses: Losses = {8: {"a": 1.0}}
     one = read_held_out(write_run(tmp_path / "one", 1, losses, "{seed: 4}", steps=8, origin=origin("trunk", "ab")))
@@ -246,8 +260,19 @@ def test_the_command_prints_draws_and_refuses(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "+1.00% ± 0.00 (2)" in printed and "above fp4" in printed and "| recipe above bf16 | a | b |" in printed
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    monkeypatch.setattr(sys, "argv", [*command, *groups, "--sources", "a", "--output", str(pictures[0])])
+    compare_recipes.main()
+    printed = capsys.readouterr().out
+    assert "| 1M | 2.0000 (2) | 0.00% | +2.00% ± 0.00 (2) |" in printed and "recipe above" not in printed
+    assert printed.splitlines().count("held-out losses: of a alone") == 2
+    monkeypatch.setattr(sys, "argv", [*command, *groups, "--sources", "b,a"])
+    compare_recipes.main()
+    printed = capsys.readouterr().out
+    assert "+1.00% ± 0.00 (2)" in printed and "| recipe above bf16 | b | a |" in printed and "alone" not in printed
     for wrong, words in (
         ([], "two groups"),
+        ([groups[0], "--sources", "a,prose"], "not validated on 'prose'; name some of a, b"),
+        ([groups[0], "--sources", ""], "not validated on ''; name some of a, b"),
         (["fp4"], "NAME=RUN"),
         ([f"fp4={tmp_path / 'none'}"], "does not exist"),
         ([groups[0], "--against", "fp8"], "--against fp8: no group has this name; the groups are bf16, fp4"),

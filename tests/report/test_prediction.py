@@ -141,7 +141,7 @@ def write_run(folder: Path, loss: float, error: float | None, origin: str | None
         },
         {"kind": "step", "step": 11, "loss": loss},
         *([] if error is None else [record(1, dict.fromkeys(LINEARS, error)), record(90, {LINEARS[0]: 0.9})]),
-        {"kind": "validation", "step": 100, "tokens": 10**6, "losses": {"a": loss}},
+        {"kind": "validation", "step": 100, "tokens": 10**6, "losses": {"a": loss, "noise": 3.0}},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -170,7 +170,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert lines[0] == "left out: silent has no diagnostics (precision.diagnostics.interval)"
     assert lines[3] == "| error, fprop, median | +1.00 | +1.00 to +1.00 | +1.00 | +1.00 |" and lines[5] == ""
     assert "of 4 recipes" in lines[6] and picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(sys, "argv", ["predict_gap.py", *groups, "--output", str(picture), "--sources", "a"])
+    predict_gap.main()
+    assert "held-out losses: of a alone" in capsys.readouterr().out
     for model, arguments, words in (
+        (MODEL, [*groups, "--sources", "b"], "base was not validated on 'b'; name some of a, noise"),
         (MODEL, groups[:4], "3 recipes with diagnostics and a gap (a, b, c); a correlation needs 4 at least"),
         (MODEL, [*groups, "--rows", "0"], "--rows 0: give 1 or more"),
         ({"patern": "M-"}, groups, "config.yaml: model.patern is nothing that this version knows: Unexpected"),
