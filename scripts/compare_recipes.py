@@ -5,11 +5,19 @@
     python scripts/compare_recipes.py 'bf16=runs/bf16_from*' 'nvfp4=runs/nvfp4_from*' 'no_rht=runs/no_rht_from*'
 
 The first group is the base. Runs from scratch are paired by run.seed and data.seed, branches by the checkpoint that
-they began from and data.seed. Prints Markdown tables: by tokens trained on, the base's held-out loss, its standard
-deviation, and the mean gap of each other group with its standard error (and how many pairs); at the end, the gaps in
-percent and nats, whether they are beyond the noise, and the differences to another group (--against; by default the
-second, if there are three); the same by held-out source. Draws the gaps over tokens (--output) and at the end
-(--final). A run that is not finished counts as far as it got, and not at the end.
+they began from and data.seed. A branch without such a partner has its trunk, the run whose checkpoint it began from,
+or the partners of its trunk, if that is in any of the groups.
+
+Prints Markdown tables: by tokens trained on, the base's held-out loss, its standard deviation, and the mean gap of each
+other group with its standard error (and how many pairs); at the end, the gaps in percent and nats, whether they are
+beyond the noise, and the differences to another group (--against; by default the second, if there are three); the same
+by held-out source. Draws the gaps over tokens (--output) and at the end (--final). A run that is not finished counts as
+far as it got, and not at the end.
+
+Losses are the mean of the held-out sources, each weighed alike. --sources takes some of them alone, in all tables and
+pictures: one of few documents may be mostly noise.
+
+    python scripts/compare_recipes.py bf16=runs/bf16 nvfp4=runs/nvfp4 switched=runs/nvfp4_switched --sources python,code
 """
 
 from __future__ import annotations
@@ -29,11 +37,15 @@ def main() -> None:
         "groups", nargs="+", metavar="NAME=RUN,RUN,...", help="a recipe and its runs: folders or patterns"
     )
     parser.add_argument("--against", metavar="NAME", help="the group to which differences are told, besides the base")
+    parser.add_argument(
+        "--sources", type=lambda names: names.split(","), default=[], metavar="NAME,NAME,...",
+        help="the held-out sources that count, each alike (default: all)",
+    )  # fmt: skip
     parser.add_argument("--output", help="where to draw the gaps over tokens (default: nowhere)")
     parser.add_argument("--final", help="where to draw the gaps at the end (default: nowhere)")
     options = parser.parse_args()
     try:
-        groups = read_groups(options.groups)
+        groups = read_groups(options.groups, options.sources)
         names = list(groups)
         against = options.against or (names[1] if len(names) > 2 else None)
         parts = [table(groups), final_table(groups, against), source_table(groups)]

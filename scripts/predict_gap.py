@@ -6,8 +6,8 @@
 Groups are named as for compare_recipes.py, the base first. Every other group is a recipe: its gap to the base at the
 end, the errors that its runs measured (precision.diagnostics.interval) in the first 5% of their steps, and their
 training loss above the base's over the first fifth. Prints, for each of these figures, its correlation with the gap
-over recipes, strongest first, and draws the strongest four.
-Four recipes at least; with ten the intervals are still wide.
+over recipes, strongest first, and draws the strongest four. --sources takes the gap of some held-out sources alone;
+what was measured early is of all training text. Four recipes at least; with ten the intervals are still wide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.report.early_figures import early_loss, early_records, figures, of_recipe
 from megatron_fp4.report.final_gaps import FinalGaps
-from megatron_fp4.report.held_out import HeldOut, folders_of, read_held_out
+from megatron_fp4.report.held_out import HeldOut, read_groups, sources_note
 from megatron_fp4.report.metrics import records_of_run
 from megatron_fp4.report.paired import partners
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
@@ -35,6 +35,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", metavar="NAME=RUN,...", help="a recipe and its runs: folders or patterns")
     parser.add_argument("--output", help="where to draw the strongest (default: nowhere)")
+    parser.add_argument(
+        "--sources", type=lambda names: names.split(","), default=[], metavar="NAME,NAME,...",
+        help="the held-out sources that count, each alike (default: all)",
+    )  # fmt: skip
     parser.add_argument("--rows", type=int, default=15, help="figures to print (default 15)")
     options = parser.parse_args()
     try:
@@ -48,11 +52,10 @@ def predict(options: argparse.Namespace) -> None:
     """Read, correlate, print, draw. Raises ValueError and OSError for groups that cannot be compared."""
     if options.rows < 1:
         raise ValueError(f"--rows {options.rows}: give 1 or more")
-    folders = folders_of(options.groups)
-    base, *others = folders
-    runs = {name: [read_held_out(folder) for folder in folders[name]] for name in folders}
-    found = FinalGaps(runs, base)
-    measured = {name: [of for run in runs[name] if (of := of_run(run, runs[base]))] for name in others}
+    runs = read_groups(options.groups, options.sources)
+    base, *others = runs
+    found, note = FinalGaps(runs, base), sources_note(runs)
+    measured = {name: [of for run in runs[name] if (of := of_run(run, runs[base], found.compared))] for name in others}
     points = {name: of_recipe(of) for name, of in measured.items() if of and name in found.percent}
     for name in others:
         if name not in points:
@@ -61,17 +64,19 @@ def predict(options: argparse.Namespace) -> None:
     gaps = {name: found.percent[name].mean for name in points}
     ordered = correlations(points, gaps)
     print(correlation_table(ordered, by_chance(points, gaps), options.rows))
+    if note:
+        print(note)
     if options.output:
-        print(draw_correlations(ordered, points, found.percent, base, options.output))
+        print(draw_correlations(ordered, points, found.percent, base, options.output, note))
 
 
-def of_run(run: HeldOut, base: Sequence[HeldOut]) -> dict[str, float]:
-    """The figures of a run; none if it has no diagnostics."""
+def of_run(run: HeldOut, base: Sequence[HeldOut], compared: Sequence[HeldOut]) -> dict[str, float]:
+    """The figures of a run; none if it has no diagnostics. compared: of `partners`."""
     folder, records = run.folder, records_of_run(run.folder)
     early = early_records(records)
     if not early:
         return {}
-    partner = next(iter(partners(run, base)), None)
+    partner = next(iter(partners(run, base, compared)), None)
     loss = early_loss(records, records_of_run(partner.folder)) if partner else {}
     config_file = Path(folder) / "config.yaml"
     try:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron_fp4.report.held_out import HeldOut
+from megatron_fp4.report.held_out import HeldOut, sources_note
 from megatron_fp4.report.noise import Estimate, Pooled, beyond_cell, estimate, nats_cell, percent_cell, pooled
-from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners
+from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners, trunk_of
 from megatron_fp4.report.picture import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
 from megatron_fp4.report.words import counted, short_tokens
 
@@ -41,13 +41,18 @@ class FinalGaps:
     losses: Losses = final
 
     @cached_property
+    def compared(self) -> list[HeldOut]:
+        """The runs of all groups."""
+        return [run for runs in self.groups.values() for run in runs]
+
+    @cached_property
     def gaps(self) -> dict[str, list[Gap]]:
         """Of each other group; empty where it has no pair with the base."""
         found: dict[str, list[Gap]] = {}
         for name, runs in self.groups.items():
             if name != self.base:
                 try:
-                    by_tokens = gaps(runs, self.groups[self.base], self.losses)
+                    by_tokens = gaps(runs, self.groups[self.base], self.losses, self.compared)
                 except NoPairError:
                     by_tokens = {}
                 found[name] = [gap for at in by_tokens.values() for gap in at.values()]
@@ -93,13 +98,16 @@ class FinalGaps:
         lines, base = [], self.groups[self.base]
         for name, runs in self.groups.items():
             for run in runs:
+                found = [] if name == self.base else partners(run, base, self.compared)
                 if run.lost is not None:
                     why = f"its held-out loss after {short_tokens(run.lost)} tokens is no number to compare"
                 elif run.final is None:
                     last = f"last validated after {short_tokens(max(run.losses))} tokens" if run.losses else ""
                     why = f"not finished, {last or 'and not yet validated'}"
-                elif name != self.base and not any(other.final == run.final for other in partners(run, base)):
+                elif name != self.base and not any(other.final == run.final for other in found):
                     why = f"no finished run of {self.base} has its start ({run.pair.start}), data and length"
+                    if not found and run.trunk is not None and trunk_of(run, base, self.compared) is None:
+                        why += f"; named in a group, too, its trunk, {Path(run.trunk).name}, lends it its partners"
                 else:
                     continue
                 lines.append(f"{run.name} ({name}): {why}")
@@ -185,6 +193,8 @@ def draw_final(groups: Groups, target: str | Path, against: str | None = None) -
         axes.set_yticks(range(len(rows)), [f"{name} ({of_base.percent[name].count})" for name in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlabel(f"held-out loss above {base} at the end (%)")
+        if note := sources_note(groups):
+            axes.set_title(note, fontsize=9.5, wrap=True)
         axes.grid(axis="x", color="#000000", alpha=0.08)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
@@ -224,6 +234,8 @@ def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
                 f"*: of fewer than five pairs, by the standard deviation of gaps within all groups, pooled: "
                 f"{found.shared.deviation:.2f}%, {counted(found.shared.freedom, 'degree')} of freedom{words}."
             )
+    if note := sources_note(of_base.groups):
+        lines.append(note)
     left = of_base.left_out()
     return [*lines, *(f"left out: {line}" for line in left)]
 

@@ -37,7 +37,8 @@ class HeldOut:
     seed, data_seed: `run.seed` and `data.seed` (None: the run's). start: of a branch, which checkpoint it began from;
     trunk: the folder, as it was called then, of the run whose checkpoint that is. steps: how many the run is to have.
     final: tokens of its last validation if the run is finished. lost: tokens of its last validation if that has a loss
-    that cannot be compared, because it is no finite number above zero. folder: where it lies.
+    that cannot be compared, because it is no finite number above zero. folder: where it lies. only: the sources that
+    count, if it was validated on others, too; else empty.
     """
 
     seed: int
@@ -50,6 +51,7 @@ class HeldOut:
     final: int | None = None
     lost: int | None = None
     folder: str = ""
+    only: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -67,11 +69,12 @@ class HeldOut:
         return {} if self.final is None else {self.final: self.losses[self.final]}
 
 
-def read_held_out(run_dir: str | Path) -> HeldOut:
+def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
     """Of the run in `run_dir`, finished or not.
 
-    Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in
-    config.yaml.
+    sources: those that count (default: all); a validation that lacks one of them is passed over. Raises
+    FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in config.yaml,
+    or the run was never validated on one of `sources`.
     """
     config_file = Path(run_dir) / "config.yaml"
     if not config_file.exists():
@@ -83,20 +86,32 @@ def read_held_out(run_dir: str | Path) -> HeldOut:
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
     records = records_of_run(run_dir)
-    losses, sources, last, lost = {}, {}, 0, None
-    for record in records:
-        if record["kind"] == "validation" and record["losses"]:
-            measured, tokens = record["losses"], int(record["tokens"])
-            lost = None if all(map(_comparable, measured.values())) else tokens
-            if lost is None:
-                last = int(record["step"])
-                losses[tokens], sources[tokens] = statistics.mean(measured.values()), measured
+    validations = [record for record in records if record["kind"] == "validation" and record["losses"]]
+    there = list(dict.fromkeys(name for record in validations for name in record["losses"]))
+    if there and (unknown := [name for name in sources if name not in there]):
+        raise ValueError(
+            f"--sources {','.join(sources)}: {run_dir} was not validated on {', '.join(map(repr, unknown))}; name some "
+            f"of {', '.join(there)}"
+        )
+    losses, by_source, last, lost = {}, {}, 0, None
+    for record in validations:
+        measured, tokens = record["losses"], int(record["tokens"])
+        if sources:
+            if any(name not in measured for name in sources):
+                continue
+            measured = {name: measured[name] for name in sources}
+        lost = None if all(map(_comparable, measured.values())) else tokens
+        if lost is None:
+            last = int(record["step"])
+            losses[tokens], by_source[tokens] = statistics.mean(measured.values()), measured
     starts = [record for record in records if record["kind"] == "run"]
     steps = starts[-1].get("steps") if starts else None
     finished = bool(losses) and lost is None and last == (last if steps is None else steps)
     start, trunk = start_of(starts)
     final = max(losses) if finished else None
-    return HeldOut(seed, losses, sources, data_seed, start, trunk, steps, final, lost, str(Path(run_dir).resolve()))
+    folder = str(Path(run_dir).resolve())
+    only = tuple(dict.fromkeys(sources)) if set(there) > set(sources) else ()
+    return HeldOut(seed, losses, by_source, data_seed, start, trunk, steps, final, lost, folder, only)
 
 
 def _comparable(loss: object) -> bool:
@@ -120,18 +135,23 @@ def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | Non
     return None, None
 
 
-def read_groups(arguments: Sequence[str]) -> dict[str, list[HeldOut]]:
+def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[str, list[HeldOut]]:
     """Groups of runs from `NAME=RUN,RUN,...`, in their order; a RUN is a folder or a pattern of folders.
 
-    Raises ValueError for an argument of another form, a name or a run that comes twice, or fewer than two groups, and
-    what `read_held_out` raises.
+    sources: the held-out sources that count (default: all). Raises ValueError for an argument of another form, a name
+    or a run that comes twice, or fewer than two groups, and what `read_held_out` raises.
     """
-    folders = folders_of(arguments)
-    return {name: [read_held_out(folder) for folder in of_group] for name, of_group in folders.items()}
+    folders = _folders_of(arguments)
+    return {name: [read_held_out(folder, sources) for folder in of_group] for name, of_group in folders.items()}
 
 
-def folders_of(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """The folders that `read_groups` reads. Raises as it does."""
+def sources_note(groups: Mapping[str, Sequence[HeldOut]]) -> str | None:
+    """A line for below a table of runs of which some sources count, not all; else None."""
+    only = dict.fromkeys(name for runs in groups.values() for run in runs for name in run.only)
+    return f"held-out losses: of {', '.join(only)} alone" if only else None
+
+
+def _folders_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     group_of: dict[Path, str] = {}
     for argument in arguments:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from megatron_fp4.report.held_out import HeldOut, Pair
+from megatron_fp4.report.held_out import HeldOut, Pair, sources_note
 from megatron_fp4.report.noise import Spread, spread
 from megatron_fp4.report.picture import BLACK, INK, legend_below, look, open_frame, picture
 from megatron_fp4.report.words import counted, short_tokens
@@ -27,33 +27,58 @@ class Gap(NamedTuple):
     nats: float
 
 
-def partners(run: HeldOut, base: Sequence[HeldOut]) -> list[HeldOut]:
+def partners(run: HeldOut, base: Sequence[HeldOut], compared: Sequence[HeldOut] = ()) -> list[HeldOut]:
     """The runs of `base` that began as `run` did and read the same; of these those of its own seed, if there are any
-    (branches from one checkpoint may differ in the seed of their rounding). If there are none, the run that `run` is a
-    branch of, which went on itself, if it has the same length and so the same learning rates."""
-    alike = [other for other in base if other.pair == run.pair]
-    return [other for other in alike if other.seed == run.seed] or alike or _trunk(run, base)
+    (branches from one checkpoint may differ in the seed of their rounding). If there are none, the trunk of `run`,
+    which went on itself, if it is in `base`; else the partners of its trunk, which `run` was up to its start.
+
+    compared: all runs that are, among which to look for a trunk that is not in `base`. What is returned has one `Pair`.
+    """
+    passed: list[HeldOut] = []
+    one: HeldOut | None = run
+    while one is not None and one not in passed:  # names of folders may lead in a circle
+        alike = [other for other in base if other.pair == one.pair]
+        if alike:
+            return [other for other in alike if other.seed == one.seed] or alike
+        passed.append(one)
+        one = trunk_of(one, base, compared)
+        if one is not None and one in base:
+            return [one]
+    return []
 
 
-def _trunk(run: HeldOut, base: Sequence[HeldOut]) -> list[HeldOut]:
+def trunk_of(run: HeldOut, base: Sequence[HeldOut], compared: Sequence[HeldOut] = ()) -> HeldOut | None:
+    """The run that `run` is a branch of, if it has the same number of steps, and so the same learning rates, and the
+    same order of the data: the one in the folder of the trunk, else the only one of its name in `base`, else among all
+    `compared`."""
     if run.trunk is None:
-        return []
+        return None
     data_seed, name = run.pair.data_seed, Path(run.trunk).name
-    fit = [other for other in base if other.pair.data_seed == data_seed and other.steps == run.steps]
-    named = [other for other in fit if other.name == name]  # folders may have come here from another machine
-    return [other for other in fit if other.folder == run.trunk] or (named if len(named) == 1 else [])
+    fits = [
+        [o for o in group if o != run and o.pair.data_seed == data_seed and o.steps == run.steps]
+        for group in (base, compared)
+    ]
+    for other in (*fits[0], *fits[1]):
+        if other.folder == run.trunk:
+            return other
+    for fit in fits:  # folders may have come here from another machine
+        named = [other for other in fit if other.name == name]
+        if len(named) == 1:
+            return named[0]
+    return None
 
 
 def gaps(
     runs: Sequence[HeldOut],
     base: Sequence[HeldOut],
     losses: Callable[[HeldOut], Mapping[int, float]] = lambda run: run.losses,
+    compared: Sequence[HeldOut] = (),
 ) -> dict[int, dict[Pair, Gap]]:
-    """Tokens -> pair -> loss above the base, where both were measured: a number for each start and order of the data.
-    Runs that have these in common share a partner, and so its noise: they count as one, their mean.
+    """Tokens -> pair -> loss above the base, where both were measured: a number for each start and order of the data of
+    the base's runs. Runs that share a partner share its noise: they count as one, their mean.
 
-    losses: which losses of a run to compare, by tokens. Raises ValueError if two runs of a group have the same start
-    and the same seeds, or partners were validated on other sources, and NoPairError.
+    losses: which losses of a run to compare, by tokens. compared: of `partners`. Raises ValueError if two runs of a
+    group have the same start and the same seeds, or partners were validated on other sources, and NoPairError.
     """
     for group in (runs, base):
         seen: dict[tuple[Pair, int], str] = {}
@@ -66,19 +91,21 @@ def gaps(
             seen[key] = run.name
     every: dict[int, dict[Pair, list[Gap]]] = {}
     for run in runs:
+        all_partners = partners(run, base, compared)
         for tokens, loss in losses(run).items():
-            found = [other for other in partners(run, base) if tokens in losses(other)]
+            found = [other for other in all_partners if tokens in losses(other)]
             for partner in found:
                 _check_sources(run, partner, tokens)
             if measured := [losses(partner)[tokens] for partner in found]:
                 other = mean(measured)
                 gap = Gap(100 * (loss / other - 1), loss - other)
-                every.setdefault(tokens, {}).setdefault(run.pair, []).append(gap)
+                every.setdefault(tokens, {}).setdefault(found[0].pair, []).append(gap)
     if not every:
         of_runs, of_base = ("; ".join(sorted({_spelled(run.pair) for run in group})) for group in (runs, base))
         raise NoPairError(
-            f"no pair: the runs began with {of_runs}, the base with {of_base}; both must have begun alike, read the "
-            "same data in the same order, and been validated after equally many tokens"
+            f"no pair: the runs began with {of_runs}, the base with {of_base}; both must have begun alike (or "
+            "so must the run that a branch came from, named in a group, too), read the same data in the same order, "
+            "and been validated after equally many tokens"
         )
     return {
         tokens: {
@@ -94,17 +121,18 @@ def _check_sources(run: HeldOut, partner: HeldOut, tokens: int) -> None:
     if of_run.keys() != of_partner.keys():
         raise ValueError(
             f"after {short_tokens(tokens)} tokens {run.name} was validated on {', '.join(of_run)} and {partner.name} "
-            f"on {', '.join(of_partner)}: compare runs of the same data.validation"
+            f"on {', '.join(of_partner)}: compare runs of the same data.validation, or --sources that both have"
         )
 
 
 def gaps_of_groups(groups: Mapping[str, Sequence[HeldOut]]) -> dict[str, dict[int, dict[Pair, Gap]]]:
     """`gaps` to the first group of all others that have a pair. Raises NoPairError if none has."""
     base, *others = groups
+    compared = [run for runs in groups.values() for run in runs]
     found, problem = {}, None
     for name in others:
         try:
-            found[name] = gaps(groups[name], groups[base])
+            found[name] = gaps(groups[name], groups[base], compared=compared)
         except NoPairError as error:
             problem = problem or error
     if not found and problem is not None:
@@ -138,6 +166,8 @@ def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
             at = gap_of.get(name, {}).get(tokens)
             cells.append("-" if at is None else _cell(spread([gap.percent for gap in at.values()])))
         lines.append("| " + " | ".join(cells) + " |")
+    if note := sources_note(groups):
+        lines += ["", note]
     return "\n".join(lines)
 
 
@@ -184,6 +214,8 @@ def draw(groups: Mapping[str, Sequence[HeldOut]], target: str | Path) -> Path:
                     )  # fmt: skip
         axes.set_xlabel("tokens (millions)")
         axes.set_ylabel(f"held-out loss above {base_name} of the same start (%)")
+        if note := sources_note(groups):
+            axes.set_title(note, fontsize=9.5, wrap=True)
         open_frame(axes)
         legend_below(figure, axes)
     return target

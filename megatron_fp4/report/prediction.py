@@ -121,9 +121,17 @@ def strongest(found: Sequence[Correlation], count: int) -> list[Correlation]:
 
 
 def draw_correlations(
-    found: Sequence[Correlation], points: Points, gaps: Mapping[str, Estimate], base: str, target: str | Path
+    found: Sequence[Correlation],
+    points: Points,
+    gaps: Mapping[str, Estimate],
+    base: str,
+    target: str | Path,
+    note: str | None = None,
 ) -> Path:
-    """Gaps, with one standard error, against the strongest four figures of different quantities; returns `target`."""
+    """Gaps, with one standard error, against the strongest four figures of different quantities; returns `target`.
+
+    note: a line on top of them.
+    """
     target, shown, values = Path(target), strongest(found, 4), by_figure(points)
     columns = min(2, len(shown))
     rows = -(-len(shown) // columns)
@@ -144,6 +152,8 @@ def draw_correlations(
             open_frame(axes)
         for axes in grid[:, 0]:
             axes.set_ylabel(f"loss above {base} at the end (%)")
+        if note:
+            figure.suptitle(note, fontsize=9.5)
         legend_below(figure, list(grid.flat))
     return target
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from megatron_fp4.report.final_gaps import FinalGaps
 from megatron_fp4.report.held_out import HeldOut, Pair, read_groups, read_held_out
-from megatron_fp4.report.paired import gaps, table
+from megatron_fp4.report.paired import gaps, gaps_of_groups, partners, table
 from scripts import compare_recipes
 
 Losses = dict[int, dict[str, Any]]
@@ -73,7 +74,7 @@ def test_a_trunk_that_went_on_is_the_partner_of_its_branches():
         HeldOut(s, {10: 2.02 * s}, start=f"c{s}", trunk=f"/elsewhere/trunk{s}", steps=100, folder=f"/runs/branch{s}")
         for s in (1, 2)
     ]
-    assert percents(gaps(branches, trunks)[10]) == pytest.approx({"c1": 1.0, "c2": 1.0})
+    assert percents(gaps(branches, trunks)[10]) == pytest.approx({"seed 1": 1.0, "seed 2": 1.0})
     own = HeldOut(1, {10: 2.01}, start="c1", steps=100)  # a branch of the base goes first
     assert percents(gaps(branches, [*trunks, own])[10])["c1"] == pytest.approx(100 * (2.02 / 2.01 - 1))
     for other in (
@@ -86,7 +87,75 @@ def test_a_trunk_that_went_on_is_the_partner_of_its_branches():
     with pytest.raises(ValueError, match="no pair"):  # two of that name, and none lies where the trunk lay
         gaps(branches[:1], [trunks[0], replace(trunks[0], seed=3, data_seed=1, folder="/b/trunk1")])
     there = replace(trunks[0], seed=3, data_seed=1, folder="/elsewhere/trunk1")
-    assert percents(gaps(branches[:1], [trunks[0], there])[10]) == pytest.approx({"c1": 1.0})
+    assert percents(gaps(branches[:1], [trunks[0], there])[10]) == pytest.approx({"seed 3": 1.0})
+    # A second branch of a trunk shares that as its partner, wherever it began, and so is no pair of its own.
+    later = replace(branches[0], losses={10: 2.06}, start="c1 later", folder="/runs/later1")
+    assert percents(gaps([*branches, later], trunks)[10]) == pytest.approx({"seed 1": 2.0, "seed 2": 1.0})
+
+
+@pytest.mark.parametrize("there", (True, False), ids=("by folder", "by name"))
+def test_a_branch_of_a_branch_has_the_partners_of_its_trunk(tmp_path, there):
+    """BF16; from its step 2 on NVFP4; from step 4 of that BF16 again, and from step 6 of it."""
+
+    def start(run: str, content: str) -> dict[str, Any]:
+        return origin(run, content) | ({"path": str(tmp_path / run / "checkpoints" / "step_00000006")} if there else {})
+
+    def write(name: str, at: dict[int, float], seed: int = 1, **facts: Any) -> str:
+        return str(write_run(tmp_path / name, seed, {t: {"a": loss} for t, loss in at.items()}, "{seed: 1}", **facts))
+
+    base = write("bf16", {4: 3.0, 6: 2.5, 8: 2.0}, steps=8)
+    nvfp4 = write("nvfp4", {4: 3.03, 6: 2.55, 8: 2.06}, steps=8, origin=start("bf16", "a0"))
+    switch = write("switch", {6: 2.525, 8: 2.02}, steps=8, origin=start("nvfp4", "a1"))
+    late = write("late", {8: 2.04}, steps=8, origin=start("nvfp4", "a2"))
+    last = write("last", {8: 2.01}, seed=7, steps=8, origin=start("switch", "a3"))
+    groups = read_groups([f"bf16={base}", f"last={last}", f"switch={switch}", f"nvfp4={nvfp4}", f"late={late}"])
+    pair, M = Pair("seed 1", 1), 1_000_000
+    found = {
+        name: {tokens // M: at[pair].percent for tokens, at in of.items()}
+        for name, of in gaps_of_groups(groups).items()
+    }
+    assert found["switch"] == pytest.approx({6: 1.0, 8: 1.0}) and found["nvfp4"] == pytest.approx({4: 1, 6: 2, 8: 3})
+    assert found["late"] == pytest.approx({8: 2.0}) and found["last"] == pytest.approx({8: 0.5})
+    final = FinalGaps(groups, "bf16")
+    assert final.left_out() == [] and [final.percent[name].count for name in found] == [1] * 4
+    against = FinalGaps(groups, "nvfp4").percent
+    assert against["switch"].mean == pytest.approx(100 * (2.02 / 2.06 - 1)) and "bf16" not in against
+
+    together = read_groups([f"bf16={base}", f"fp4={nvfp4},{switch},{late}"])  # one partner: one pair
+    [gap] = FinalGaps(together, "bf16").gaps["fp4"]
+    assert gap.percent == pytest.approx(2.0)
+
+    without = read_groups([f"bf16={base}", f"nvfp4={nvfp4}", f"last={last}"])
+    [left] = FinalGaps(without, "bf16").left_out()
+    assert "last (last): no finished run of bf16" in left and "its trunk, switch, lends it its partners" in left
+    for name, config, facts in (("longer", "{seed: 1}", {"steps": 9}), ("other data", "{seed: 2}", {"steps": 8})):
+        run = write_run(tmp_path / name, 1, {8: {"a": 2.0}}, config, origin=start("nvfp4", "a1"), **facts)
+        assert partners(read_held_out(run), groups["bf16"], final.compared) == []
+
+
+def test_the_trunk_of_a_branch_may_be_a_run_from_scratch():
+    base = [HeldOut(s, {10: 2.0 * s}, steps=9, folder=f"/bf16/{s}") for s in (1, 2)]
+    trunks = [HeldOut(s, {10: 2.1 * s}, steps=9, folder=f"/fp4/{s}") for s in (1, 2)]
+    branches = [HeldOut(s, {10: 2.02 * s}, start=f"c{s}", trunk=f"/fp4/{s}", steps=9, folder=f"/b/{s}") for s in (1, 2)]
+    found = gaps_of_groups({"bf16": base, "fp4": trunks, "branch": branches})
+    assert percents(found["branch"][10]) == pytest.approx({"seed 1": 1.0, "seed 2": 1.0})
+    own = HeldOut(1, {10: 2.01}, start="c1", steps=9)  # a run of the base from the same checkpoint goes first
+    assert partners(branches[0], [*base, own], trunks) == [own]
+
+
+def test_trunks_in_a_circle_or_of_a_name_that_two_have_lend_nothing():
+    def branch(name: str, trunk: str) -> HeldOut:
+        return HeldOut(1, {10: 2.0}, start=f"of {trunk}", trunk=f"/there/{trunk}", steps=9, folder=f"/here/{name}")
+
+    base = [HeldOut(1, {10: 2.0}, steps=9, folder="/here/base")]
+    one, other, itself = branch("one", "other"), branch("other", "one"), branch("itself", "itself")
+    for run in (one, other, itself):
+        assert partners(run, base, [*base, one, other, itself]) == []
+    run, known = branch("run", "trunk"), HeldOut(1, {}, steps=9, folder="/a/trunk")
+    assert partners(run, base, [*base, known]) == base
+    alike = branch("trunk", "trunk")  # of its own name
+    assert partners(alike, base, [*base, alike, known]) == base
+    assert partners(run, base, [*base, known, replace(known, folder="/b/trunk")]) == []
 
 
 def test_what_cannot_be_paired_is_refused():
@@ -112,6 +181,20 @@ def test_sources_weigh_alike_and_one_that_was_not_measured_leaves_its_point_out(
         (run / "config.yaml").write_text(config)
         with pytest.raises(ValueError, match=r"names no run\.seed"):
             read_held_out(run)
+
+
+def test_some_sources_count_alone(tmp_path):
+    at = {1: {"a": 1.0, "b": None, "c": 3.0}, 2: {"a": 1.0, "b": 9.0, "c": 2.0}, 3: {"a": 1.0}}
+    run = write_run(tmp_path / "run", 7, at, steps=3)
+    found = read_held_out(run, ["c", "a"])
+    assert found.losses == {1_000_000: 2.0, 2_000_000: 1.5} and found.only == ("c", "a") and found.final is None
+    assert list(found.sources[2_000_000]) == ["c", "a"]
+    assert read_held_out(run, ["a"]).final_losses == {3_000_000: 1.0} and read_held_out(run, ["a"]).lost is None
+    assert read_held_out(run, ["a", "b", "c"]).losses == {2_000_000: 4.0}
+    assert read_held_out(run, ["a", "b", "c"]).only == () == read_held_out(run).only
+    with pytest.raises(ValueError, match=r"--sources a,x: .*run was not validated on 'x'; name some of a, b, c$"):
+        read_held_out(run, ["a", "x"])
+    assert read_held_out(write_run(tmp_path / "begun", 7, {}), ["x"]).losses == {}
 
 
 def test_what_a_run_says_of_its_start_its_data_and_its_end(tmp_path):
@@ -169,7 +252,7 @@ def test_the_command_prints_draws_and_refuses(tmp_path, monkeypatch, capsys):
         for name, gap in (("b", 0), ("f", 0.04), ("g", 0.08))
         for seed in (1, 2)
     ]
-    pictures = [tmp_path / "gap.png", tmp_path / "final.png"]
+    pictures = [tmp_path / "tokens.png", tmp_path / "final.png"]
     command = ["compare_recipes.py", f"bf16={runs[0]},{runs[1]}"]
     groups = [f"fp4={runs[2]},{runs[3]}", f"g={tmp_path}/g*"]
     monkeypatch.setattr(sys, "argv", [*command, *groups, "--output", str(pictures[0]), "--final", str(pictures[1])])
@@ -177,8 +260,19 @@ def test_the_command_prints_draws_and_refuses(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "+1.00% ± 0.00 (2)" in printed and "above fp4" in printed and "| recipe above bf16 | a | b |" in printed
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+    monkeypatch.setattr(sys, "argv", [*command, *groups, "--sources", "a", "--output", str(pictures[0])])
+    compare_recipes.main()
+    printed = capsys.readouterr().out
+    assert "| 1M | 2.0000 (2) | 0.00% | +2.00% ± 0.00 (2) |" in printed and "recipe above" not in printed
+    assert printed.splitlines().count("held-out losses: of a alone") == 2
+    monkeypatch.setattr(sys, "argv", [*command, *groups, "--sources", "b,a"])
+    compare_recipes.main()
+    printed = capsys.readouterr().out
+    assert "+1.00% ± 0.00 (2)" in printed and "| recipe above bf16 | b | a |" in printed and "alone" not in printed
     for wrong, words in (
         ([], "two groups"),
+        ([groups[0], "--sources", "a,prose"], "not validated on 'prose'; name some of a, b"),
+        ([groups[0], "--sources", ""], "not validated on ''; name some of a, b"),
         (["fp4"], "NAME=RUN"),
         ([f"fp4={tmp_path / 'none'}"], "does not exist"),
         ([groups[0], "--against", "fp8"], "--against fp8: no group has this name; the groups are bf16, fp4"),

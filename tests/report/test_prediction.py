@@ -13,6 +13,7 @@ import yaml
 
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.report.early_figures import LOSS, by_figure, early_loss, early_records, figures, of_recipe
+from megatron_fp4.report.held_out import read_groups
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, strongest
 from models.pattern import linear_shapes
 from scripts import predict_gap
@@ -125,15 +126,34 @@ def test_ties_share_their_rank():
     assert correlations(points, gaps)[0].spearman == pytest.approx(np.corrcoef(x, y)[0, 1])
 
 
-def write_run(folder: Path, loss: float, error: float | None) -> None:
+def write_run(folder: Path, loss: float, error: float | None, origin: str | None = None) -> None:
+    """origin: the run that it is a branch of, from step 10."""
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 1}, "model": MODEL}))
     records = [
-        {"kind": "run", "step": 0, "steps": 100},
+        {"kind": "run", "step": 0, "steps": 100}
+        if origin is None
+        else {
+            "kind": "run",
+            "step": 10,
+            "steps": 100,
+            "origin": {"path": f"/there/{origin}/checkpoints/x", "step": 10},
+        },
+        {"kind": "step", "step": 11, "loss": loss},
         *([] if error is None else [record(1, dict.fromkeys(LINEARS, error)), record(90, {LINEARS[0]: 0.9})]),
-        {"kind": "validation", "step": 100, "tokens": 10**6, "losses": {"a": loss}},
+        {"kind": "validation", "step": 100, "tokens": 10**6, "losses": {"a": loss, "noise": 3.0}},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_a_branch_of_a_branch_is_held_against_the_partner_of_its_trunk(tmp_path: Path):
+    write_run(tmp_path / "base", 2.0, None)
+    write_run(tmp_path / "fp4", 2.2, 0.2, "base")
+    write_run(tmp_path / "switch", 2.1, 0.1, "fp4")
+    runs = read_groups([f"{name}={tmp_path / name}" for name in ("base", "fp4", "switch")])
+    compared = [run for group in runs.values() for run in group]
+    assert predict_gap.of_run(*runs["switch"], runs["base"], compared)[LOSS] == pytest.approx(5.0)
+    assert LOSS not in predict_gap.of_run(*runs["switch"], runs["base"], compared[:1])
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -150,7 +170,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert lines[0] == "left out: silent has no diagnostics (precision.diagnostics.interval)"
     assert lines[3] == "| error, fprop, median | +1.00 | +1.00 to +1.00 | +1.00 | +1.00 |" and lines[5] == ""
     assert "of 4 recipes" in lines[6] and picture.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(sys, "argv", ["predict_gap.py", *groups, "--output", str(picture), "--sources", "a"])
+    predict_gap.main()
+    assert "held-out losses: of a alone" in capsys.readouterr().out
     for model, arguments, words in (
+        (MODEL, [*groups, "--sources", "b"], "base was not validated on 'b'; name some of a, noise"),
         (MODEL, groups[:4], "3 recipes with diagnostics and a gap (a, b, c); a correlation needs 4 at least"),
         (MODEL, [*groups, "--rows", "0"], "--rows 0: give 1 or more"),
         ({"patern": "M-"}, groups, "config.yaml: model.patern is nothing that this version knows: Unexpected"),
