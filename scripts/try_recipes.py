@@ -9,7 +9,7 @@ Every recipe begins with the checkpoint's weights, moments and step, and reads t
 at its run's learning rates; it trains as `pretrain.py checkpoint.resume=CHECKPOINT` would, to the last bit. All is done
 in one process after the other, and nothing is written into the run's folder. The table has the mean gap of the training
 loss to the first recipe, paired by step, with its standard error (megatron_fp4/report/trials.py), whether it is beyond
-the noise, the same against another recipe, and the time of a step.
+the noise, the same against another recipe, and the time of a step; --picture draws the gaps.
 
 A recipe is the name of a precision config or NAME=OVERRIDES (overrides separated as in a shell; without `precision=`
 they change the run's own recipe). KEY=VALUE with a key of the configuration, such as data.cache_dir=..., is for all of
@@ -44,8 +44,9 @@ from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.faults.exit_codes import ExitCode
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.selftest import SelfTestError
+from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.trial_file import TrialFile
-from megatron_fp4.report.trials import said, trial_table
+from megatron_fp4.report.trials import draw_trials, said, trial_table
 from scripts.trial.branch import branch
 from scripts.trial.recipes import recipes_of, schedule_of
 
@@ -81,6 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--validate", action="store_true", help="also the held-out loss behind the last step")
     parser.add_argument("--output", type=Path, help="JSON file to keep results in (default: none)")
+    parser.add_argument("--picture", type=Path, help="where to draw the gaps (default: nowhere)")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -89,6 +91,8 @@ def try_recipes(options: argparse.Namespace) -> int:
     skip = min(10, options.steps // 6) if options.skip is None else options.skip
     if options.steps < 1 or not 0 <= skip < options.steps:
         raise ConfigError(f"--steps {options.steps} --skip {skip}: at least one step must count")
+    if options.picture is not None:
+        check_target(options.picture)
     checkpoint = checkpoint_in(options.checkpoint)
     manifest, ranks = read_manifest(checkpoint), place_in_run().world_size
     trainer = json.loads((checkpoint / "trainer.json").read_text())
@@ -137,6 +141,8 @@ def try_recipes(options: argparse.Namespace) -> int:
     if mesh.rank == 0:
         ordered = {name: trials[name] for name in names}
         print(f"\n{trial_table(ordered, against, manifest.step, skip)}", flush=True)
+        if options.picture is not None:
+            print(draw_trials(ordered, against, manifest.step, skip, options.picture), flush=True)
     return ExitCode.FINISHED
 
 

@@ -136,7 +136,9 @@ def test_the_same_command_goes_on_with_what_is_missing(
         first = json.loads(output.read_text())
         assert trained == ["bf16", "mxfp8"] == [*first["trials"]]
         more = "bf16", "mxfp8", "fewer=precision=mxfp8 precision.bf16_blocks.last=1"
-        assert try_recipes.main([str(checkpoint), *more, "--steps", "2", "--output", str(output)]) == 0
+        drawn = ["--output", str(output), "--picture", str(tmp_path / "gaps.png")]
+        assert try_recipes.main([str(checkpoint), *more, "--steps", "2", *drawn]) == 0
+        assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
     assert trained == ["bf16", "mxfp8", "mxfp8"]
     then = json.loads(output.read_text())
     assert {name: then["trials"][name] for name in first["trials"]} == first["trials"] and "fewer" in then["results"]
@@ -183,6 +185,8 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
             ([checkpoint, "bf16", "nvfp4", "--steps", "2", "--skip", "2"], "at least one step must count"),
             ([str(switched), "bf16", "nvfp4", *steps], "behind the precision switch of its run (before step 3)"),
             ([checkpoint, "bf16", "nvfp4", *steps, "--output", str(tmp_path)], str(tmp_path)),
+            ([checkpoint, "bf16", "nvfp4", *steps, "--picture", "gaps.txt"], "gaps.txt is no name of a picture"),
+            ([checkpoint, "bf16", "nvfp4", *steps, "--picture", f"{tmp_path}/none/a.png"], "its folder is to exist"),
         ):
             assert try_recipes.main(arguments) == 2, arguments
             printed = capsys.readouterr().err

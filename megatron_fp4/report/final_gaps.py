@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from megatron_fp4.report.gap_picture import Row, Words, draw_rows
 from megatron_fp4.report.held_out import HeldOut, sources_note
 from megatron_fp4.report.noise import Estimate, Pooled, beyond_cell, estimate, nats_cell, percent_cell, pooled
 from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners, trunk_of
-from megatron_fp4.report.picture import BLACK, BLUE, FAINT, INK, VERMILION, legend_below, picture
 from megatron_fp4.report.words import counted, short_tokens
 
 Groups = Mapping[str, Sequence[HeldOut]]
@@ -155,51 +155,25 @@ def source_table(groups: Groups) -> str | None:
 
 
 def draw_final(groups: Groups, target: str | Path, against: str | None = None) -> Path:
-    """Gaps to the first group, smallest on top: the mean with its 95% interval, and each pair as a dot; returns
+    """Gaps to the first group, smallest on top: the mean with its 95% interval, and each pair as a tick; returns
     `target`. Filled: beyond the noise. The band is the standard deviation of the base's own runs; a dotted line stands
     at the gap of `against`. Raises ValueError if there is no pair of finished runs, or no group is called `against`."""
-    base, target = next(iter(groups)), Path(target)
+    base = next(iter(groups))
     of_base, _ = _compared(groups, against)
-    rows = sorted(of_base.percent, key=lambda name: of_base.percent[name].mean)
+    rows = [
+        Row(f"{name} ({gap.count})", gap, [pair.percent for pair in of_base.gaps[name]])
+        for name, gap in of_base.percent.items()
+    ]
     if not rows:
         raise ValueError(_NO_PAIR.format(base=base))
-    with picture(target, figsize=(8.5, 1.7 + 0.36 * len(rows)), dpi=150) as (figure, axes):
-        if (noise := of_base.noise(base)) is not None:
-            edge = noise.deviation
-            axes.axvspan(
-                -edge, edge, color=BLACK, alpha=0.07, linewidth=0, label=f"{base}: one standard deviation of its runs"
-            )
-        axes.axvline(0, color=INK, linewidth=1.0)
-        if against in of_base.percent:
-            axes.axvline(
-                of_base.percent[against].mean, color=FAINT, linewidth=1.0, linestyle=(0, (1, 2)), label=f"{against}"
-            )
-        labels: set[str] = set()
-        for place, name in enumerate(rows):
-            row = of_base.percent[name]
-            each = [gap.percent for gap in of_base.gaps[name]]
-            if row.count > 1:
-                axes.plot(
-                    each, [place + 0.22] * len(each), color=BLUE, linestyle="none", marker="|", markersize=6,
-                    label=_once("a pair", labels),
-                )  # fmt: skip
-            color, words = (VERMILION, "beyond the noise") if row.beyond_noise else (BLUE, "not beyond the noise")
-            interval = "" if row.error is None else " (95% interval)"
-            axes.errorbar(
-                [row.mean], [place], xerr=[row.half_width or 0.0], color=color, marker="o" if row.beyond_noise else "s",
-                markerfacecolor=color if row.beyond_noise else "white", markersize=6, capsize=3, linewidth=1.5,
-                linestyle="none", label=_once(f"mean of the pairs{interval}, {words}", labels),
-            )  # fmt: skip
-        axes.set_yticks(range(len(rows)), [f"{name} ({of_base.percent[name].count})" for name in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set_xlabel(f"held-out loss above {base} at the end (%)")
-        if note := sources_note(groups):
-            axes.set_title(note, fontsize=9.5, wrap=True)
-        axes.grid(axis="x", color="#000000", alpha=0.08)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        legend_below(figure, axes)
-    return target
+    noise, other = of_base.noise(base), of_base.percent.get(against or "")
+    return draw_rows(
+        rows,
+        target,
+        Words(f"held-out loss above {base} at the end (%)", "mean of the pairs", sources_note(groups)),
+        noise=None if noise is None else (f"{base}: one standard deviation of its runs", noise.deviation),
+        mark=None if other is None else (f"{against}", other.mean),
+    )
 
 
 def _compared(groups: Groups, against: str | None) -> tuple[FinalGaps, FinalGaps | None]:
@@ -238,10 +212,3 @@ def _notes(of_base: FinalGaps, of_other: FinalGaps | None) -> list[str]:
         lines.append(note)
     left = of_base.left_out()
     return [*lines, *(f"left out: {line}" for line in left)]
-
-
-def _once(label: str, seen: set[str]) -> str | None:
-    if label in seen:
-        return None
-    seen.add(label)
-    return label

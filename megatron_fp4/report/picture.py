@@ -20,6 +20,7 @@ matplotlib.use("Agg")  # no display on a cluster's node
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -95,6 +96,15 @@ def picture(target: Path, *grid: int, **settings: Any) -> Iterator[tuple[Figure,
         yield figure, axes
         # Without the version of the library that drew it: the same numbers then make the same bytes.
         replace_file(target, lambda path: figure.savefig(path, metadata={"Software": None}))
+
+
+def check_target(target: Path) -> None:
+    """Raise ValueError if a picture could not be written there: before the work whose result it is to show."""
+    kinds = sorted(FigureCanvasAgg.filetypes)
+    if target.suffix[1:].lower() not in kinds:
+        raise ValueError(f"{target} is no name of a picture; give it one of the endings .{', .'.join(kinds)}")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"{target} cannot be written: its folder is to exist, and it is to be no folder itself")
 
 
 def open_frame(axes: Axes) -> None:

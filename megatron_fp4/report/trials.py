@@ -18,8 +18,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from megatron_fp4.report.gap_picture import Row, Words, draw_rows
 from megatron_fp4.report.noise import Estimate, beyond_cell, nats_cell, percent_cell
 from megatron_fp4.report.words import counted, short_seconds
 
@@ -122,6 +124,26 @@ def trial_table(trials: Mapping[str, Trial], against: str | None, start: int, sk
             cells += ["-" if mean is None else f"{mean:.4f}", "-" if above is None else f"{above:+.2f}%"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_notes(trials, base, start, skip)])
+
+
+def draw_trials(trials: Mapping[str, Trial], against: str | None, start: int, skip: int, target: str | Path) -> Path:
+    """The table's gaps to the first recipe, with 95% intervals, and a dotted line at that of `against`; returns
+    `target`. Raises ValueError if no recipe has a gap."""
+    base = next(iter(trials))
+    found = {name: gap(trial, trials[base], skip) for name, trial in trials.items() if name != base}
+    rows = [Row(name, gap.percent) for name, gap in found.items() if gap is not None]
+    if not rows:
+        raise ValueError(f"nothing to draw: no recipe got to its last step beside {base}, with finite losses")
+    other = found.get(against or "")
+    steps = max(len(trial.losses) for trial in trials.values())
+    return draw_rows(
+        rows,
+        target,
+        Words(
+            f"training loss above {base} (%)", "mean of the steps", f"steps {start + skip + 1:,} to {start + steps:,}"
+        ),
+        mark=None if other is None else (f"{against}", other.percent.mean),
+    )
 
 
 def said(name: str, trial: Trial, base: Trial | None, skip: int) -> str:

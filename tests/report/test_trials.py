@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from megatron_fp4.report.trials import Trial, block_estimate, gap, results, said, trial_table
+from megatron_fp4.report import trials as trials_module
+from megatron_fp4.report.trials import Trial, block_estimate, draw_trials, gap, results, said, trial_table
 
 
 def _trial(losses: list[float | None], **more: object) -> Trial:
@@ -79,3 +83,21 @@ def test_the_table_and_what_it_says() -> None:
     assert numbers["bad"]["percent"] is None and numbers["same"]["held_out_percent"] is None
     assert said("nvfp4", trials["nvfp4"], trials["bf16"], 4).startswith("nvfp4: 24 steps in 6 s, training loss 3.")
     assert said("bad", trials["bad"], trials["bf16"], 4).endswith("ended after step 3: nan")
+
+
+def test_the_picture_has_the_tables_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(trials_module, "draw_rows", lambda *told, **more: drawn.append((*told, more)))
+    base = _trial([4.0, 3.9, 4.1] * 6)
+    trials = {
+        "bf16": base,
+        "worse": _trial([loss * 1.02 for loss in base.losses if loss]),
+        "ended": Trial([4.0], [0.1]),
+    }
+    draw_trials(trials, "worse", 100, 2, tmp_path / "gaps.png")
+    [(rows, target, words, more)] = drawn
+    assert [(row.label, round(row.gap.mean, 6)) for row in rows] == [("worse", 2.0)]
+    assert target == tmp_path / "gaps.png" and more["mark"] == ("worse", pytest.approx(2.0))
+    assert "bf16" in words.axis and words.title == "steps 103 to 118"
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_trials({"bf16": base, "ended": Trial([4.0], [0.1])}, None, 0, 2, tmp_path / "gaps.png")
