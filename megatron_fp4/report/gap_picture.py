@@ -55,12 +55,12 @@ def draw_rows(
                     label=_once("a pair", labels),
                 )  # fmt: skip
             gap = row.gap
-            color, beyond = (VERMILION, "beyond the noise") if gap.beyond_noise else (BLUE, "not beyond the noise")
-            interval = "" if gap.error is None else " (95% interval)"
+            color, sure = (VERMILION, "beyond the noise") if gap.beyond_noise else (BLUE, "not beyond the noise")
+            interval = f" (95% interval), {sure}" if gap.error is not None else ", how sure is not known"
             axes.errorbar(
                 [gap.mean], [place], xerr=[gap.half_width or 0.0], color=color, marker="o" if gap.beyond_noise else "s",
                 markerfacecolor=color if gap.beyond_noise else "white", markersize=6, capsize=3, linewidth=1.5,
-                linestyle="none", label=_once(f"{words.mean}{interval}, {beyond}", labels),
+                linestyle="none", label=_once(f"{words.mean}{interval}", labels),
             )  # fmt: skip
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_ylim(len(rows) - 0.4, -0.6)
