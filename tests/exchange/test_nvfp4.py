@@ -52,6 +52,7 @@ CASES = {
     "hybrid, the paper's recipe": ([*HYBRID, "precision=nvfp4"], 8),
     "hybrid, 1x16": ([*HYBRID, "precision=nvfp4_all_the_way"], 12),
     "hybrid, Nemotron 3's plan": ([*HYBRID, "precision=nvfp4_nemotron_3"], 5),
+    "hybrid, the best recipe": ([*HYBRID, "precision=nvfp4_best"], 5),
     "hybrid, four over six": ([*HYBRID, "precision=nvfp4", FOUR_OVER_SIX], 8),
     "Transformer, the paper's recipe": ([*TRANSFORMER, "precision=nvfp4"], 8),
     "Transformer, four over six, 1x16": ([*TRANSFORMER, "precision=nvfp4_all_the_way", FOUR_OVER_SIX], 12),
@@ -214,7 +215,7 @@ def test_a_weight_that_is_not_finite_is_refused():
 
 
 def test_no_refusal_for_what_is_shipped():
-    for name in ("nvfp4", "nvfp4_all_the_way", "nvfp4_nemotron_3"):
+    for name in ("nvfp4", "nvfp4_all_the_way", "nvfp4_best", "nvfp4_nemotron_3"):
         assert refusal(TrainedPlan(switched(f"precision={name}")[0], torch.bfloat16, tensor=2)) is None
 
 

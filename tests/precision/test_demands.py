@@ -286,10 +286,10 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["nvfp4_nemotron_3", "nvfp4_best"])
 @pytest.mark.parametrize("model", MODELS)
-def test_scaled_mm_takes_the_plan_with_out_proj_in_mxfp8(model: str) -> None:
-    """Each linear by the plan of `nvfp4_nemotron_3`."""
-    config = composed(model, "nvfp4_nemotron_3")
+def test_scaled_mm_takes_the_plans_with_out_proj_in_mxfp8(model: str, precision: str) -> None:
+    config = composed(model, precision)
     config = replace(config, precision=replace(config.precision, backend="torch"))
     validate(config, 1, "cuda")
     with fake_ranks(1):
