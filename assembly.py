@@ -172,7 +172,7 @@ def sharded_model(
         reshard=config.parallel.reshard,
     )
     plan, plan_after_switch = plans_of(config)
-    schedule, switch = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps), config.precision.switch
+    schedule, switch = WSDSchedule.of(config), config.precision.switch
     controller = PrecisionController(
         {name: module.context for name, module in model.linears()},
         plan,
@@ -206,7 +206,7 @@ def open_deoscillation(
     """What resets the oscillating weights of `model`, its sums in the checkpoints of `checkpointer`. say: as
     `Deoscillation` has it."""
     settings, steps = config.optimizer.deoscillation, config.train.steps
-    decay_start = WSDSchedule(config.schedule, config.optimizer.lr, steps).decay_start_step
+    decay_start = WSDSchedule.of(config).decay_start_step
     checkpointer.deoscillation = Deoscillation(
         Windows.of(settings, steps, decay_start) if settings.interval else None,
         settings.ratio,
@@ -267,7 +267,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         model=model,
         controller=controller,
         backend=backend,
-        schedule=WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps),
+        schedule=WSDSchedule.of(config),
         optimizer=optimizer,
         deoscillation=open_deoscillation(
             config, mesh, model, controller, optimizer.optimizer, checkpointer, log.console.text

@@ -106,7 +106,7 @@ def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | No
     after, switch = plans[1], config.precision.switch
     if not config.checkpoint.export_format.startswith("nvfp4") or after is None or _trained(config, after).fp4():
         return None
-    schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
+    schedule = WSDSchedule.of(config)
     step = switch_step(switch.when, config.train.steps, schedule.decay_start_step)
     return None if step is None or step >= config.train.steps else step
 

@@ -47,8 +47,9 @@ from megatron_fp4.precision.selftest import SelfTestError
 from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.trial_file import TrialFile
 from megatron_fp4.report.trials import draw_trials, said, trial_table
+from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch
-from scripts.trial.recipes import recipes_of, schedule_of
+from scripts.trial.recipes import recipes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -116,7 +117,7 @@ def try_recipes(options: argparse.Namespace) -> int:
         "number of ranks": ranks,
     }
     if mesh.rank == 0:
-        rates = [schedule_of(config).lr(step) for step in (manifest.step, manifest.step + options.steps - 1)]
+        rates = [WSDSchedule.of(config).lr(step) for step in (manifest.step, manifest.step + options.steps - 1)]
         print(
             f"{checkpoint}: steps {manifest.step + 1:,} to {manifest.step + options.steps:,} of "
             f"{config.train.steps:,}, learning rate {rates[0]:.3g} to {rates[1]:.3g}",

@@ -3,12 +3,14 @@ costs some tenths of a second instead of five.
 
 What such a process has in common with `python program.py`: a process id, arguments, an environment, a folder, files for
 what it prints, default handlers of signals, `__main__`, its exit code. What differs: modules of `PRELOAD` were imported
-before, so what happens while they are is for a test that starts Python itself.
+before, so what happens while they are is for a test that starts Python itself. And it is killed, on Linux, when who
+started it is gone: tests that are killed leave no run behind that keeps the cores.
 """
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import multiprocessing
 import os
 import random
@@ -43,10 +45,50 @@ PRELOAD = [
 ]
 
 
+# `python -c` with the id of the process that starts it and a program: becomes this program, and ends with that process.
+_AS_CHILD = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG, which stays through the exec
+if os.getppid() != int(sys.argv[1]):  # it was gone before the line above
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def as_child(command: Sequence[str]) -> list[str]:
+    """`command`, which begins with the path of a program, for `subprocess.Popen`: killed on Linux when the thread that
+    starts it is gone. What it starts in turn is its own business (workers of torchrun leave)."""
+    ends_with = [sys.executable, "-I", "-S", "-c", _AS_CHILD, str(os.getpid())] if sys.platform == "linux" else []
+    return [*ends_with, *command]
+
+
+class _Process(multiprocessing.context.ForkServerProcess):
+    def run(self) -> None:
+        if sys.platform == "linux":
+            _end_with_parent()
+        super().run()
+
+
+class _ForkServer(multiprocessing.context.ForkServerContext):
+    Process = _Process
+
+
+def _end_with_parent() -> None:
+    """The parent, who is not the fork server, keeps the one writing end of a pipe. The kernel shall tell of its closing
+    by SIGKILL: a thread that waits for it would be in the way of forks, and of programs that keep the GIL."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
+    if not parent.is_alive():  # it was gone before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """There is one in each process; it ends with it."""
+    """There is one in each process; it ends with it, and so does what comes from it."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    context = multiprocessing.get_context("forkserver")
+    context = _ForkServer()
     context.set_forkserver_preload(PRELOAD)
     return context
 

@@ -28,7 +28,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
 from run_parts import Run
-from tests.programs import ROOT, Program, environments_of_ranks
+from tests.programs import ROOT, Program, as_child, environments_of_ranks
 
 STEPS = 8
 SMALL = [
@@ -70,7 +70,7 @@ def command(num_processes: int, overrides: list[str], torchrun: str = "torch.dis
 def start(num_processes: int, overrides: list[str], torchrun: str = "torch.distributed.run") -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        command(num_processes, overrides, torchrun),
+        as_child(command(num_processes, overrides, torchrun)),
         env=environment,
         text=True,
         stdout=subprocess.PIPE,

@@ -79,7 +79,7 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
         last = before.lr(start - 1)
     except (KeyError, TypeError, ValueError, AssertionError):  # a configuration of another version
         return lines
-    now = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
+    now = WSDSchedule.of(config)
     if start > before.decay_start_step and start < now.num_steps and now.lr(start) > last:
         lines.append(
             f"WARNING: the learning rate had begun to decay and goes back up, from {last:.2e} in step {start} to "

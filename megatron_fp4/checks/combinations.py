@@ -162,7 +162,7 @@ def _reduction(config: Config, world_size: int) -> None:
 def _schedule(config: Config) -> None:
     switch = config.precision.switch
     try:
-        schedule = WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)
+        schedule = WSDSchedule.of(config)
         at_step = switch_step(switch.when, config.train.steps, schedule.decay_start_step)
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -45,7 +45,7 @@ def validate_deoscillation(config: Config, plans: Sequence[Plan]) -> None:
 def _times(config: Config, plans: Sequence[Plan]) -> None:
     """Some window must end in time, and with the plan that it began with."""
     settings, steps = config.optimizer.deoscillation, config.train.steps
-    schedule = WSDSchedule(config.schedule, config.optimizer.lr, steps)
+    schedule = WSDSchedule.of(config)
     try:
         windows = Windows.of(settings, steps, schedule.decay_start_step)
     except ValueError as error:

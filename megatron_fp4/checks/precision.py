@@ -149,11 +149,18 @@ def _mean(precision: PrecisionConfig, place: Place, operand: OperandConfig, key:
             lengths[f"data.phases[{index}].sequence_length"] = phase.sequence_length
     for name, length in lengths.items():
         if length % precision.mean_group:
-            largest = math.gcd(length, max(get_args(TokenGroup)))
-            remedy = f"set {key}.mean_group={largest}" if largest in get_args(TokenGroup) else f"set {where}.mean=kept"
+            # Lengths are multiples of 16 by now (checks/combinations.py), and so is this power of two.
+            fitting = math.gcd(*lengths.values(), max(get_args(TokenGroup)))
+            file, _, own = key.rpartition(": ")
+            remedy = f"set {key}.mean_group={fitting}"
+            if file:  # which a switch or an exception names: no override reaches into it
+                base = file.rpartition("=")[2]
+                of_yours = f"defaults: [{base}, _self_] and mean_group: {fitting}"
+                remedy = f"instead of {base} name a file of your own under configs/precision with {of_yours}"
             raise ConfigError(
-                f"{key}.mean_group={precision.mean_group} does not divide {name}={length}, and {where}.mean=removed "
-                f"takes means of tokens of one sequence; {remedy}, or use a multiple of {precision.mean_group}"
+                f"{key}.mean_group={precision.mean_group} does not divide {name}={length}, and {own}.{place.key}."
+                f"mean=removed takes means of tokens of one sequence; use a multiple of {precision.mean_group}, or "
+                f"{remedy}"
             )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from megatron_fp4.config.schema import ScheduleConfig
+from megatron_fp4.config.schema import Config, ScheduleConfig
 
 # What is left of (peak - minimum) once a fraction p of the decay is done; every shape is exactly 0 at p = 1, so the
 # last step gets the minimum bit for bit. "1-sqrt" is from Hägele et al., arXiv:2405.18392, section 4.
@@ -61,6 +61,11 @@ class WSDSchedule:
         self.decay_start_step = num_steps - _count(config.decay_fraction, num_steps)
         # In a very short run both roundings go up; the decay wins, because it must end at the minimum.
         self.warmup_steps = min(_count(config.warmup_fraction, num_steps), self.decay_start_step)
+
+    @classmethod
+    def of(cls, config: Config) -> WSDSchedule:
+        """The schedule of the run that `config` describes. Raises ValueError as the class does."""
+        return cls(config.schedule, config.optimizer.lr, config.train.steps)
 
     def lr(self, step: int, switched_at: int | None = None, rewarm_steps: int = 0) -> float:
         """The learning rate of update `step`, from 0 to num_steps - 1.

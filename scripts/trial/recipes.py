@@ -19,7 +19,6 @@ from megatron_fp4.checkpoint.initialize import refuse_weights_only
 from megatron_fp4.config.compose import config_from_saved, group_options
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.training.schedule import WSDSchedule
 
 # What decides which tokens a step has, and what is computed besides recipes.
 _COMMON = ("model", "data", "train", "parallel", "validation")
@@ -155,8 +154,3 @@ def _check_identity(config: Config, checkpoint: Path, manifest: Manifest) -> Non
     saved = {key: value for key, value in manifest.identity.items() if key in mine}
     if not config.checkpoint.allow_mismatch and (lines := identity_differences(saved, mine)):
         raise ConfigError(other_run(checkpoint, lines))
-
-
-def schedule_of(config: Config) -> WSDSchedule:
-    """The run's learning rates."""
-    return WSDSchedule(config.schedule, config.optimizer.lr, config.train.steps)

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ OPERANDS = [
     (
         {"dgrad.gradient.mean": "removed", "mean_group": 512},
         "precision.mean_group=512 does not divide train.sequence_length=256",
-        "set precision.mean_group=256, or use a multiple of 512",
+        "use a multiple of 512, or set precision.mean_group=256",
     ),
     (
         {"wgrad.activation.reuse_fprop": True, "wgrad.rht": 0, "wgrad.activation.mean": "removed"},
@@ -227,3 +228,17 @@ def test_a_target_is_named_by_its_own_key():
     target = changed(composed("precision=fp8_block").precision, {"fprop.weight.block": "1x16"})
     with pytest.raises(ConfigError, match=re.escape("target.fprop.weight.block=1x16")):
         validate_precision(target, config, "cpu", key="target")
+
+
+def test_a_group_of_tokens_is_proposed_that_fits_every_phase():
+    config = composed("precision=nvfp4_mean_removed")
+    first, *others = config.data.phases
+    phases = [replace(first, sequence_length=96), *others]
+    changes = {"train.sequence_length": 192, "data.phases": phases}
+    message = refusal(changes, "precision=nvfp4_mean_removed")
+    assert "precision.mean_group=128 does not divide train.sequence_length=192" in message
+    assert message.endswith("use a multiple of 128, or set precision.mean_group=32")
+    validate(changed(config, {**changes, "precision.mean_group": 32}), 1, "cpu")
+    assert "does not divide data.phases[0].sequence_length=96" in refusal(
+        {**changes, "precision.mean_group": 64}, "precision=nvfp4_mean_removed"
+    )
