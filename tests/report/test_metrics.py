@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 
 from assembly import CONFIGS
@@ -198,7 +199,10 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_has_the_numbers_and_hides_what_resume_cut(tmp_path):
+def test_tensorboard_has_the_numbers_and_hides_what_resume_cut(tmp_path, monkeypatch):
+    # Its files are read in the order of their names, which have a second and a count: starts of a run differ in the
+    # second, these two in the count, where 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     write(tmp_path, 0, 6, tensorboard=True)
     with MetricsWriter(tmp_path, resume_step=4) as writer:
         writer.step(metrics(5, loss=1.0))
