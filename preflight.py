@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from assembly import (
     device_type_of,
     execution_of,
     initialized_model,
+    plans_of,
     recipes_of,
     sharded_model,
     world_size,
@@ -31,14 +33,18 @@ from data.loader import MicroBatch, MicroBatchLoader
 from data.opening import open_run_data
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
+from introduction import when_it_switches
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.preview import Preview, preview
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
+from megatron_fp4.report.console import plan_shares
 from megatron_fp4.report.words import counted, rounded_time
 from megatron_fp4.training.optimizer import build_optimizer
+from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.step import train_step
 from models.flops import training_flops_per_token
 
@@ -63,6 +69,8 @@ def print_check(config: Config) -> int:
         start = take_up(config, found, loader)
         check_epochs(loader.schedule, loader.sources, config.data.max_epochs)
     print(bundle.summary())
+    for line in precision_lines(config):
+        print(line)
     print(f"checkpoint: {begins(config, found)}")
     for problem in found.problems if found else ():
         print(f"checkpoint: NOT WHOLE, would be moved aside: {problem}")
@@ -76,6 +84,16 @@ def print_check(config: Config) -> int:
     rest = ", nothing left to do: the run is finished" if start == steps else f", {minutes}{rest}"
     print(f"ok: {counted(ranks, 'rank')}, {tokens:,} tokens, {memory / _GIB:.1f} GiB a rank{rest}")
     return 0
+
+
+def precision_lines(config: Config) -> Iterator[str]:
+    """How much is in which recipe, before the precision switch and behind it."""
+    before, after = plans_of(config)
+    yield f"precision: {plan_shares(before)}"
+    switch, steps = config.precision.switch, config.train.steps
+    at = switch_step(switch.when, steps, WSDSchedule.of(config).decay_start_step)
+    if after is not None and (at is None or at < steps):
+        yield f"precision switches {when_it_switches(PrecisionSwitch(switch, at), steps)}: {plan_shares(after)}"
 
 
 def check_run_dir(run_dir: Path) -> None:

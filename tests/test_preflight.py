@@ -87,7 +87,23 @@ def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: p
     text = "\n".join(lines)
     assert "train      code                300 documents" in text and "checkpoint: none yet; begins at step 0" in text
     assert "s a sequence on each rank, as one process just took here, without validation and saves" in text
-    assert not (tmp_path / "run").exists()
+    whole = "8 of 8 linears in bf16 (100.0% of their weights)"
+    assert f"precision switches before step 7,501 (before_decay), to bf16: {whole}" in lines
+
+
+@pytest.mark.usefixtures("no_plan")
+def test_how_much_is_in_which_precision(check: Check, tmp_path: Path) -> None:
+    def said(*overrides: str) -> list[str]:
+        return [line for line in check(tmp_path / "run", *overrides) if line.startswith("precision")]
+
+    # In the last block 2 x 128 x 64; in the others 324 x 64, 4 x 128 x 64 and 64 x 64.
+    bf16 = 16_384 / (16_384 + 57_600)
+    assert said("precision.switch.when=never", "precision.bf16_blocks.last=1") == [
+        f"precision: 6 of 8 linears in nvfp4 ({1 - bf16:.1%} of their weights), "
+        f"2 of 8 linears in bf16 ({bf16:.1%} of their weights)"
+    ]
+    assert len(said("precision.switch.when=3")) == 2
+    assert len(said("precision.switch.when=4")) == 1  # which is the end of the run
 
 
 def test_under_torchrun_one_rank_says_it(check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

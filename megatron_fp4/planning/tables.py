@@ -11,6 +11,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, step_time
+from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.report import console as show
 from megatron_fp4.report.console import RunConsole
@@ -22,9 +23,15 @@ _GIB = 2**30
 
 
 def print_plan(
-    config: Config, world_size: int, build: Build, phases: Sequence[PlannedPhase], recipes: Collection[Recipe]
+    config: Config,
+    world_size: int,
+    build: Build,
+    phases: Sequence[PlannedPhase],
+    recipes: Collection[Recipe],
+    plan: Plan,
 ) -> None:
-    """Print what the run of `config` needs on `world_size` ranks, which consists of `phases` and computes by `recipes`.
+    """Print what the run of `config` needs on `world_size` ranks, which consists of `phases` and computes by `recipes`,
+    at first by `plan`.
 
     build: see `dry_run`.
     """
@@ -32,6 +39,7 @@ def print_plan(
     dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {describe_execution(execution, config.model.pattern)}")
+    console.table(show.plan_table(plan, config.precision.name))
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
     console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, world_size, dry)))

@@ -248,19 +248,24 @@ def model_table(name: str, pattern: str, parts: Sequence[ModelPart], flops_per_t
     return table
 
 
+def plan_shares(plan: Plan) -> str:
+    """How many linears have which recipe, and their share of the weights of all linears. Recipes go by
+    `Plan.recipe_names`."""
+    total, shares = plan.linear_flops_per_token, []  # FLOPs are proportional to weights
+    for recipe, name in plan.recipe_names.items():
+        its = [row.linear.flops_per_token for row in plan.rows if row.recipe == recipe]
+        shares.append(f"{len(its)} of {len(plan.rows)} linears in {name} ({sum(its) / total:.1%} of their weights)")
+    return ", ".join(shares)
+
+
 def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
     """Which linear gets what, and why, in order of execution. Recipes go by `Plan.recipe_names`.
 
     A model of more than `compact_above` linears has those of the same kind, shape, recipe and reason in one row, with
     their blocks: `blocks.{2..51}.mixer.in_proj` is this linear of every block from 2 to 51 that has it.
     """
-    names, total = plan.recipe_names, plan.linear_flops_per_token  # FLOPs are proportional to weights
-    shares = []
-    for recipe, recipe_name in names.items():
-        its = [row.linear.flops_per_token for row in plan.rows if row.recipe == recipe]
-        share = f"{sum(its) / total:.1%} of their weights"
-        shares.append(f"{len(its)} of {len(plan.rows)} linears in {recipe_name} ({share})")
-    table = _table(f"Precision plan {name}", ", ".join(shares))
+    names = plan.recipe_names
+    table = _table(f"Precision plan {name}", plan_shares(plan))
     compact = len(plan.rows) > compact_above
     _columns(table, "linear", *(["count>"] if compact else []), "out x in>", "recipe", "why")
     # Blocks of one kind alternate with others, so "neighbours" means in the sequence of blocks that have the linear.

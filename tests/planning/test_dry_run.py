@@ -255,7 +255,13 @@ def test_the_command_prints_memory_messages_and_time():
     command = [sys.executable, program, "--world-size", "8", *overrides, "run.dry_mfu=0.5"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
-    for words in ("peak, temporaries included", "reduce-scatter", "50% of 989 TFLOP/s", "4 shards x 2 tensor-parallel"):
+    for words in (
+        "Precision plan nvfp4",
+        "peak, temporaries included",
+        "reduce-scatter",
+        "50% of 989 TFLOP/s",
+        "4 shards x 2 tensor-parallel",
+    ):
         assert words in done.stdout
     done = subprocess.run([*command, "parallel.tensor=3"], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 2
