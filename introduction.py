@@ -11,6 +11,7 @@ import yaml
 from assembly import CONFIGS, plans_of, recipes_of, sharded_model, world_size
 from data.opening import phase_schedule
 from data.plan import planned_use
+from data.validation import fewer_windows
 from megatron_fp4.checkpoint import drift
 from megatron_fp4.checkpoint.checkpointer import Resumed
 from megatron_fp4.config.compose import compose_config, to_yaml
@@ -83,7 +84,7 @@ def introduce_run(run: Run, start: int) -> None:
         facts=facts,
         world_size=run.mesh.world_size,
     )
-    console.text(run.bundle.summary())
+    console.text("\n".join([run.bundle.summary(), *fewer_windows(run.validation, config.validation.num_samples)]))
     if start:
         console.text(f"resumed after step {start} of {config.train.steps}")
 

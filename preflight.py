@@ -33,6 +33,7 @@ from data.loader import MicroBatch, MicroBatchLoader
 from data.opening import open_run_data
 from data.phases import PhaseSchedule
 from data.plan import check_epochs
+from data.validation import fewer_windows
 from introduction import when_it_switches
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.preview import Preview, preview
@@ -63,13 +64,15 @@ def print_check(config: Config) -> int:
     ranks = world_size()
     check_run_dir(Path(config.run.dir))
     with configuration_errors():
-        bundle, loader, _ = open_run_data(config, SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu")))
+        bundle, loader, validation = open_run_data(
+            config, SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
+        )
         tokenizer = bundle.tokenizer and bundle.tokenizer.fingerprint()
         found = preview(config, run_identity(config, {"tokenizer": tokenizer}))
         start = take_up(config, found, loader)
         check_epochs(loader.schedule, loader.sources, config.data.max_epochs)
     print(bundle.summary())
-    for line in precision_lines(config):
+    for line in (*fewer_windows(validation, config.validation.num_samples), *precision_lines(config)):
         print(line)
     print(f"checkpoint: {begins(config, found)}")
     for problem in found.problems if found else ():

@@ -17,7 +17,7 @@ different things, these do not. A document's end has a loss and no bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -131,6 +131,19 @@ class ValidationSet:
         rows = np.stack(found).astype(np.int64)
         check_ids(f"validation source {self.name!r}", self.stream, rows, self.vocab_size)
         return torch.from_numpy(rows)
+
+
+def fewer_windows(validation: Sequence[ValidationSet], num_samples: int | None) -> list[str]:
+    """A line for each set with fewer windows than the `num_samples` that were asked for and another set has: means over
+    sets weigh them alike, and the small one's noise is most of theirs."""
+    most = max((held_out.num_samples for held_out in validation), default=0)
+    return [
+        f"validation {held_out.name}: {held_out.num_samples:,} window{'s' if held_out.num_samples > 1 else ''} of "
+        f"{held_out.seq_length:,} tokens, fewer than validation.num_samples={num_samples:,}; its losses are noisier "
+        "than the others', and weigh as much in a mean over sources"
+        for held_out in validation
+        if held_out.num_samples < most and num_samples is not None
+    ]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from data.text_bytes import bytes_per_token
 from data.token_range import TokenRange
 from data.tokenizer import train_tokenizer
-from data.validation import ValidationSet, Yardstick, unigram_entropy
+from data.validation import ValidationSet, Yardstick, fewer_windows, unigram_entropy
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -52,6 +52,19 @@ def test_windows_are_spread_and_never_overlap(make_dataset: MakeDataset) -> None
         [batch] = everything.batches(100, 0, 1)
         # Every token but the first, and those behind the last whole window.
         assert batch.targets.flatten().tolist() == dataset.tokens(1, 62 * 8).tolist()
+
+
+def test_a_set_with_fewer_windows_than_others_is_named(make_dataset: MakeDataset) -> None:
+    def sets(num_samples: int | None) -> list[ValidationSet]:
+        sizes = {"code": 503, "prose": 60}  # 62 windows of 8 tokens, and 7
+        return [ValidationSet(name, make_dataset(name, size), 8, num_samples, 1000) for name, size in sizes.items()]
+
+    [line] = fewer_windows(sets(11), 11)
+    assert line.startswith("validation prose: 7 windows of 8 tokens, fewer than validation.num_samples=11; its losses")
+    [line] = fewer_windows(sets(1000), 1000)  # which neither has
+    assert line.startswith("validation prose: 7 windows")
+    assert fewer_windows(sets(7), 7) == fewer_windows(sets(None), None) == fewer_windows(sets(11)[1:], 11) == []
+    assert fewer_windows([], 11) == []
 
 
 def test_counts_are_of_the_targets(make_dataset: MakeDataset) -> None:
