@@ -40,7 +40,7 @@ from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan, build_plan
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
-from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
+from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.report.run_folder import check_baseline
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.autotuning import KernelChoices
@@ -172,13 +172,13 @@ def sharded_model(
         reshard=config.parallel.reshard,
     )
     plan, plan_after_switch = plans_of(config)
-    schedule, switch = WSDSchedule.of(config), config.precision.switch
+    switch = config.precision.switch
     controller = PrecisionController(
         {name: module.context for name, module in model.linears()},
         plan,
         clock,
         backend=backend,
-        switch=PrecisionSwitch(switch, switch_step(switch.when, config.train.steps, schedule.decay_start_step)),
+        switch=PrecisionSwitch(switch, WSDSchedule.of(config).switch_step(switch.when)),
         plan_after_switch=plan_after_switch,
     )
     return model, controller

@@ -41,7 +41,7 @@ from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.switch import PrecisionSwitch, switch_step
+from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.report.console import plan_shares
 from megatron_fp4.report.words import counted, rounded_time
 from megatron_fp4.training.optimizer import build_optimizer
@@ -94,7 +94,7 @@ def precision_lines(config: Config) -> Iterator[str]:
     before, after = plans_of(config)
     yield f"precision: {plan_shares(before)}"
     switch, steps = config.precision.switch, config.train.steps
-    at = switch_step(switch.when, steps, WSDSchedule.of(config).decay_start_step)
+    at = WSDSchedule.of(config).switch_step(switch.when)
     if after is not None and (at is None or at < steps):
         yield f"precision switches {when_it_switches(PrecisionSwitch(switch, at), steps)}: {plan_shares(after)}"
 

@@ -41,7 +41,6 @@ from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError
 from megatron_fp4.faults.progress import Progress
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.report.record_file import move_aside
 from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.training.schedule import WSDSchedule
@@ -106,8 +105,7 @@ def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | No
     after, switch = plans[1], config.precision.switch
     if not config.checkpoint.export_format.startswith("nvfp4") or after is None or _trained(config, after).fp4():
         return None
-    schedule = WSDSchedule.of(config)
-    step = switch_step(switch.when, config.train.steps, schedule.decay_start_step)
+    step = WSDSchedule.of(config).switch_step(switch.when)
     return None if step is None or step >= config.train.steps else step
 
 

@@ -26,7 +26,7 @@ import argparse
 import sys
 
 from megatron_fp4.report.final_gaps import draw_final, final_table, source_table
-from megatron_fp4.report.held_out import read_groups
+from megatron_fp4.report.held_out import add_sources, read_groups
 from megatron_fp4.report.paired import draw, table
 
 
@@ -37,10 +37,7 @@ def main() -> None:
         "groups", nargs="+", metavar="NAME=RUN,RUN,...", help="a recipe and its runs: folders or patterns"
     )
     parser.add_argument("--against", metavar="NAME", help="the group to which differences are told, besides the base")
-    parser.add_argument(
-        "--sources", type=lambda names: names.split(","), default=[], metavar="NAME,NAME,...",
-        help="the held-out sources that count, each alike (default: all)",
-    )  # fmt: skip
+    add_sources(parser)
     parser.add_argument("--output", help="where to draw the gaps over tokens (default: nowhere)")
     parser.add_argument("--final", help="where to draw the gaps at the end (default: nowhere)")
     options = parser.parse_args()

@@ -12,6 +12,7 @@ import argparse
 import sys
 
 from megatron_fp4.report.comparison import comparison_rows, comparison_table, plot_comparison, read_runs
+from megatron_fp4.report.held_out import add_sources
 
 
 def main() -> None:
@@ -21,10 +22,10 @@ def main() -> None:
         "run", nargs="+", metavar="[NAME=]FOLDER", help="runs; the first is what the others are held against"
     )
     parser.add_argument("--output", help="where to draw the picture (default: nowhere)")
-    parser.add_argument("--sources", metavar="NAME,NAME,...", help="held-out sources that count (default: all)")
+    add_sources(parser)
     options = parser.parse_args()
     try:
-        runs = read_runs(options.run, options.sources.split(",") if options.sources else ())
+        runs = read_runs(options.run, options.sources)
         print(comparison_table(comparison_rows(runs)))
         if options.output:
             print(plot_comparison(runs, options.output))

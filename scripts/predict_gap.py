@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.report.early_figures import early_loss, early_records, figures, of_recipe
 from megatron_fp4.report.final_gaps import FinalGaps
-from megatron_fp4.report.held_out import HeldOut, read_groups, sources_note
+from megatron_fp4.report.held_out import HeldOut, add_sources, read_groups, sources_note
 from megatron_fp4.report.metrics import records_of_run
 from megatron_fp4.report.paired import partners
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
@@ -35,10 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", metavar="NAME=RUN,...", help="a recipe and its runs: folders or patterns")
     parser.add_argument("--output", help="where to draw the strongest (default: nowhere)")
-    parser.add_argument(
-        "--sources", type=lambda names: names.split(","), default=[], metavar="NAME,NAME,...",
-        help="the held-out sources that count, each alike (default: all)",
-    )  # fmt: skip
+    add_sources(parser)
     parser.add_argument("--rows", type=int, default=15, help="figures to print (default 15)")
     options = parser.parse_args()
     try:

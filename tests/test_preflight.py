@@ -89,6 +89,7 @@ def test_a_new_run_ends_in_one_line(check: Check, tmp_path: Path, monkeypatch: p
     assert "s a sequence on each rank, as one process just took here, without validation and saves" in text
     whole = "8 of 8 linears in bf16 (100.0% of their weights)"
     assert f"precision switches before step 7,501 (before_decay), to bf16: {whole}" in lines
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("no_plan")

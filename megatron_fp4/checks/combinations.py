@@ -20,7 +20,6 @@ from megatron_fp4.checks.effects import validate_prompts, validate_replay, valid
 from megatron_fp4.config.data_schema import DataConfig
 from megatron_fp4.config.file_mode import umask_of
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.training.schedule import WSDSchedule
 
 # Tiles of quantization and of the Hadamard transform are 16 tokens or features wide (at least).
@@ -162,8 +161,7 @@ def _reduction(config: Config, world_size: int) -> None:
 def _schedule(config: Config) -> None:
     switch = config.precision.switch
     try:
-        schedule = WSDSchedule.of(config)
-        at_step = switch_step(switch.when, config.train.steps, schedule.decay_start_step)
+        at_step = WSDSchedule.of(config).switch_step(switch.when)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if switch.when == "before_decay" and at_step == config.train.steps:

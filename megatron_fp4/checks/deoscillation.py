@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron_fp4.config.schema import Config, ConfigError, DeoscillationConfig
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.switch import switch_step
 from megatron_fp4.training.deoscillation import KEY, Windows, watched
 from megatron_fp4.training.schedule import WSDSchedule
 
@@ -62,7 +61,7 @@ def _times(config: Config, plans: Sequence[Plan]) -> None:
             f"{max(1, steps - windows.start - 1)} steps"
         )
     switch = config.precision.switch
-    at_step = switch_step(switch.when, steps, schedule.decay_start_step)
+    at_step = schedule.switch_step(switch.when)
     if at_step is None:
         return
     quantized = [bool(watched([plan])) for plan in plans]

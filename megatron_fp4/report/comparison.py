@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
+from megatron_fp4.report.held_out import check_sources
 from megatron_fp4.report.picture import INK, legend_below, look, open_frame, picture, step_axis
 from megatron_fp4.report.plot import smooth, training_losses
 from megatron_fp4.report.run_folder import RunFolder, open_run
@@ -76,12 +77,8 @@ def read_runs(folders: Sequence[str | Path], sources: Sequence[str] = ()) -> lis
     if not sources:
         return runs
     for run in runs:
-        if unknown := [source for source in sources if source not in run.validation]:
-            raise ValueError(
-                f"--sources {','.join(sources)}: {run.name} was not validated on {', '.join(unknown)}; name some of "
-                f"{', '.join(run.validation) or 'none'}"
-            )
-    return [replace(run, validation={source: run.validation[source] for source in sources}) for run in runs]
+        check_sources(sources, list(run.validation), run.name)
+    return [replace(run, validation={s: run.validation[s] for s in sources if s in run.validation}) for run in runs]
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_fp4.report.gap_picture import Row, Words, draw_rows
-from megatron_fp4.report.held_out import HeldOut, sources_note
+from megatron_fp4.report.held_out import HeldOut, runs_of, sources_note
 from megatron_fp4.report.noise import Estimate, Pooled, beyond_cell, estimate, nats_cell, percent_cell, pooled
 from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners, trunk_of
 from megatron_fp4.report.words import counted, short_tokens
@@ -43,7 +43,7 @@ class FinalGaps:
     @cached_property
     def compared(self) -> list[HeldOut]:
         """The runs of all groups."""
-        return [run for runs in self.groups.values() for run in runs]
+        return runs_of(self.groups)
 
     @cached_property
     def gaps(self) -> dict[str, list[Gap]]:

@@ -8,6 +8,7 @@ stochastic rounding.
 
 from __future__ import annotations
 
+import argparse
 import glob
 import math
 import statistics
@@ -88,11 +89,7 @@ def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
     records = records_of_run(run_dir)
     validations = [record for record in records if record["kind"] == "validation" and record["losses"]]
     there = list(dict.fromkeys(name for record in validations for name in record["losses"]))
-    if there and (unknown := [name for name in sources if name not in there]):
-        raise ValueError(
-            f"--sources {','.join(sources)}: {run_dir} was not validated on {', '.join(map(repr, unknown))}; name some "
-            f"of {', '.join(there)}"
-        )
+    check_sources(sources, there, str(run_dir))
     losses, by_source, last, lost = {}, {}, 0, None
     for record in validations:
         measured, tokens = record["losses"], int(record["tokens"])
@@ -112,6 +109,24 @@ def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
     folder = str(Path(run_dir).resolve())
     only = tuple(dict.fromkeys(sources)) if set(there) > set(sources) else ()
     return HeldOut(seed, losses, by_source, data_seed, start, trunk, steps, final, lost, folder, only)
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """Give a command the option that says which sources count; its value is a list of names, empty for all."""
+    parser.add_argument(
+        "--sources", type=lambda names: names.split(","), default=[], metavar="NAME,NAME,...",
+        help="the held-out sources that count, each alike (default: all)",
+    )  # fmt: skip
+
+
+def check_sources(sources: Sequence[str], there: Sequence[str], run: str) -> None:
+    """Raise ValueError for one of `sources` that `run` was never validated on. there: those that it was; none if that
+    is still to come."""
+    if there and (unknown := [name for name in sources if name not in there]):
+        raise ValueError(
+            f"--sources {','.join(sources)}: {run} was not validated on {', '.join(map(repr, unknown))}; name some of "
+            f"{', '.join(there)}"
+        )
 
 
 def _comparable(loss: object) -> bool:
@@ -145,9 +160,14 @@ def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[s
     return {name: [read_held_out(folder, sources) for folder in of_group] for name, of_group in folders.items()}
 
 
+def runs_of(groups: Mapping[str, Sequence[HeldOut]]) -> list[HeldOut]:
+    """The runs of all groups."""
+    return [run for runs in groups.values() for run in runs]
+
+
 def sources_note(groups: Mapping[str, Sequence[HeldOut]]) -> str | None:
     """A line for below a table of runs of which some sources count, not all; else None."""
-    only = dict.fromkeys(name for runs in groups.values() for run in runs for name in run.only)
+    only = dict.fromkeys(name for run in runs_of(groups) for name in run.only)
     return f"held-out losses: of {', '.join(only)} alone" if only else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from megatron_fp4.report.held_out import HeldOut, Pair, sources_note
+from megatron_fp4.report.held_out import HeldOut, Pair, runs_of, sources_note
 from megatron_fp4.report.noise import Spread, spread
 from megatron_fp4.report.picture import BLACK, INK, legend_below, look, open_frame, picture
 from megatron_fp4.report.words import counted, short_tokens
@@ -128,7 +128,7 @@ def _check_sources(run: HeldOut, partner: HeldOut, tokens: int) -> None:
 def gaps_of_groups(groups: Mapping[str, Sequence[HeldOut]]) -> dict[str, dict[int, dict[Pair, Gap]]]:
     """`gaps` to the first group of all others that have a pair. Raises NoPairError if none has."""
     base, *others = groups
-    compared = [run for runs in groups.values() for run in runs]
+    compared = runs_of(groups)
     found, problem = {}, None
     for name in others:
         try:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 
 from megatron_fp4.config.schema import Config, ScheduleConfig
+from megatron_fp4.precision.switch import switch_step
 
 # What is left of (peak - minimum) once a fraction p of the decay is done; every shape is exactly 0 at p = 1, so the
 # last step gets the minimum bit for bit. "1-sqrt" is from Hägele et al., arXiv:2405.18392, section 4.
@@ -66,6 +67,10 @@ class WSDSchedule:
     def of(cls, config: Config) -> WSDSchedule:
         """The schedule of the run that `config` describes. Raises ValueError as the class does."""
         return cls(config.schedule, config.optimizer.lr, config.train.steps)
+
+    def switch_step(self, when: str) -> int | None:
+        """The step before which a precision switch `when` happens, as `precision.switch.switch_step` has it."""
+        return switch_step(when, self.num_steps, self.decay_start_step)
 
     def lr(self, step: int, switched_at: int | None = None, rewarm_steps: int = 0) -> float:
         """The learning rate of update `step`, from 0 to num_steps - 1.

@@ -94,7 +94,7 @@ def test_the_sources_that_count(runs, tmp_path, compare):
     assert (tmp_path / "gap.png").exists()
     code, output, errors = compare(*runs, "--sources", "a,c")
     assert (code, output) == (2, "")
-    assert "--sources a,c: bf16 was not validated on c; name some of a, b" in errors
+    assert "--sources a,c: bf16 was not validated on 'c'; name some of a, b" in errors
 
 
 def test_the_command_prints_and_draws(runs, tmp_path, compare):
