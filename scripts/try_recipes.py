@@ -46,7 +46,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distribute
 from megatron_fp4.precision.selftest import SelfTestError
 from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.trial_file import TrialFile
-from megatron_fp4.report.trials import draw_trials, said, trial_table
+from megatron_fp4.report.trials import draw_trials, first_steps, said, trial_table
 from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch
 from scripts.trial.recipes import recipes_of
@@ -89,7 +89,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def try_recipes(options: argparse.Namespace) -> int:
     """Check everything, train what is missing, print."""
-    skip = min(10, options.steps // 6) if options.skip is None else options.skip
+    skip = first_steps(options.steps) if options.skip is None else options.skip
     if options.steps < 1 or not 0 <= skip < options.steps:
         raise ConfigError(f"--steps {options.steps} --skip {skip}: at least one step must count")
     if options.picture is not None:

@@ -21,11 +21,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Words:
-    """axis: what a gap is, with its unit. mean: what the dots are, such as "mean of the pairs". title: over it all."""
+    """axis: what a gap is, with its unit. mean: what the dots are, such as "mean of the pairs". title: over it all.
+    each: what a tick is."""
 
     axis: str
     mean: str
     title: str | None = None
+    each: str = "a pair"
 
 
 def draw_rows(
@@ -52,7 +54,7 @@ def draw_rows(
             if len(row.each) > 1:
                 axes.plot(
                     row.each, [place + 0.22] * len(row.each), color=BLUE, linestyle="none", marker="|", markersize=6,
-                    label=_once("a pair", labels),
+                    label=_once(words.each, labels),
                 )  # fmt: skip
             gap = row.gap
             color, sure = (VERMILION, "beyond the noise") if gap.beyond_noise else (BLUE, "not beyond the noise")

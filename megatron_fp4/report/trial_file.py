@@ -41,15 +41,8 @@ class TrialFile:
         self.write()  # what cannot be written is said before anything is trained
 
     def _read(self) -> None:
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-            made_from, self._kept = dict(content["made_from"]), dict(content["trials"])
-            trials = {
-                name: Trial(**{key: value for key, value in trial.items() if key != "configuration"})
-                for name, trial in self._kept.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.path} holds no recipes that were tried; give --output another file") from error
+        made_from, self._kept = _content(self.path, "give --output another file")
+        trials = {name: _trial(record) for name, record in self._kept.items()}
         for key in dict.fromkeys((*self.made_from, *made_from)):
             there, here = made_from.get(key), self.made_from.get(key)
             if there != here:
@@ -80,3 +73,25 @@ class TrialFile:
             "results": results(named, self.skip) if next(iter(self.configurations)) in named else {},
         }
         replace_text(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def read_trials(path: Path) -> tuple[dict[str, Any], dict[str, Trial]]:
+    """`made_from` of the file, and all recipes that were tried. Raises ValueError for a file of something else;
+    OSError."""
+    made_from, records = _content(path, "name one that try_recipes.py --output has written")
+    return made_from, {name: _trial(record) for name, record in records.items()}
+
+
+def _content(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        made_from, records = dict(content["made_from"]), dict(content["trials"])
+        for record in records.values():
+            _trial(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no recipes that were tried; {remedy}") from error
+    return made_from, records
+
+
+def _trial(record: Mapping[str, Any]) -> Trial:
+    return Trial(**{key: value for key, value in record.items() if key != "configuration"})

@@ -28,6 +28,11 @@ from megatron_fp4.report.words import counted, short_seconds
 BLOCKS = 6
 
 
+def first_steps(steps: int) -> int:
+    """How many of `steps` do not count if nobody says: a sixth, at most ten."""
+    return min(10, steps // 6)
+
+
 @dataclass(frozen=True)
 class Trial:
     """The steps of one recipe.
@@ -187,7 +192,7 @@ def _notes(trials: Mapping[str, Trial], base: str, start: int, skip: int) -> Ite
         yield (
             f"±: one standard error, by the means of {BLOCKS} blocks of steps. beyond the noise: zero is outside the "
             f"95% interval (Student's t, {BLOCKS - 1} degrees of freedom). It is the noise of this start alone: "
-            "differences that matter are worth a second checkpoint, of another seed."
+            "differences that matter are worth a second checkpoint, of another seed, and scripts/compare_starts.py."
         )
     of_all = [note for note in trials[base].notes if all(note in trial.notes for trial in trials.values())]
     yield from (f"all recipes: {note}" for note in of_all)
