@@ -12,8 +12,18 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_fp4.report.gap_picture import Row, Words, draw_rows
-from megatron_fp4.report.held_out import HeldOut, runs_of, sources_note
-from megatron_fp4.report.noise import Estimate, Pooled, beyond_cell, estimate, nats_cell, percent_cell, pooled
+from megatron_fp4.report.held_out import HeldOut, Pair, runs_of, sources_note
+from megatron_fp4.report.noise import (
+    Estimate,
+    Pooled,
+    beyond_cell,
+    estimate,
+    nats_cell,
+    percent_cell,
+    pooled,
+    share_cell,
+    share_of,
+)
 from megatron_fp4.report.paired import Gap, NoPairError, gaps, partners, trunk_of
 from megatron_fp4.report.words import counted, short_tokens
 
@@ -46,17 +56,27 @@ class FinalGaps:
         return runs_of(self.groups)
 
     @cached_property
-    def gaps(self) -> dict[str, list[Gap]]:
-        """Of each other group; empty where it has no pair with the base."""
-        found: dict[str, list[Gap]] = {}
+    def pairs(self) -> dict[str, dict[tuple[int, Pair], Gap]]:
+        """Of each other group, by tokens and pair; empty where it has no pair with the base."""
+        found: dict[str, dict[tuple[int, Pair], Gap]] = {}
         for name, runs in self.groups.items():
             if name != self.base:
                 try:
                     by_tokens = gaps(runs, self.groups[self.base], self.losses, self.compared)
                 except NoPairError:
                     by_tokens = {}
-                found[name] = [gap for at in by_tokens.values() for gap in at.values()]
+                found[name] = {(tokens, pair): gap for tokens, at in by_tokens.items() for pair, gap in at.items()}
         return found
+
+    @cached_property
+    def gaps(self) -> dict[str, list[Gap]]:
+        """The same without what they are of."""
+        return {name: [*of_group.values()] for name, of_group in self.pairs.items()}
+
+    def share(self, name: str, other: str) -> Estimate | None:
+        """Of the gap of group `other`, in percent of the base's loss, that group `name` has; see `share_of`."""
+        mine, others = ({key: gap.percent for key, gap in self.pairs[group].items()} for group in (name, other))
+        return share_of(mine, others)
 
     @cached_property
     def shared(self) -> Pooled | None:
@@ -124,7 +144,7 @@ def final_table(groups: Groups, against: str | None = None) -> str:
         return "\n".join([_NO_PAIR.format(base=base), *(f"left out: {line}" for line in of_base.left_out())])
     heads = ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token", "beyond the noise"]
     if of_other is not None:
-        heads += [f"above {against}", "beyond the noise"]
+        heads += [f"above {against}", "beyond the noise", f"share of the gap of {against}"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name in groups:
         percent, nats = of_base.percent.get(name), of_base.nats.get(name)
@@ -132,7 +152,8 @@ def final_table(groups: Groups, against: str | None = None) -> str:
         cells = [name, _end(of_base, name), count, percent_cell(percent), nats_cell(nats), beyond_cell(percent)]
         if of_other is not None:
             difference = None if name == against else of_other.percent.get(name)
-            cells += [percent_cell(difference), beyond_cell(difference)]
+            share = None if name in (base, against) else of_base.share(name, of_other.base)
+            cells += [percent_cell(difference), beyond_cell(difference), "1" if name == against else share_cell(share)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *_notes(of_base, of_other)])
 

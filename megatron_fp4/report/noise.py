@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 # So many numbers of its own a group needs to say how they scatter.
 _OWN = 5
 _SHARE = 0.95
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,18 @@ def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate
     return Estimate(own.mean, shared.deviation / math.sqrt(own.count), own.count, shared.freedom, shared=True)
 
 
+def share_of(gaps: Mapping[Key, float], others: Mapping[Key, float]) -> Estimate | None:
+    """What part of `others` the `gaps` are: the mean of gap / other gap over the pairs that both have, with the standard
+    error of its own scatter; None without such a pair, or if the other gap of one is not above zero.
+
+    What a pair adds to both gaps, as the noise of a base run, is not in the scatter of their ratio.
+    """
+    pairs = [(gaps[key], others[key]) for key in gaps if key in others]
+    if not pairs or min(other for _, other in pairs) <= 0:
+        return None
+    return estimate([gap / other for gap, other in pairs])
+
+
 def percent_cell(of: Estimate | None) -> str:
     """Of a table: a gap in percent with its standard error, starred if that is of the pooled deviation."""
     if of is None:
@@ -105,6 +120,13 @@ def nats_cell(of: Estimate | None) -> str:
     if of is None:
         return "-"
     return f"{of.mean:+.4f}" + ("" if of.error is None else f" ± {of.error:.4f}{'*' if of.shared else ''}")
+
+
+def share_cell(of: Estimate | None) -> str:
+    """A share with its standard error."""
+    if of is None:
+        return "-"
+    return f"{of.mean:.2f}" + ("" if of.error is None else f" ± {of.error:.2f}")
 
 
 def beyond_cell(of: Estimate | None) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp4.report.gap_picture import Row, Words, draw_rows
-from megatron_fp4.report.noise import Estimate, beyond_cell, estimate, percent_cell, pooled
+from megatron_fp4.report.noise import Estimate, beyond_cell, estimate, percent_cell, pooled, share_cell, share_of
 from megatron_fp4.report.trial_file import read_trials
 from megatron_fp4.report.trials import Trial, gap, step_seconds
 from megatron_fp4.report.words import counted
@@ -107,13 +107,10 @@ class Starts:
         return {name: estimate(of_starts, shared) for name, of_starts in gaps.items() if of_starts}
 
     def share(self, name: str) -> Estimate | None:
-        """Of the gap of `against` that `name` has, 1 if both cost as much: the mean over starts; None where that of
-        `against` is not above zero."""
+        """Of the gap of `against` that `name` has, 1 if both cost as much; see `share_of`."""
         if self.against in (None, self.base):
             return None
-        mine, other = self.gaps(name, self.base), self.gaps(str(self.against), self.base)
-        ratios = [mine[start] / other[start] for start in mine if other.get(start, 0.0) > 0]
-        return estimate(ratios) if ratios and len(ratios) == len(mine) else None
+        return share_of(self.gaps(name, self.base), self.gaps(str(self.against), self.base))
 
     def time(self, name: str) -> float | None:
         """Of a step, in times of the base's: the mean over starts."""
@@ -166,10 +163,7 @@ def draw_starts(found: Starts, target: str | Path) -> Path:
 def _share_cell(found: Starts, name: str) -> str:
     if name == found.against:
         return "1"
-    share = found.share(name) if name != found.base else None
-    if share is None:
-        return "-"
-    return f"{share.mean:.2f}" + ("" if share.error is None else f" ± {share.error:.2f}")
+    return share_cell(found.share(name) if name != found.base else None)
 
 
 def _steps(found: Starts) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp4.report.noise import Estimate, Pooled, estimate, pooled, spread, student_quantile
+from megatron_fp4.report.noise import Estimate, Pooled, estimate, pooled, share_cell, share_of, spread, student_quantile
 
 
 def test_the_standard_error_is_that_of_the_mean():
@@ -43,3 +43,13 @@ def test_beyond_the_noise_is_outside_of_students_interval():
     assert estimate(numbers).mean / estimate(numbers).error == pytest.approx(3.46, abs=0.01)
     assert estimate(numbers).beyond_noise is False
     assert estimate([2.0, 2.5, 3.0]).beyond_noise is True and estimate([-2.0, -2.5, -3.0]).beyond_noise is True
+
+
+def test_a_share_is_the_mean_of_the_ratios_of_pairs():
+    share = share_of({"a": 1.0, "b": 3.0, "alone": 9.0}, {"b": 4.0, "a": 2.0, "other": 0.0})
+    assert share is not None and (share.mean, share.count) == (pytest.approx(0.625), 2)
+    assert share.error == pytest.approx(0.125) and share_cell(share) == "0.62 ± 0.12"
+    assert share_cell(share_of({"a": 1.0}, {"a": 2.0})) == "0.50"  # of one pair nothing says how it scatters
+    for others in ({"a": 0.0, "b": 4.0}, {"a": -1.0, "b": 4.0}, {}):
+        assert share_of({"a": 1.0, "b": 3.0}, others) is None
+    assert share_cell(None) == "-"
