@@ -10,9 +10,9 @@ or the partners of its trunk, if that is in any of the groups.
 
 Prints Markdown tables: by tokens trained on, the base's held-out loss, its standard deviation, and the mean gap of each
 other group with its standard error (and how many pairs); at the end, the gaps in percent and nats, whether they are
-beyond the noise, the differences to another group (--against; by default the second, if there are three), and what share
-of its gap the others have; the same by held-out source. Draws the gaps over tokens (--output) and at the end (--final). A run that is not finished counts as
-far as it got, and not at the end.
+beyond the noise, the differences to another group (--against; by default the second, if there are three), and the share
+of its gap; the same by held-out source. Draws the gaps over tokens (--output) and at the end (--final). A run that is
+not finished counts as far as it got, and not at the end.
 
 Losses are the mean of the held-out sources, each weighed alike. --sources takes some of them alone, in all tables and
 pictures: one of few documents may be mostly noise.
