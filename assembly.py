@@ -37,7 +37,7 @@ from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.plan import Plan, build_plan
+from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch
@@ -137,7 +137,7 @@ def graphs_of(config: Config, backend: BackendChoice) -> GraphsChoice:
 
 def recipes_of(config: Config) -> list[Recipe]:
     """Those of the linears, before and after the switch, each once."""
-    return list(dict.fromkeys(row.recipe for plan in plans_of(config) if plan is not None for row in plan.rows))
+    return recipes_in(plans_of(config))
 
 
 def world_size() -> int:

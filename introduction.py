@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from assembly import CONFIGS, plans_of, recipes_of, sharded_model, world_size
+from assembly import CONFIGS, plans_of, sharded_model, world_size
 from data.opening import phase_schedule
 from data.plan import planned_use
 from data.validation import fewer_windows
@@ -43,8 +43,7 @@ def print_needs(config: Config) -> int:
         )
         for span in phase_schedule(config, {}).spans
     ]
-    plan, _ = plans_of(config)
-    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), phases, recipes_of(config), plan)
+    print_plan(config, world_size(), lambda *parts: sharded_model(config, *parts), phases, plans_of(config))
     return 0
 
 

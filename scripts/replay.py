@@ -33,12 +33,11 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError, folder_name, l
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.measure.gradient_noise import gradient_noise
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
-from megatron_fp4.training.step import StepResult, train_step
 from pretrain import pin_autotuned
 from run_parts import Run
+from scripts.trial.branch import one_step
 
 
 def main(arguments: list[str]) -> int:
@@ -145,6 +144,7 @@ def open_run(checkpoint: Path, overrides: list[str]) -> Run:
     )
     set_determinism(True)
     run = build(config, build_mesh(config.parallel, device))
+    run.graphs = None  # their bits are those of eager steps, which depend on less
     run.kernels.load_state_dict(trainer.get("autotuning"))  # also where the initial weights are begun with
     return run
 
@@ -178,7 +178,7 @@ def compare(
     print_line(run, "step", "loss recorded", "loss replayed", "norm recorded", "norm replayed", "")
     differing = []
     for step, batch in enumerate(run.loader.steps(start, last), start=start):
-        result, done, was = repeat(run, step, batch), step + 1, recorded[step + 1]
+        (result, _), done, was = one_step(run, step, batch), step + 1, recorded[step + 1]
         same = equal(was["loss"], result.loss) and equal(was["grad_norm"], result.grad_norm)
         verdict = "equal" if same else "DIFFERS"
         print_line(run, done, was["loss"], result.loss, was["grad_norm"], result.grad_norm, verdict)
@@ -189,28 +189,6 @@ def compare(
             run.roll_back(done, went_back[done])
         run.deoscillation.after_step(done)
     return differing
-
-
-def repeat(run: Run, step: int, batch: Any) -> StepResult:
-    """One step (from 0) as pretrain.py trains it."""
-    config, controller, reshard = run.config, run.controller, run.config.parallel.reshard
-    controller.before_step(
-        step, lambda: gradient_noise(run.model, batch, run.mesh, controller, step=step, reshard=reshard).ratio
-    )
-    run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
-    run.deoscillation.before_step(step)
-    return train_step(
-        run.model,
-        run.optimizer.optimizer,
-        batch,
-        run.mesh,
-        controller.clock,
-        step=step,
-        lr=run.lr(step),
-        clip_norm=config.optimizer.clip_norm,
-        reshard=reshard,
-        accept=run.spikes.accept,
-    )
 
 
 def equal(recorded: float | None, replayed: float) -> bool:

@@ -19,10 +19,11 @@ LONGEST = """
     precision/test_demands faults/test_endings test_pretrain distributed/test_checkpoint distributed/test_equality
     test_soak distributed/test_local_checkpoint exchange/test_megatron test_going_on exchange/test_hf
     test_compare_repeats test_spikes_run measure/test_replay distributed/test_gathered_codes exchange/test_in_run
-    inference/test_agreement data/test_workers exchange/test_nvfp4_folders training/test_recheck_run test_benchmark
-    test_initialized_run distributed/test_linear_codes measure/test_diagnostics_run data/prepare/test_resume
-    distributed/test_generation test_generate test_replay_command test_compare_memory faults/test_run_lock
-    test_packaging training/test_cuda_graphs test_refusals
+    inference/test_agreement distributed/test_local_saves data/test_workers exchange/test_nvfp4_folders
+    training/test_recheck_run test_benchmark test_initialized_run distributed/test_linear_codes
+    measure/test_diagnostics_run data/prepare/test_resume distributed/test_generation test_generate
+    test_replay_command test_compare_memory faults/test_run_lock test_packaging training/test_cuda_graphs
+    test_refusals
 """
 
 

@@ -165,6 +165,7 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
     trainer["switch"]["switched_at"] = 2
     (switched / "trainer.json").write_text(json.dumps(trainer))
     checkpoint, steps = str(run_dir / "checkpoints" / "step_00000003"), ["--steps", "2"]
+    (folder := tmp_path / "folder.png").mkdir()
     with mock.patch.object(try_recipes, "branch", side_effect=AssertionError("trained")):
         for arguments, expected in (
             ([str(tmp_path / "none"), "bf16", "nvfp4"], "is not a folder"),
@@ -186,7 +187,11 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
             ([str(switched), "bf16", "nvfp4", *steps], "behind the precision switch of its run (before step 3)"),
             ([checkpoint, "bf16", "nvfp4", *steps, "--output", str(tmp_path)], str(tmp_path)),
             ([checkpoint, "bf16", "nvfp4", *steps, "--picture", "gaps.txt"], "gaps.txt is no name of a picture"),
-            ([checkpoint, "bf16", "nvfp4", *steps, "--picture", f"{tmp_path}/none/a.png"], "its folder is to exist"),
+            (
+                [checkpoint, "bf16", "nvfp4", *steps, "--picture", f"{tmp_path}/none/a.png"],
+                f"no folder {tmp_path}/none;",
+            ),
+            ([checkpoint, "bf16", "nvfp4", *steps, "--picture", str(folder)], "it is a folder; name a file"),
         ):
             assert try_recipes.main(arguments) == 2, arguments
             printed = capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import get_args
 
 from megatron_fp4.checks.effects import validate_effects
 from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig, TokenGroup
-from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.config.schema import Bf16BlocksDefault, Config, ConfigError
 from megatron_fp4.precision.plan import recipe_of
 from megatron_fp4.precision.recipe import PLACES, Place
 from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
@@ -231,12 +231,24 @@ def _backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
 
 def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
     blocks, num_blocks = precision.bf16_blocks, config.model.num_blocks
-    if blocks.first + blocks.last >= num_blocks:
-        raise ConfigError(
-            f"{key}.bf16_blocks.first={blocks.first} and last={blocks.last} leave none of the {num_blocks} "
-            f"blocks of model.pattern={config.model.pattern} quantized; lower them to less than "
-            f"{num_blocks} together, or choose precision=bf16"
-        )
+    if blocks.first + blocks.last < num_blocks:
+        return
+    where, instead = "", "choose precision=bf16"
+    if file := key.rpartition(": ")[0]:  # a switch's target: an override reaches only into what its file refers to
+        defaults = [
+            f"model.{name}"
+            for name in ("nvfp4_bf16_blocks", "fp8_bf16_blocks")
+            if getattr(config.model, name) == Bf16BlocksDefault(blocks.first, blocks.last)
+        ]
+        where = f" {' or '.join([f'by {name}' for name in defaults] + ['in its file'])},"
+        # A run in BF16 does not switch to BF16.
+        unswitched = config.precision.name == "bf16"
+        instead = f"set {'precision.switch.when=never' if unswitched else file.rpartition('=')[0] + '=bf16'}"
+    raise ConfigError(
+        f"{key}.bf16_blocks.first={blocks.first} and last={blocks.last} leave none of the {num_blocks} "
+        f"blocks of model.pattern={config.model.pattern} quantized; lower them to less than {num_blocks} together,"
+        f"{where} or {instead}"
+    )
 
 
 def _recheck(precision: PrecisionConfig, quantized: bool, key: str) -> None:

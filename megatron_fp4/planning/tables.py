@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
@@ -11,8 +11,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, step_time
-from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.plan import Plan, recipes_in
 from megatron_fp4.report import console as show
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.words import counted, long_time, with_unit
@@ -23,15 +22,10 @@ _GIB = 2**30
 
 
 def print_plan(
-    config: Config,
-    world_size: int,
-    build: Build,
-    phases: Sequence[PlannedPhase],
-    recipes: Collection[Recipe],
-    plan: Plan,
+    config: Config, world_size: int, build: Build, phases: Sequence[PlannedPhase], plans: tuple[Plan, Plan | None]
 ) -> None:
-    """Print what the run of `config` needs on `world_size` ranks, which consists of `phases` and computes by `recipes`,
-    at first by `plan`.
+    """Print what the run of `config` needs on `world_size` ranks, which consists of `phases` and computes by `plans`,
+    before and after its precision switch.
 
     build: see `dry_run`.
     """
@@ -39,13 +33,13 @@ def print_plan(
     dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
     console.text(f"kernels: {describe_execution(execution, config.model.pattern)}")
-    console.table(show.plan_table(plan, config.precision.name))
+    console.table(show.plan_table(plans[0], config.precision.name))
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
     console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
     console.table(show.facts_table("Memory of a rank", memory_facts(config, world_size, dry)))
     if any(message.ranks > 1 for message in dry.messages):
         console.table(messages_table(dry))
-    times = [(phase, step_time(config, world_size, dry, phase, recipes)) for phase in phases]
+    times = [(phase, step_time(config, world_size, dry, phase, recipes_in(plans))) for phase in phases]
     console.table(time_table(times, config, world_size))
     console.table(show.facts_table("Work and time", time_facts(config, world_size, times)))
 

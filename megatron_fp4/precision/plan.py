@@ -127,6 +127,11 @@ def plan_in_effect(plans: tuple[Plan, Plan | None], switched_at: int | None) -> 
     return before if switched_at is None or after is None else after
 
 
+def recipes_in(plans: Iterable[Plan | None]) -> list[Recipe]:
+    """Those of all linears of all plans, each once."""
+    return list(dict.fromkeys(row.recipe for plan in plans if plan is not None for row in plan.rows))
+
+
 def build_plan(
     linears: Iterable[LinearShape],
     recipe: Recipe,

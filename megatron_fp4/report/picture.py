@@ -103,8 +103,10 @@ def check_target(target: Path) -> None:
     kinds = sorted(FigureCanvasAgg.filetypes)
     if target.suffix[1:].lower() not in kinds:
         raise ValueError(f"{target} is no name of a picture; give it one of the endings .{', .'.join(kinds)}")
-    if target.is_dir() or not target.parent.is_dir():
-        raise ValueError(f"{target} cannot be written: its folder is to exist, and it is to be no folder itself")
+    if target.is_dir():
+        raise ValueError(f"{target} cannot be written: it is a folder; name a file")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target} cannot be written: there is no folder {target.parent}; make it, or name another")
 
 
 def open_frame(axes: Axes) -> None:

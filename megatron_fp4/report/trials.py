@@ -138,7 +138,10 @@ def draw_trials(trials: Mapping[str, Trial], against: str | None, start: int, sk
     found = {name: gap(trial, trials[base], skip) for name, trial in trials.items() if name != base}
     rows = [Row(name, gap.percent) for name, gap in found.items() if gap is not None]
     if not rows:
-        raise ValueError(f"nothing to draw: no recipe got to its last step beside {base}, with finite losses")
+        without = {name: why for name, trial in trials.items() if (why := _why_without_gap(trial, skip))}
+        if base in without:
+            raise ValueError(f"nothing to draw: {base}, which gaps are measured from, {without[base]}")
+        raise ValueError(f"nothing to draw: {'; '.join(f'{name} {why}' for name, why in without.items())}")
     other = found.get(against or "")
     steps = max(len(trial.losses) for trial in trials.values())
     return draw_rows(
@@ -149,6 +152,16 @@ def draw_trials(trials: Mapping[str, Trial], against: str | None, start: int, sk
         ),
         mark=None if other is None else (f"{against}", other.percent.mean),
     )
+
+
+def _why_without_gap(trial: Trial, skip: int) -> str | None:
+    """Why no gap can be measured of a trial, or from it."""
+    if trial.ended is not None:
+        return trial.ended
+    count = trial.losses[skip:].count(None)
+    if not count:
+        return None
+    return f"has {counted(count, 'loss', 'losses')} that {'is' if count == 1 else 'are'} not finite"
 
 
 def said(name: str, trial: Trial, base: Trial | None, skip: int) -> str:

@@ -17,7 +17,7 @@ from megatron_fp4.measure.gradient_noise import gradient_noise
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.report.trials import Trial
 from megatron_fp4.training.spikes import Spike
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.step import StepResult, train_step
 from preflight import check_samples
 from pretrain import pin_autotuned, test_backend, validation_losses
 
@@ -39,19 +39,9 @@ def branch(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, ste
     with contextlib.closing(loading) as batches:
         for step, batch in enumerate(batches, start=start):
             began, done = time.perf_counter(), step + 1
-            if switch(run, step, batch):
+            result, switched = one_step(run, step, batch)
+            if switched:
                 notes.append(f"switched to {config.precision.switch.target} before step {done:,}")
-            run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
-            run.deoscillation.before_step(step)
-            result = train_step(
-                run.model,
-                run.optimizer.optimizer,
-                batch,
-                mesh,
-                run.controller.clock,
-                step=step,
-                **run.step_settings(step),
-            )
             trial.losses.append(result.loss if math.isfinite(result.loss) else None)
             trial.seconds.append(time.perf_counter() - began)
             skipped += result.skipped
@@ -86,14 +76,21 @@ def begin(run: Run, checkpoint: Path, start: int) -> None:
     test_backend(run)
 
 
-def switch(run: Run, step: int, batch: list[MicroBatch]) -> bool:
-    """Whether the precision switches before `step` (from 0); it does then."""
+def one_step(run: Run, step: int, batch: list[MicroBatch]) -> tuple[StepResult, bool]:
+    """Train `step` (from 0) as pretrain.py does, without its records; also whether the precision switched before it.
+
+    What spikes and de-oscillation do behind the step is left to the caller. Collective.
+    """
     controller, reshard = run.controller, run.config.parallel.reshard
     if run.graphs is not None and controller.switch.measures(step):
         run.graphs.make_room()
-    return controller.before_step(
+    switched = controller.before_step(
         step, lambda: gradient_noise(run.model, batch, run.mesh, controller, step=step, reshard=reshard).ratio
     )
+    run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
+    run.deoscillation.before_step(step)
+    parts = run.model, run.optimizer.optimizer, batch, run.mesh, controller.clock
+    return train_step(*parts, step=step, **run.step_settings(step)), switched
 
 
 def answer(run: Run, spike: Spike, checkpoint: Path) -> str:

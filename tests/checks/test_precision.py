@@ -230,6 +230,27 @@ def test_a_target_is_named_by_its_own_key():
         validate_precision(target, config, "cpu", key="target")
 
 
+@pytest.mark.parametrize(
+    ("precision", "instead"),
+    [
+        ("nvfp4_all_the_way", "precision.switch.target=bf16"),
+        ("bf16", "precision.switch.when=never"),
+    ],
+)
+def test_a_target_that_quantizes_nothing_has_remedies_that_can_be_typed(precision, instead):
+    switch = ("precision.switch.target=nvfp4", "precision.switch.when=3")
+    run = (f"precision={precision}", *switch, "model.pattern=MM")
+    message = refusal({}, *run)
+    assert message.startswith("precision.switch.target=nvfp4: precision.bf16_blocks.first=0 and last=2 leave none")
+    assert message.endswith(
+        f"lower them to less than 2 together, by model.nvfp4_bf16_blocks or in its file, or set {instead}"
+    )
+    for remedy in ("model.nvfp4_bf16_blocks.last=1", instead):
+        validate(composed(*run, remedy), 1, "cpu")
+    of_its_own = {"model.nvfp4_bf16_blocks.last": 1}  # as if the file had its 2 itself
+    assert refusal(of_its_own, *run).endswith(f"together, in its file, or set {instead}")
+
+
 def test_a_group_of_tokens_is_proposed_that_fits_every_phase():
     config = composed("precision=nvfp4_mean_removed")
     first, *others = config.data.phases

@@ -1,4 +1,5 @@
-"""Checkpoints on the nodes' own disks, with processes that pretend to be nodes: disks lost, kills, damage."""
+"""Checkpoints on the nodes' own disks, with processes that pretend to be nodes: what a start makes of disks that are
+lost and files that are damaged."""
 
 from __future__ import annotations
 
@@ -6,132 +7,24 @@ import hashlib
 import json
 import os
 import pickle
-import random
 import re
 import shutil
-import signal
-from collections import namedtuple
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_fp4.checkpoint import local as local_saves
-from megatron_fp4.checkpoint import local_files, transfer
-from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
+from megatron_fp4.checkpoint import local_files
 from megatron_fp4.checkpoint.local_files import RECORD
 from megatron_fp4.checkpoint.metadata import METADATA
 from megatron_fp4.checkpoint.saves import RANDOM_STATE
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import train_step
-from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
+from tests.distributed.local_jobs import Job, assert_continues, launch_all, parts
 
 pytestmark = pytest.mark.slow
-SHARED = 4
-
-
-@dataclass(frozen=True)
-class Job:
-    """A start: up to step `until`, with a shared checkpoint every 4 steps and a local one after every other step.
-
-    nodes: of each rank, the node it is on; by default each has its own. after: training goes on without a last save,
-    as if all were killed.
-    """
-
-    base: Path
-    until: int
-    nodes: tuple[int, ...] | None = None
-    per_node: int = 1
-    asynchronous: bool = True
-    local: bool = True
-    replicate: int = 1
-    resume: str = "auto"
-    sabotage: str | None = None
-    victims: tuple[int, ...] = ()
-
-
-def run(rank: int, job: Job) -> dict[str, Any]:
-    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(job.per_node), str(rank % job.per_node)
-    node = rank // job.per_node if job.nodes is None else job.nodes[rank]
-    mesh = toy_mesh(replicate=job.replicate)
-    model, optimizer = toy(mesh, seed=3)
-    clock = RunClock(seed=0)
-    checkpointer = Checkpointer(
-        job.base / "checkpoints", mesh, keep=0, identity={"run": 1}, asynchronous=job.asynchronous,
-        local_dir=job.base / f"node_{node}" if job.local else None, num_steps=100,
-    )  # fmt: skip
-    resumed = checkpointer.resume(job.resume, model, optimizer, clock, allow_mismatch=False)
-    checkpointer.prepare(model, optimizer)
-    start, back = 0 if resumed is None else resumed.step, checkpointer.last_step()
-    losses, draws, reports = [], [], []
-    for step in range(start, job.until):
-        batches = toy_batches(step, mesh)
-        result = train_step(model, optimizer, batches, mesh, clock, step=step, lr=1e-2, clip_norm=1.0)
-        losses.append((result.loss, result.grad_norm))
-        draws += [random.random(), torch.rand(()).item()]
-        done = step + 1
-        if job.sabotage is not None and done == job.until:
-            checkpointer.finish()
-            if rank in job.victims:
-                SABOTAGE[job.sabotage]()
-        if done % SHARED == 0 or job.local:
-            checkpointer.save(
-                done, model, optimizer, {"note": [done, 0.1]},
-                consumed_samples=8 * done, consumed_tokens=64 * done, local=done % SHARED != 0,
-            )  # fmt: skip
-    checkpointer.finish()
-    reports += checkpointer.reports()
-    state = {**model.state_dict(), **optimizer_state(model, optimizer)}
-    return {
-        "start": start,
-        "back": back,
-        "local": resumed is not None and resumed.local,
-        "trainer": None if resumed is None else resumed.trainer,
-        "losses": losses,
-        "draws": draws,
-        "reports": [(report.step, report.local, report.error) for report in reports],
-        "final": {name: whole(value) for name, value in state.items()},
-    }
-
-
-def run_all(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
-    """One start after the other; of those that are refused, the words."""
-    results = []
-    for job in jobs:
-        try:
-            results.append(run(rank, job))
-        except (ValueError, CheckpointError) as error:
-            results.append({"refused": str(error)})
-    return results
-
-
-def launch_all(world_size: int, jobs: list[Job]) -> list[list[dict[str, Any]]]:
-    """Of each job, the results of all ranks."""
-    return [list(of_job) for of_job in zip(*launch(run_all, world_size, jobs), strict=True)]
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def assert_continues(resumed: list[dict[str, Any]], straight: list[dict[str, Any]], start: int, local: bool) -> None:
-    assert [(one["start"], one["local"]) for one in resumed] == [(start, local)] * len(resumed)
-    for one, other in zip(resumed, straight, strict=True):
-        assert one["losses"] == other["losses"][start:]
-        assert one["draws"] == other["draws"][2 * start :]
-        assert equal(one["final"], other["final"])
-
-
-def parts(node: Path) -> set[tuple[int, int]]:
-    """(rank, step) of the folders on a node, whatever the start."""
-    names = [(path.parent.name, path.name) for path in node.glob("megatron_fp4_*/*/*/step_*")]
-    return {(int(rank.removeprefix("rank_")), int(step.removeprefix("step_"))) for rank, step in names}
 
 
 def part(base: Path, node: int, rank: int, step: int) -> Path:
@@ -451,133 +344,9 @@ def test_two_ranks_a_node(of_four: Any) -> None:
     assert_continues(half, straight, 7, local=True)
 
 
-# Kills
-
-
-def _kill(*unused: Any, **unused_too: Any) -> Any:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _before(owner: Any, name: str, calls: int = 1) -> Callable[[], None]:
-    """Kill this process when it comes to `owner.name` for that many times."""
-
-    def sabotage() -> None:
-        original, count = getattr(owner, name), iter(range(1, 100))
-        setattr(owner, name, lambda *args, **kw: _kill() if next(count) == calls else original(*args, **kw))
-
-    return sabotage
-
-
-SABOTAGE = {
-    "write": _before(local_saves, "write_shards"),
-    "record": _before(local_files, "encode"),
-    "receive": _before(transfer.Incoming, "finish"),
-    "rename": _before(local_files, "publish"),
-    "second rename": _before(local_files, "publish", calls=2),
-    "prune": _before(local_files, "prune"),
-}
-
-
-# Who is killed, and from which steps the next start may go on: whether the others still heard that all had written is
-# a matter of time.
-KILLS = {
-    ("write", (1,), True): {6},
-    ("record", (0,), False): {6},
-    ("receive", (1,), True): {6},
-    ("rename", (0, 1), True): {6},
-    ("rename", (1,), False): {6, 7},
-    ("second rename", (0, 1), True): {6, 7},
-    ("prune", (0, 1), True): {7},
-}
-
-
-@pytest.fixture(scope="module")
-def killed(made: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, tuple[list[int], list[dict[str, Any]]]]:
-    """Of each kill in the local save of step 7: the exit codes, and the start that follows."""
-    folder, codes = tmp_path_factory.mktemp("killed"), []
-    jobs = [
-        Job(folder / str(number), 7, asynchronous=asynchronous, sabotage=stage, victims=victims)
-        for number, (stage, victims, asynchronous) in enumerate(KILLS)
-    ]
-    for job in jobs:
-        shutil.copytree(made[0], job.base)
-        for path in list(job.base.glob("node_*/megatron_fp4_*/*/*/step_00000007")):
-            shutil.rmtree(path)
-        codes.append([])
-        launch(run, 2, job, exit_codes=codes[-1])
-    after = launch_all(2, [Job(job.base, 8) for job in jobs])
-    return dict(zip(KILLS, zip(codes, after, strict=True), strict=True))
-
-
-@pytest.mark.parametrize("kill", KILLS)
-def test_killed_while_saving(kill: Any, killed: Any, straight: list[dict[str, Any]]) -> None:
-    exit_codes, results = killed[kill]
-    assert -signal.SIGKILL in exit_codes and 0 not in exit_codes
-    assert results[0]["start"] in KILLS[kill]
-    assert_continues(results, straight, results[0]["start"], local=True)
-
-
 @pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "a/b", "..", RECORD])
 def test_a_record_names_files_beside_it(made: Any, tmp_path: Path, name: str) -> None:
     folder = Path(shutil.copytree(part(made[0], 0, 0, 7), tmp_path / "part"))
     craft(folder, lambda record: record["files"].update({name: {"size": 1, "sha256": ""}}))
     with pytest.raises(local_files.DamagedCheckpointError, match="not the name of a file beside it"):
         local_files.decode((folder / RECORD).read_bytes())
-
-
-# Saves that fail
-
-
-@contextmanager
-def _failing(stage: str) -> Iterator[None]:
-    owner, name = {"write": (local_saves, "write_shards"), "receive": (transfer.Incoming, "_store")}[stage]
-    original = getattr(owner, name)
-
-    def full(*arguments: Any) -> Any:
-        raise OSError(28, "No space left on device", "part")
-
-    def full_later(*arguments: Any) -> Any:
-        yield next(original(*arguments))
-        full()
-
-    setattr(owner, name, full if stage == "write" else full_later)
-    yield
-    setattr(owner, name, original)
-
-
-def _fail_and_go_on(rank: int, jobs: dict[str, Job]) -> dict[str, Any]:
-    """Rank 1's local saves fail for five steps, then they do not."""
-    results = {}
-    for stage, job in jobs.items():
-        with _failing(stage) if rank == 1 else nullcontext():
-            first = run(rank, job)
-        torch.distributed.barrier()
-        results[stage] = first["reports"], run(rank, replace(job, until=job.until + 2))
-    return results
-
-
-def test_a_failing_local_save_ends_nothing(tmp_path: Path) -> None:
-    jobs = {stage: Job(tmp_path / stage, 5) for stage in ("write", "receive")}
-    for results in launch(_fail_and_go_on, 2, jobs):
-        for stage, (reports, later) in results.items():
-            assert [(step, local, error is None) for step, local, error in reports] == [
-                (1, True, False), (2, True, False), (3, True, False), (4, False, True), (5, True, False),
-            ], stage  # fmt: skip
-            assert "rank 1: [Errno 28] No space left on device" in reports[0][2]
-            assert (later["start"], later["local"]) == (4, False)
-            assert later["reports"] == [(5, True, None), (6, True, None), (7, True, None)]
-    assert parts(tmp_path / "write" / "node_0") == {(0, 6), (1, 6), (0, 7), (1, 7)}
-
-
-def _full(rank: int, job: Job) -> Any:
-    """The disk is full on node 1."""
-    if rank == 1:
-        local_saves.shutil.disk_usage = lambda _: namedtuple("usage", "free")(10)  # type: ignore[attr-defined]
-    return run(rank, job)
-
-
-def test_space_is_looked_at_before(tmp_path: Path) -> None:
-    for result in launch(_full, 2, Job(tmp_path, 1, asynchronous=False)):
-        ((_, _, error),) = result["reports"]
-        assert "rank 1: [Errno 28] a local checkpoint needs 0.00 GB on each node, and 0.00 GB are free" in error
-    assert not parts(tmp_path / "node_0") and not list(tmp_path.glob("node_*/**/*.distcp"))

@@ -1,6 +1,7 @@
 """Whole short runs on a GPU, of what was found broken or new there: recipes, switches, odd sizes, backends.
 
 Each is pretrain.py in a process of its own on the tiny model, through its switch, a validation with a rest and the end.
+And the same run twice, one of which measures its gradient noise.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,15 +52,10 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_short_run(tmp_path: Path, name: str) -> None:
-    overrides = RUNS[name]
-    if "precision.backend=transformer_engine" in overrides and importlib.util.find_spec("transformer_engine") is None:
-        pytest.skip("needs Transformer Engine")
-    named = {override.split("=")[0] for override in overrides}
-    common = [override for override in COMMON if override.split("=")[0] not in named]
+def run(folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
+    """The records of a run."""
     done = subprocess.run(
-        [sys.executable, "pretrain.py", *common, *overrides, f"run.dir={tmp_path / 'run'}"],
+        [sys.executable, "pretrain.py", *overrides, f"run.dir={folder}"],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         capture_output=True,
@@ -66,10 +63,37 @@ def test_a_short_run(tmp_path: Path, name: str) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_short_run(tmp_path: Path, name: str) -> None:
+    overrides = RUNS[name]
+    if "precision.backend=transformer_engine" in overrides and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine")
+    named = {override.split("=")[0] for override in overrides}
+    common = [override for override in COMMON if override.split("=")[0] not in named]
+    records = run(tmp_path / "run", [*common, *overrides])
     losses = [record["loss"] for record in records if record["kind"] == "step"]
     assert len(losses) == 6 and all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0]
     if SWITCH[0] in overrides:
         assert [record["step"] for record in records if record.get("event") == "switch"] == [4]
     assert any(record["kind"] == "validation" for record in records)
+
+
+def test_gradient_noise_measured_beside_cuda_graphs_changes_no_bit(tmp_path: Path) -> None:
+    """Without Mamba blocks, whose kernels not every machine has, and without rechecks, which no graph can do."""
+    common = ["model.pattern=-*-*", "model.nvfp4_bf16_blocks.last=1", "train.steps=8"]
+    common += ["train.cuda_graphs=true", "precision.backend=emulated"]
+    common += [override for override in COMMON if override.startswith(("checkpoint.", "validation.", "logging."))]
+    noise = ["precision.switch.when=gradient_noise", "precision.switch.interval=2", "precision.switch.patience=1000"]
+    measured = run(tmp_path / "measured", [*common, *noise])
+    unmeasured = run(tmp_path / "unmeasured", [*common, "precision.switch.when=never"])
+    steps, expected = (
+        [(record["step"], record["loss"], record["grad_norm"]) for record in records if record["kind"] == "step"]
+        for records in (measured, unmeasured)
+    )
+    assert len(expected) == 8 and steps == expected
+    ratios = {record["step"]: record["ratio"] for record in measured if record["kind"] == "gradient_noise"}
+    assert list(ratios) == [1, 3, 5, 7] and all(1 < ratio < 100 for ratio in ratios.values())

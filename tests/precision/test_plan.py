@@ -19,7 +19,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, build_plan
+from megatron_fp4.precision.plan import LinearShape, Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import BF16
 from tests.precision import reference as ref
 from tests.recipes import changed
@@ -281,6 +281,12 @@ def test_a_switched_plan_changes_quantized_linears_only(scope):
             assert not new.recipe.wgrad.left.quantized
     with pytest.raises(ValueError):
         before.switched(Plan(target.rows[:-1]), scope)
+
+
+def test_the_recipes_of_a_run_are_those_of_both_its_plans_each_once():
+    before, after = plan_of(Bf16BlocksConfig(last=2)), plan_of(recipe=ref.MXFP8)
+    assert recipes_in((before, None)) == [ref.NVFP4, BF16]
+    assert recipes_in((before, after)) == [ref.NVFP4, BF16, ref.MXFP8]
 
 
 def test_a_plan_takes_effect_on_existing_layers(monkeypatch):

@@ -99,5 +99,30 @@ def test_the_picture_has_the_tables_gaps(tmp_path: Path, monkeypatch: pytest.Mon
     assert [(row.label, round(row.gap.mean, 6)) for row in rows] == [("worse", 2.0)]
     assert target == tmp_path / "gaps.png" and more["mark"] == ("worse", pytest.approx(2.0))
     assert "bf16" in words.axis and words.title == "steps 103 to 118"
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_trials({"bf16": base, "ended": Trial([4.0], [0.1])}, None, 0, 2, tmp_path / "gaps.png")
+
+
+ENDED = Trial([4.0], [0.1], ended="ended after step 1: no data")
+
+
+@pytest.mark.parametrize(
+    ("trials", "why"),
+    [
+        (
+            {"bf16": ENDED, "nvfp4": _trial([4.0, 4.1])},
+            "bf16, which gaps are measured from, ended after step 1: no data",
+        ),
+        (
+            {"bf16": _trial([4.0, 4.1]), "a": ENDED, "b": _trial([None, None]), "c": _trial([4.0, None])},
+            "a ended after step 1: no data; b has 2 losses that are not finite; c has 1 loss that is not finite",
+        ),
+        (
+            {"bf16": _trial([4.0, None]), "a": ENDED},
+            "bf16, which gaps are measured from, has 1 loss that is not finite",
+        ),
+    ],
+)
+def test_without_any_gap_the_picture_says_why(trials: dict[str, Trial], why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        draw_trials(trials, None, 0, 0, tmp_path / "gaps.png")
+    assert str(error.value) == f"nothing to draw: {why}"
+    assert not any(tmp_path.iterdir())

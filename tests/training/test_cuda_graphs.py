@@ -17,11 +17,14 @@ from torch import Tensor
 from assembly import configure, plans_of
 from megatron_fp4.config.data_schema import DataConfig
 from megatron_fp4.config.schema import Config, ConfigError, OptimizerConfig, ParallelConfig, TrainConfig
+from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Recipe
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs, made_by_pytorch
 from megatron_fp4.training.optimizer import build_optimizer
@@ -68,15 +71,26 @@ class Job:
         for name, context in self.linears.items():
             context.recipe, context.weight_cache = BF16 if name.startswith("blocks.1") else recipe, None
 
-    def step(self, step: int, length: int = 16, count: int = 3) -> tuple[float, float, bool]:
-        """Loss, norm, and whether it was replayed."""
+    def batches(self, step: int, length: int = 16, count: int = 3) -> list[ToyBatch]:
         generator = torch.Generator().manual_seed(step)
         draws = torch.randint(0, CONFIG.vocab_size, (count, 2, 2, length), generator=generator)
-        batches = [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
+        return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
+
+    def step(self, step: int, length: int = 16, count: int = 3) -> tuple[float, float, bool]:
+        """Loss, norm, and whether it was replayed."""
+        batches = self.batches(step, length, count)
         settings: dict[str, Any] = {"step": step, "lr": 1e-2, "clip_norm": 1.0, "graphs": self.graphs}
         result = train_step(self.model, self.optimizer, batches, self.mesh, self.clock, **settings)
         assert self.clock.keys is None and all(p.grad is None for p in self.model.parameters())
         return result.loss, result.grad_norm, self.graphs is not None and self.graphs.captured
+
+    def noise(self, step: int) -> GradientNoise:
+        """What a run measures for its precision switch, before the step."""
+        if self.graphs is not None:
+            self.graphs.make_room()
+        rows = [PlannedLinear(LinearShape(name, 0, 0, 0), linear.recipe, "") for name, linear in self.linears.items()]
+        controller = PrecisionController(self.linears, Plan(tuple(rows)), self.clock)
+        return gradient_noise(self.model, self.batches(step), self.mesh, controller, step=step)
 
     def validate(self) -> float:
         with torch.no_grad():
@@ -137,6 +151,21 @@ def test_replays_have_the_bits_of_eager_steps(mesh: ParallelMesh) -> None:
             assert eager.validate() == replayed.validate()
         was.append(captured)
     assert was == [False, False, True, True, True, False, False, True]
+    assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_measurement_between_replays_changes_no_bit(
+    mesh: ParallelMesh, room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MicroBatchGraphs, "_has_room", lambda self: room)
+    eager, replayed = Job(mesh), Job(mesh, Again)
+    for step in range(7):
+        noise = replayed.noise(step) if step % 2 == 0 else None
+        if step == 6:  # by then the eager job has trained without any
+            assert noise == eager.noise(step) and noise is not None and 1 < noise.ratio < 20
+        (*expected, _), (*found, captured) = eager.step(step), replayed.step(step)
+        assert found == expected and captured == (step >= EAGER_STEPS)
     assert all(torch.equal(a, b) for a, b in zip(eager.weights(), replayed.weights(), strict=True))
 
 
