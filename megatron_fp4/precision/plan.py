@@ -144,8 +144,8 @@ def build_plan(
     call the precision that all this is of.
 
     An exception for block types that the model does not have changes nothing. Raises ValueError if a name pattern
-    or a plan file names no linear of this model, the file cannot be read, or an exception matches only linears that
-    earlier ones take.
+    or a plan file names no linear of this model, the file cannot be read, an exception matches only linears that
+    earlier ones take, or nothing is left to quantize for a recipe that quantizes.
     """
     shapes = list(linears)
     recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
@@ -168,6 +168,12 @@ def build_plan(
             if exceptions[index].blocks:
                 reason += f" in blocks {exceptions[index].blocks}"
         rows.append(PlannedLinear(shape, planned, reason, where))
+    if quantized and rows and not any(row.recipe.quantized for row in rows):
+        first = rows[0]
+        raise ValueError(
+            f"{key}={recipe.name} leaves none of the {len(rows)} linears quantized ({first.linear.name}: {first.reason}); "
+            f"take some out of {key}.bf16_blocks or {key}.exceptions, or choose bf16"
+        )
     return Plan(tuple(rows))
 
 

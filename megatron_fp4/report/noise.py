@@ -97,7 +97,7 @@ def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate
 
 
 def share_of(gaps: Mapping[Key, float], others: Mapping[Key, float]) -> Estimate | None:
-    """What part of `others` the `gaps` are: the mean of gap / other gap over the pairs that both have, with the error of
+    """What part of `others` the `gaps` are: the mean over the pairs that both have of gap / other gap, and the error of
     its own scatter; None without such a pair, or if the other gap of one is not above zero.
 
     What a pair adds to both gaps, as the noise of a base run, is not in the scatter of their ratio.

@@ -198,6 +198,28 @@ def test_a_pattern_without_a_linear_is_refused(pattern):
     assert "blocks.<0..5>.<one of mixer.down_proj, mixer.in_proj, mixer.out_proj, mixer.up_proj>" in str(error.value)
 
 
+@pytest.mark.parametrize("by", ["names", "file", "ends", "exceptions"])
+def test_a_plan_that_leaves_nothing_quantized_is_refused(tmp_path, by):
+    file = tmp_path / "all.yaml"
+    file.write_text(yaml.safe_dump({"bf16": [shape.name for shape in shapes()]}))
+    blocks, exceptions, reason = {
+        "names": (Bf16BlocksConfig(names=["*.in_proj", "*"]), (), "its name matches *.in_proj"),
+        "file": (Bf16BlocksConfig(file=str(file)), (), "listed in all.yaml"),
+        "ends": (Bf16BlocksConfig(first=2, last=4), (), "block 0 is one of the first 2"),
+        "exceptions": (None, (excepted(["*"], "bf16"),), "its name matches *"),
+    }[by]
+    count = len(shapes())
+    with pytest.raises(ValueError) as error:
+        plan_of(blocks, exceptions=exceptions)
+    assert str(error.value) == (
+        f"precision=nvfp4 leaves none of the {count} linears quantized (blocks.0.mixer.in_proj: {reason}); take some "
+        "out of precision.bf16_blocks or precision.exceptions, or choose bf16"
+    )
+    assert plan_of(blocks, recipe=BF16, exceptions=exceptions).num_quantized == 0  # a run in BF16 may say all of that
+    one = plan_of(Bf16BlocksConfig(names=["blocks.[1-9]*"]))
+    assert 0 < one.num_quantized < count
+
+
 def test_a_plan_file_lists_linears(tmp_path):
     file = tmp_path / "sensitive.yaml"
     file.write_text(yaml.safe_dump({"bf16": ["blocks.3.mixer.up_proj", "blocks.0.mixer.in_proj"]}))
