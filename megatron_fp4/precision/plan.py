@@ -169,10 +169,10 @@ def build_plan(
                 reason += f" in blocks {exceptions[index].blocks}"
         rows.append(PlannedLinear(shape, planned, reason, where))
     if quantized and rows and not any(row.recipe.quantized for row in rows):
-        first = rows[0]
+        example = f"{rows[0].linear.name}: {rows[0].reason}"
         raise ValueError(
-            f"{key}={recipe.name} leaves none of the {len(rows)} linears quantized ({first.linear.name}: {first.reason}); "
-            f"take some out of {key}.bf16_blocks or {key}.exceptions, or choose bf16"
+            f"{key}={recipe.name} leaves none of the {len(rows)} linears quantized ({example}); take some out of "
+            f"{key}.bf16_blocks or {key}.exceptions, or choose bf16"
         )
     return Plan(tuple(rows))
 
