@@ -76,7 +76,7 @@ class FinalGaps:
     def share(self, name: str, other: str) -> Estimate | None:
         """Of the gap of group `other`, in percent of the base's loss, that group `name` has; see `share_of`."""
         mine, others = ({key: gap.percent for key, gap in self.pairs[group].items()} for group in (name, other))
-        return share_of(mine, others)
+        return share_of(mine, others, self.percent.get(other))
 
     @cached_property
     def shared(self) -> Pooled | None:

@@ -96,16 +96,17 @@ def estimate(numbers: Sequence[float], shared: Pooled | None = None) -> Estimate
     return Estimate(own.mean, shared.deviation / math.sqrt(own.count), own.count, shared.freedom, shared=True)
 
 
-def share_of(gaps: Mapping[Key, float], others: Mapping[Key, float]) -> Estimate | None:
+def share_of(gaps: Mapping[Key, float], others: Mapping[Key, float], other: Estimate | None = None) -> Estimate | None:
     """What part of `others` the `gaps` are: the mean over the pairs that both have of gap / other gap, and the error of
-    its own scatter; None without such a pair, or if the other gap of one is not above zero.
+    its own scatter; None without such a pair, or if the other gap of one is not above zero, or all of them, whose mean
+    is `other`, are not beyond the noise.
 
     What a pair adds to both gaps, as the noise of a base run, is not in the scatter of their ratio.
     """
     pairs = [(gaps[key], others[key]) for key in gaps if key in others]
-    if not pairs or min(other for _, other in pairs) <= 0:
+    if not pairs or min(whole for _, whole in pairs) <= 0 or (other is not None and other.beyond_noise is False):
         return None
-    return estimate([gap / other for gap, other in pairs])
+    return estimate([gap / whole for gap, whole in pairs])
 
 
 def percent_cell(of: Estimate | None) -> str:

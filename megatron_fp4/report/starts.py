@@ -110,7 +110,9 @@ class Starts:
         """Of the gap of `against` that `name` has, 1 if both cost as much; see `share_of`."""
         if self.against in (None, self.base):
             return None
-        return share_of(self.gaps(name, self.base), self.gaps(str(self.against), self.base))
+        against = str(self.against)
+        whole = self.estimates(self.base).get(against)
+        return share_of(self.gaps(name, self.base), self.gaps(against, self.base), whole)
 
     def time(self, name: str) -> float | None:
         """Of a step, in times of the base's: the mean over starts."""

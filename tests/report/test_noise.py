@@ -52,4 +52,8 @@ def test_a_share_is_the_mean_of_the_ratios_of_pairs():
     assert share_cell(share_of({"a": 1.0}, {"a": 2.0})) == "0.50"  # of one pair nothing says how it scatters
     for others in ({"a": 0.0, "b": 4.0}, {"a": -1.0, "b": 4.0}, {}):
         assert share_of({"a": 1.0, "b": 3.0}, others) is None
+    gaps, others = {"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 4.0}
+    sure, unsure = Estimate(3.0, 0.1, 2, 1), Estimate(3.0, 1.0, 2, 1)
+    assert share_of(gaps, others, sure) == share_of(gaps, others) and share_of(gaps, others, unsure) is None
+    assert share_of(gaps, others, Estimate(3.0, None, 1)) is not None  # nothing says how sure it is
     assert share_cell(None) == "-"
