@@ -4,14 +4,17 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from assembly import CONFIGS
 from data.builtin import open_builtin
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
+from tests.composing import quick_composing
 
 # Files that take longest, the longest first: each is run whole by one of the processes of `make test`, and what begins
 # last has to be short. The others follow as they are found.
@@ -28,6 +31,10 @@ LONGEST = """
     test_packaging data/test_builtin
 """
 
+# Whose tests are of composing and its errors.
+OF_COMPOSING = ("config", "docs", "test_configure.py", "test_refusals.py")
+KNOWN: dict[Any, Any] = {}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Bring the longest files to the front."""
@@ -43,6 +50,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def composed_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What this process composes of the project's configurations, where a test is not of that itself."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] in OF_COMPOSING:
+        yield
+        return
+    with quick_composing(CONFIGS, KNOWN):
+        yield
 
 
 @pytest.fixture(scope="session")

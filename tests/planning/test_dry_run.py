@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import traceback
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -67,12 +68,15 @@ def run_each(world_size: int, configs: list[Config]) -> list[DryRun]:
     assert receiver.poll(300), "no dry run takes so long"
     results = receiver.recv()
     process.join()
-    assert process.exitcode == 0
+    assert process.exitcode == 0 and isinstance(results, list), results
     return results
 
 
 def _send_runs(sender: Connection, world_size: int, configs: list[Config]) -> None:
-    sender.send([dry_run(c, world_size, partial(sharded_model, c), planned_execution(c)) for c in configs])
+    try:
+        sender.send([dry_run(c, world_size, partial(sharded_model, c), planned_execution(c)) for c in configs])
+    except Exception:
+        sender.send(traceback.format_exc())
 
 
 def counted(dry, operation: str, group: str) -> int:

@@ -38,7 +38,6 @@ from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.fp8_cuda import quantize_fp8_fused
 from megatron_fp4.training.cuda_graphs import made_by_pytorch
 from models.hybrid import build_model
-from tests.docs.commands import quick_composing
 from tests.planning.gpu_path import without_launches
 from tests.precision import reference as ref
 from tests.recipes import changed, with_means
@@ -49,12 +48,6 @@ PRECISIONS = sorted(path.stem for path in (CONFIGS / "precision").glob("*.yaml")
 SCOPES = ("both", "forward", "backward")
 # The fewest of a micro-batch, and what a validation's last one may leave: no multiple of 32 or 128.
 TOKENS = (2064, 16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly() -> Iterator[None]:
-    with quick_composing():
-        yield
 
 
 @functools.cache
