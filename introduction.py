@@ -20,7 +20,6 @@ from megatron_fp4.measure.machine import peak_tflops
 from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.report import console as show
 from megatron_fp4.report.completion import REPORT_FILE
-from megatron_fp4.report.page import write_report
 from megatron_fp4.report.run_files import attempt
 from megatron_fp4.report.summary import introduce
 from models.execution_choice import cost_of_determinism, describe_execution
@@ -162,6 +161,8 @@ def say_all(config: Config, console: show.RunConsole) -> None:
     path = Path(config.run.dir) / REPORT_FILE
 
     def write() -> Path:
+        from megatron_fp4.report.page import write_report  # and with it matplotlib, for which no start has to wait
+
         return write_report([config.run.dir], defaults=yaml.safe_load(to_yaml(compose_config([], CONFIGS))))
 
     if attempt(str(path), write) is not None:

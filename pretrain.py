@@ -18,11 +18,13 @@ number.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
+    import gc
     import sys
 
     from megatron_fp4.faults.signals import stop_request
 
     STOP = stop_request(sys.argv[1:])
+    gc.disable()  # until the end of this file: of what imports make, hardly anything is garbage
 
 import logging
 import sys
@@ -433,4 +435,6 @@ def test_backend(run: Run) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported stays: no collection looks at it again, at the start or between two steps
+    gc.enable()
     run_program(lambda: launch(sys.argv[1:], STOP))

@@ -29,7 +29,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# torch._dynamo and torch._inductor because FSDP and deterministic algorithms import them when first used.
+# torch._dynamo and torch._inductor because FSDP and deterministic algorithms import them when first used. The last
+# is to come last.
 PRELOAD = [
     "tests.programs",
     "tests.training.harness",
@@ -40,8 +41,9 @@ PRELOAD = [
     "torch._inductor.config",
     "torch.utils.tensorboard",
     "megatron_fp4.checkpoint.checkpointer",
-    "megatron_fp4.report.plot",
+    "megatron_fp4.report.page",
     "megatron_fp4.planning.dry_run",
+    "tests.all_imported",
 ]
 
 

@@ -91,7 +91,7 @@ PLACES: dict[str, Place] = {
     "step done": Place("pretrain", "train_step", after=True, repeats=6),
     "validation": Place("pretrain", "validation_losses", repeats=2),
     "end: summary": Place("pretrain", "summarize", repeats=0, ranks="first"),
-    "end: picture": Place("megatron_fp4.report.summary", "plot_loss", repeats=0, ranks="first"),
+    "end: picture": Place("megatron_fp4.report.plot", "plot_loss", repeats=0, ranks="first"),
     "end": Place("megatron_fp4.faults.ending", "leave_distributed", repeats=0),
 }
 

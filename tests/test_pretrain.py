@@ -317,3 +317,27 @@ def test_check_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "precision" in capsys.readouterr().out
     assert pretrain.main(["--version"]) == 0
     assert capsys.readouterr().out == f"megatron_fp4 {__version__}\n"
+
+
+# pretrain.py up to its end, where it says what has been imported, and whether garbage is collected.
+_AT_THE_END = """
+import gc, runpy, sys
+from megatron_fp4.faults import ending
+
+def end(code):
+    print("matplotlib" in sys.modules, gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)
+    leave(code)
+
+leave, ending.end_process = ending.end_process, end
+sys.argv = ["pretrain.py", "--version"]
+runpy.run_path("pretrain.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_start_waits_for_no_pictures_and_collects_garbage() -> None:
+    """Of the run, and not that of imports, which takes long and finds next to nothing."""
+    python = [sys.executable, "-c", _AT_THE_END]
+    done = subprocess.run(python, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False True True"

@@ -122,7 +122,7 @@ def test_a_page_that_fails_is_one_warning(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr("introduction.write_report", fails)
+    monkeypatch.setattr("megatron_fp4.report.page.write_report", fails)
     say_all(Config(run=RunConfig(dir=str(tmp_path))), RunConsole(1, active=False))
     (record,) = caplog.records
     assert f"{tmp_path}/report.html" in record.message and "RuntimeError: no fonts" in record.message

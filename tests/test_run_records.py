@@ -15,7 +15,8 @@ import yaml
 
 import pretrain
 from megatron_fp4.checkpoint import files
-from megatron_fp4.report import record_file, summary
+from megatron_fp4.report import plot as report_plot
+from megatron_fp4.report import record_file
 from megatron_fp4.report.metrics import read_metrics
 from tests.test_pretrain import SMALL, run
 
@@ -90,13 +91,13 @@ def test_records_are_on_the_disk_before_a_checkpoint_is(tmp_path: Path, corpus: 
             raise OSError(errno.ENOSPC, "No space left on device")
         return real_write(descriptor, data)
 
-    def plot(_: Path) -> None:
+    def plot(*_: object) -> None:
         raise RuntimeError("no font")
 
     monkeypatch.setattr(record_file.os, "fsync", fsync)
     monkeypatch.setattr(record_file.os, "write", write)
     monkeypatch.setattr(files, "publish", publish)
-    monkeypatch.setattr(summary, "plot_loss", plot)
+    monkeypatch.setattr(report_plot, "plot_loss", plot)
     arguments = [*TINY, f"data.cache_dir={corpus}", f"run.dir={tmp_path / 'run'}", "data.num_workers=0"]
     assert pretrain.main(arguments) == 0
     assert published == [1, 2, 3, 4] and refused == [3]

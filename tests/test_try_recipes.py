@@ -22,7 +22,7 @@ from megatron_fp4.report.trials import Trial
 from megatron_fp4.training.step import StepResult
 from scripts import try_recipes
 from scripts.trial import branch
-from tests.docs.commands import quick_composing
+from tests.composing import quick_composing
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow

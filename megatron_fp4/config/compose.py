@@ -7,6 +7,7 @@ itself, and no OmegaConf object leaves this file.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -109,6 +110,7 @@ def _compose(name: str, overrides: list[str], directory: Path) -> DictConfig:
         raise ConfigError(explain(error, overrides, directory)) from error
 
 
+@functools.cache
 def _defaults() -> DictConfig:
     """The schema's defaults, to which no file and no override can add a key but in empty mappings, such as
     `data.sources`."""

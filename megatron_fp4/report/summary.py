@@ -14,7 +14,6 @@ from megatron_fp4.report.completion import SUMMARY_FILE
 from megatron_fp4.report.console import RunConsole
 from megatron_fp4.report.goodput import goodput_of
 from megatron_fp4.report.metrics import METRICS_FILE, finite
-from megatron_fp4.report.plot import plot_loss
 from megatron_fp4.report.run_files import attempt, replace_text
 
 
@@ -107,6 +106,8 @@ def summarize(
 
 
 def _draw(run_dir: Path, baseline: str | None) -> None:
+    from megatron_fp4.report.plot import plot_loss  # and with it matplotlib, for which no start has to wait
+
     try:
         plot_loss(run_dir, baseline)
     except (OSError, ValueError):

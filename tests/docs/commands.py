@@ -4,22 +4,18 @@ run composes and passes the checks that come before one. Nothing is started, and
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib
 import importlib.util
 import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 from torch.distributed.run import get_args_parser
 
 import assembly
@@ -105,33 +101,6 @@ def configuration(overrides: Sequence[str], configs: Path, ranks: int) -> Config
     device = "cpu" if config.run.device == "cpu" else "cuda"
     assembly.check(config, ranks or max(1, config.parallel.tensor * config.parallel.replicate), device)
     return config
-
-
-@contextmanager
-def quick_composing() -> Iterator[None]:
-    """Hydra reads the files of one choice of groups once, and then only sets values, as it does itself."""
-    real = compose._compose
-    known: dict[Any, Any] = {}
-
-    def quick(name: str, overrides: list[str], directory: Path) -> Any:
-        files = [one for one in overrides if "." not in one.partition("=")[0]]
-        key = name, tuple(files), directory
-        if key not in known:
-            known[key] = real(name, files, directory)
-        values = OverridesParser.create().parse_overrides([one for one in overrides if one not in files])
-        found = copy.deepcopy(known[key])
-        ConfigLoaderImpl._apply_overrides_to_config(values, found)
-        return found
-
-    def cached(name: str, overrides: list[str], directory: Path) -> Any:
-        try:
-            return quick(name, overrides, directory)
-        except HydraException:
-            return real(name, overrides, directory)  # which says it in one line
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "_compose", cached)
-        yield
 
 
 def parsed(script: str, arguments: list[str]) -> argparse.Namespace | None:

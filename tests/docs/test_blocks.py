@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import ConfigError
+from tests.composing import quick_composing
 from tests.docs.blocks import KINDS, OPTIONS, PAGES, ROOT, Block, blocks
-from tests.docs.commands import WrongCommandError, check, configuration, quick_composing
+from tests.docs.commands import WrongCommandError, check, configuration
 from tests.docs.running import Session, filled
 from tests.docs.shell import Command, commands_of
 
@@ -156,6 +158,26 @@ def test_composing_quickly_is_composing() -> None:
     slowly = compose_config(overrides, ROOT / "configs")
     with quick_composing():
         assert [compose_config(overrides, ROOT / "configs") for _ in range(2)] == [slowly, slowly]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "model=no_such",
+        "train.stepz=3",
+        "train.steps=x",
+        "train.steps=1,2",
+        "train.steps=[",
+        "precision.switch.target=x",
+    ],
+)
+def test_composing_quickly_says_what_composing_says(wrong: str) -> None:
+    overrides = ["experiment=qaf", wrong, "run.seed=7"]
+    with pytest.raises(ConfigError) as slowly:
+        compose_config(overrides, ROOT / "configs")
+    with quick_composing(ROOT / "configs"), pytest.raises(ConfigError) as quickly:
+        compose_config(overrides, ROOT / "configs")
+    assert str(quickly.value) == str(slowly.value)
 
 
 def test_wrong_commands_are_seen(configs: Path) -> None:

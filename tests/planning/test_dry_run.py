@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
+import multiprocessing
+import traceback
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from assembly import sharded_model
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from megatron_fp4.planning.dry_run import DryRun, dry_run
+from megatron_fp4.planning.stand_ins import planned_execution
+from tests.programs import fork_server, run_program
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +39,7 @@ MODEL = ModelConfig(
 LARGER = replace(MODEL, pattern="*-", hidden_dim=256, ffn_dim=512, num_query_heads=24)
 
 
-def run(world_size: int, *parts: object, **settings: object) -> object:
+def run(world_size: int, *parts: object, **settings: object) -> DryRun:
     """The dry run of `configured(...)`."""
     return run_each(world_size, [configured(*parts, **settings)])[0]
 
@@ -54,26 +59,24 @@ def configured(
     return replace(config, precision=replace(config.precision, bf16_blocks=type(config.precision.bf16_blocks)()))
 
 
-def run_each(world_size: int, configs: list[Config]) -> list:
+def run_each(world_size: int, configs: list[Config]) -> list[DryRun]:
     """Their dry runs, in a process of its own: it needs the process group to itself."""
-    program = (
-        "import pickle, sys\n"
-        "configs, world_size = pickle.load(sys.stdin.buffer)\n"
-        "from assembly import sharded_model\n"
-        "from megatron_fp4.planning.dry_run import dry_run\n"
-        "from megatron_fp4.planning.stand_ins import planned_execution\n"
-        "results = [\n"
-        "    dry_run(c, world_size, lambda *parts, c=c: sharded_model(c, *parts), planned_execution(c))\n"
-        "    for c in configs\n"
-        "]\n"
-        "sys.stdout.buffer.write(pickle.dumps(results))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        input=pickle.dumps((configs, world_size)), capture_output=True, cwd=ROOT, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
-    return pickle.loads(done.stdout)
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = fork_server().Process(target=_send_runs, args=(sender, world_size, configs), daemon=True)
+    process.start()
+    sender.close()  # the process has its own: when it is gone, nobody is left who could send
+    assert receiver.poll(300), "no dry run takes so long"
+    results = receiver.recv()
+    process.join()
+    assert process.exitcode == 0 and isinstance(results, list), results
+    return results
+
+
+def _send_runs(sender: Connection, world_size: int, configs: list[Config]) -> None:
+    try:
+        sender.send([dry_run(c, world_size, partial(sharded_model, c), planned_execution(c)) for c in configs])
+    except Exception:
+        sender.send(traceback.format_exc())
 
 
 def counted(dry, operation: str, group: str) -> int:
@@ -251,9 +254,8 @@ def test_selective_recomputation_keeps_in_nvfp4_what_it_keeps_in_bf16(name, patt
 
 def test_the_command_prints_memory_messages_and_time():
     overrides = ["parallel.tensor=2", "train.sequence_length=64", "train.global_batch_size=64", "model.pattern=M*-M"]
-    program = str(ROOT / "scripts" / "plan_run.py")
-    command = [sys.executable, program, "--world-size", "8", *overrides, "run.dry_mfu=0.5"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    command = [ROOT / "scripts" / "plan_run.py", "--world-size", "8", *overrides, "run.dry_mfu=0.5"]
+    done = run_program(command)
     assert done.returncode == 0, done.stderr
     for words in (
         "Precision plan nvfp4",
@@ -263,7 +265,7 @@ def test_the_command_prints_memory_messages_and_time():
         "4 shards x 2 tensor-parallel",
     ):
         assert words in done.stdout
-    done = subprocess.run([*command, "parallel.tensor=3"], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = run_program([*command, "parallel.tensor=3"])
     assert done.returncode == 2
     assert "parallel.tensor=3" in done.stderr
 
