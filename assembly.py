@@ -37,7 +37,7 @@ from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
+from megatron_fp4.precision.plan import Plan, build_plan, recipes_in, refuse_nothing_quantized
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch
@@ -89,6 +89,9 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     for key, precision in _precisions(config).items():
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
+    with configuration_errors():
+        for (key, precision), plan in zip(_precisions(config).items(), _plans(config), strict=True):
+            refuse_nothing_quantized(plan, recipe_from_config(precision), precision.exceptions, key)
     validate_deoscillation(config, [plan for plan in plans_of(config) if plan is not None])
     check_resume(config)
 
@@ -98,16 +101,21 @@ def plans_of(config: Config) -> tuple[Plan, Plan | None]:
 
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
+    with configuration_errors():
+        before, *after = _plans(config)
+        return before, before.switched(after[0], config.precision.switch.scope) if after else None
+
+
+def _plans(config: Config) -> list[Plan]:
+    """Of each of `_precisions` by itself. Raises ValueError."""
     model, shapes = config.model, linear_shapes(config.model)
     plans = []
-    with configuration_errors():
-        for key, precision in _precisions(config).items():
-            recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
-            plan = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
-            check_sizes(plan, config.parallel.tensor, config.precision.backend)
-            plans.append(plan)
-        before, *after = plans
-        return before, before.switched(after[0], config.precision.switch.scope) if after else None
+    for key, precision in _precisions(config).items():
+        recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
+        plan = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
+        check_sizes(plan, config.parallel.tensor, config.precision.backend)
+        plans.append(plan)
+    return plans
 
 
 def _precisions(config: Config) -> dict[str, PrecisionConfig]:

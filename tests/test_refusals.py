@@ -304,6 +304,7 @@ TOGETHER = [
     (["parallel.sequence=true"], "parallel.sequence=true has no effect"),
     (["schedule.warmup_fraction=0.9"], "overlap: their sum must not exceed 1"),
     (["precision.switch.when=1.5"], "precision.switch.when=1.5 is not never"),
+    (["precision.bf16_blocks.names=['*']"], "precision=nvfp4 leaves none of the 12 linears quantized (blocks.0.mixer"),
     (["precision.switch.when=1e9"], "precision.switch.when=1"),
     (["model.pattern=MXM"], "'X' at position 1 is no block; use"),
     (["run.device=cuda"], "this machine offers no CUDA device; use run.device=auto or cpu"),

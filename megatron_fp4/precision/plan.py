@@ -144,8 +144,8 @@ def build_plan(
     call the precision that all this is of.
 
     An exception for block types that the model does not have changes nothing. Raises ValueError if a name pattern
-    or a plan file names no linear of this model, the file cannot be read, an exception matches only linears that
-    earlier ones take, or nothing is left to quantize for a recipe that quantizes.
+    or a plan file names no linear of this model, the file cannot be read, or an exception matches only linears that
+    earlier ones take.
     """
     shapes = list(linears)
     recipes = [recipe_from_config(recipe_of(exception)) for exception in exceptions]
@@ -168,13 +168,21 @@ def build_plan(
             if exceptions[index].blocks:
                 reason += f" in blocks {exceptions[index].blocks}"
         rows.append(PlannedLinear(shape, planned, reason, where))
-    if quantized and rows and not any(row.recipe.quantized for row in rows):
-        example = f"{rows[0].linear.name}: {rows[0].reason}"
-        raise ValueError(
-            f"{key}={recipe.name} leaves none of the {len(rows)} linears quantized ({example}); take some out of "
-            f"{key}.bf16_blocks or {key}.exceptions, or choose bf16"
-        )
     return Plan(tuple(rows))
+
+
+def refuse_nothing_quantized(
+    plan: Plan, recipe: Recipe, exceptions: Sequence[ExceptionConfig] = (), key: str = "precision"
+) -> None:
+    """Raise ValueError if no linear of `plan`, which `build_plan` made of these, is quantized, but a recipe would."""
+    recipes = [recipe, *(recipe_from_config(recipe_of(exception)) for exception in exceptions)]
+    if plan.num_quantized or not plan.rows or not any(one.quantized for one in recipes):
+        return
+    example = f"{plan.rows[0].linear.name}: {plan.rows[0].reason}"
+    raise ValueError(
+        f"{key}={recipe.name} leaves none of the {len(plan.rows)} linears quantized ({example}); take some out of "
+        f"{key}.bf16_blocks or {key}.exceptions, or choose bf16"
+    )
 
 
 def recipe_of(exception: ExceptionConfig) -> RecipeConfig:

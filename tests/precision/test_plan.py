@@ -19,7 +19,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, build_plan, recipes_in
+from megatron_fp4.precision.plan import LinearShape, Plan, build_plan, recipes_in, refuse_nothing_quantized
 from megatron_fp4.precision.recipe import BF16
 from tests.precision import reference as ref
 from tests.recipes import changed
@@ -209,15 +209,16 @@ def test_a_plan_that_leaves_nothing_quantized_is_refused(tmp_path, by):
         "exceptions": (None, (excepted(["*"], "bf16"),), "its name matches *"),
     }[by]
     count = len(shapes())
+    plan = plan_of(blocks, exceptions=exceptions)
     with pytest.raises(ValueError) as error:
-        plan_of(blocks, exceptions=exceptions)
+        refuse_nothing_quantized(plan, ref.NVFP4, exceptions)
     assert str(error.value) == (
         f"precision=nvfp4 leaves none of the {count} linears quantized (blocks.0.mixer.in_proj: {reason}); take some "
         "out of precision.bf16_blocks or precision.exceptions, or choose bf16"
     )
-    assert plan_of(blocks, recipe=BF16, exceptions=exceptions).num_quantized == 0  # a run in BF16 may say all of that
-    one = plan_of(Bf16BlocksConfig(names=["blocks.[1-9]*"]))
-    assert 0 < one.num_quantized < count
+    refuse_nothing_quantized(plan_of(blocks, BF16, exceptions), BF16, exceptions)  # a run in BF16 may say all of that
+    refuse_nothing_quantized(plan_of(Bf16BlocksConfig(names=["blocks.[1-9]*"])), ref.NVFP4)
+    refuse_nothing_quantized(plan_of(None, BF16, mixed := (excepted(["*"], "mxfp8"),)), BF16, mixed)
 
 
 def test_a_plan_file_lists_linears(tmp_path):
