@@ -90,9 +90,10 @@ def check(config: Config, ranks: int, device_type: str) -> None:
         check_exceptions(precision.exceptions, key)
         validate_precision(precision, config, device_type, key)
     with configuration_errors():
-        for (key, precision), plan in zip(_precisions(config).items(), _plans(config), strict=True):
+        plans = _plans(config)
+        for (key, precision), plan in zip(_precisions(config).items(), plans, strict=True):
             refuse_nothing_quantized(plan, recipe_from_config(precision), precision.exceptions, key)
-    validate_deoscillation(config, [plan for plan in plans_of(config) if plan is not None])
+        validate_deoscillation(config, [plan for plan in _with_switch(config, plans) if plan is not None])
     check_resume(config)
 
 
@@ -102,8 +103,7 @@ def plans_of(config: Config) -> tuple[Plan, Plan | None]:
     Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
     """
     with configuration_errors():
-        before, *after = _plans(config)
-        return before, before.switched(after[0], config.precision.switch.scope) if after else None
+        return _with_switch(config, _plans(config))
 
 
 def _plans(config: Config) -> list[Plan]:
@@ -116,6 +116,12 @@ def _plans(config: Config) -> list[Plan]:
         check_sizes(plan, config.parallel.tensor, config.precision.backend)
         plans.append(plan)
     return plans
+
+
+def _with_switch(config: Config, plans: list[Plan]) -> tuple[Plan, Plan | None]:
+    """What `plans_of` returns, of `_plans`."""
+    before, *after = plans
+    return before, before.switched(after[0], config.precision.switch.scope) if after else None
 
 
 def _precisions(config: Config) -> dict[str, PrecisionConfig]:

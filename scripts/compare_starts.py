@@ -39,9 +39,9 @@ def main() -> None:
             check_target(options.picture)
         starts = read_starts(options.files)
         names = list(starts[0].trials)
-        against = options.against or (names[1] if len(names) > 2 else None)
-        skip = first_steps(starts[0].made_from["number of steps"]) if options.skip is None else options.skip
-        found = Starts(starts, options.base or next(iter(names), "bf16"), against, skip)
+        base, against = options.base or names[0], options.against or (names[1] if len(names) > 2 else None)
+        skip = first_steps(starts[0].steps) if options.skip is None else options.skip
+        found = Starts(starts, base, None if against == base else against, skip)
         print(starts_table(found))
         if options.picture is not None:
             print(draw_starts(found, options.picture))

@@ -22,7 +22,6 @@ from megatron_fp4.report.trials import Trial
 from megatron_fp4.training.step import StepResult
 from scripts import try_recipes
 from scripts.trial import branch
-from tests.composing import quick_composing
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -45,12 +44,6 @@ def _overrides(folder: Path) -> list[str]:
             for _ in range(20):
                 writer.add_document(rng.integers(0, 128, 64))
     return [*SMALL, f"data.sources={{text: {folder}/text}}", f"data.validation={{text: {folder}/held_out}}"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly() -> Iterator[None]:
-    with quick_composing():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,11 @@ class Start:
     made_from: dict[str, Any]
     trials: dict[str, Trial]
 
+    @property
+    def steps(self) -> int:
+        """Of each recipe."""
+        return int(self.made_from[_STEPS])
+
 
 def read_starts(paths: Sequence[Path]) -> list[Start]:
     """One a file. Raises ValueError for files that are not of several starts and equally many steps; OSError."""
@@ -44,16 +49,18 @@ def read_starts(paths: Sequence[Path]) -> list[Start]:
         for key in (_CHECKPOINT, _STEPS, _START):
             if key not in found.made_from:
                 raise ValueError(f"{path} does not say its {key}; name files that try_recipes.py --output has written")
+        if not found.trials:
+            raise ValueError(f"{path} holds no recipe yet; wait for the first, or leave the file out")
         for other in starts:
             if other.made_from[_CHECKPOINT] == found.made_from[_CHECKPOINT]:
                 raise ValueError(
                     f"{other.name} and {path} are of the same checkpoint, so they are one start; name one of them, and "
                     "files of other seeds' checkpoints"
                 )
-            if other.made_from[_STEPS] != found.made_from[_STEPS]:
+            if other.steps != found.steps:
                 raise ValueError(
-                    f"{other.name} has {other.made_from[_STEPS]} steps of each recipe, and {path} "
-                    f"{found.made_from[_STEPS]}, whose means cannot be compared; try the same number of --steps"
+                    f"{other.name} has {other.steps} steps of each recipe, and {path} {found.steps}, whose means "
+                    "cannot be compared; try the same number of --steps"
                 )
         starts.append(found)
     return starts
@@ -63,7 +70,7 @@ def read_starts(paths: Sequence[Path]) -> list[Start]:
 class Starts:
     """The gaps of all recipes over `starts`.
 
-    base: the recipe that all are held against. against: another, or None. skip: first steps that do not count.
+    base: the recipe that all are held against. against: another one, or None. skip: first steps that do not count.
     Raises ValueError if a start lacks the base, or none has `against`.
     """
 
@@ -81,7 +88,7 @@ class Starts:
                 )
         if self.against is not None and self.against not in self.names:
             raise ValueError(f"--against {self.against}: no recipe has this name; they are {', '.join(self.names)}")
-        steps = self.starts[0].made_from[_STEPS]
+        steps = self.starts[0].steps
         if not 0 <= self.skip < steps:
             raise ValueError(f"--skip {self.skip}: of {counted(steps, 'step')} at least one must count")
 
@@ -99,6 +106,11 @@ class Starts:
         }
         return {start: of.percent.mean for start, of in found.items() if of is not None}
 
+    @cached_property
+    def above(self) -> dict[str, Estimate]:
+        """Of each recipe with a gap to the base: the mean over starts."""
+        return self.estimates(self.base)
+
     def estimates(self, base: str) -> dict[str, Estimate]:
         """Of each recipe besides the base and `base` that has a gap to the latter: the mean over starts."""
         others = [name for name in self.names if name not in (base, self.base)]
@@ -108,11 +120,10 @@ class Starts:
 
     def share(self, name: str) -> Estimate | None:
         """Of the gap of `against` that `name` has, 1 if both cost as much; see `share_of`."""
-        if self.against in (None, self.base):
+        if self.against is None:
             return None
-        against = str(self.against)
-        whole = self.estimates(self.base).get(against)
-        return share_of(self.gaps(name, self.base), self.gaps(against, self.base), whole)
+        whole = self.above.get(self.against)
+        return share_of(self.gaps(name, self.base), self.gaps(self.against, self.base), whole)
 
     def time(self, name: str) -> float | None:
         """Of a step, in times of the base's: the mean over starts."""
@@ -128,8 +139,8 @@ class Starts:
 def starts_table(found: Starts) -> str:
     """Markdown: each recipe's gap to the base and to `against` over the starts, its share of the gap of `against`, and
     the time of a step; notes below."""
-    against = found.against if found.against != found.base else None
-    above, beside = found.estimates(found.base), found.estimates(against) if against is not None else {}
+    above, against = found.above, found.against
+    beside = found.estimates(against) if against is not None else {}
     heads = ["recipe", "starts", f"above {found.base}", "beyond the noise"]
     if against is not None:
         heads += [f"above {against}", "beyond the noise", f"share of the gap of {against}"]
@@ -150,7 +161,7 @@ def starts_table(found: Starts) -> str:
 def draw_starts(found: Starts, target: str | Path) -> Path:
     """The gaps to the base with 95% intervals, each start as a tick, and a dotted line at that of `against`; returns
     `target`. Raises ValueError if no recipe has a gap."""
-    above = found.estimates(found.base)
+    above = found.above
     if not above:
         raise ValueError(f"nothing to draw: no recipe got to its last step beside {found.base}, with finite losses")
     rows = [Row(f"{name} ({of.count})", of, [*found.gaps(name, found.base).values()]) for name, of in above.items()]
@@ -170,7 +181,7 @@ def _share_cell(found: Starts, name: str) -> str:
 
 def _steps(found: Starts) -> str:
     begins = sorted({start.made_from[_START] for start in found.starts})
-    count = found.starts[0].made_from[_STEPS]
+    count = found.starts[0].steps
     if len(begins) == 1:
         return f"steps {begins[0] + found.skip + 1:,} to {begins[0] + count:,}"
     return f"{counted(count - found.skip, 'step')} behind steps {', '.join(f'{at + found.skip:,}' for at in begins)}"

@@ -41,8 +41,7 @@ class TrialFile:
         self.write()  # what cannot be written is said before anything is trained
 
     def _read(self) -> None:
-        made_from, self._kept = _content(self.path, "give --output another file")
-        trials = {name: _trial(record) for name, record in self._kept.items()}
+        made_from, self._kept, trials = _content(self.path, "give --output another file")
         for key in dict.fromkeys((*self.made_from, *made_from)):
             there, here = made_from.get(key), self.made_from.get(key)
             if there != here:
@@ -78,20 +77,19 @@ class TrialFile:
 def read_trials(path: Path) -> tuple[dict[str, Any], dict[str, Trial]]:
     """`made_from` of the file, and all recipes that were tried. Raises ValueError for a file of something else;
     OSError."""
-    made_from, records = _content(path, "name one that try_recipes.py --output has written")
-    return made_from, {name: _trial(record) for name, record in records.items()}
+    made_from, _, trials = _content(path, "name one that try_recipes.py --output has written")
+    return made_from, trials
 
 
-def _content(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _content(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Trial]]:
+    """`made_from` of a file, its trials as they stand there, and as `Trial`s."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         made_from, records = dict(content["made_from"]), dict(content["trials"])
-        for record in records.values():
-            _trial(record)
+        trials = {
+            name: Trial(**{key: value for key, value in record.items() if key != "configuration"})
+            for name, record in records.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no recipes that were tried; {remedy}") from error
-    return made_from, records
-
-
-def _trial(record: Mapping[str, Any]) -> Trial:
-    return Trial(**{key: value for key, value in record.items() if key != "configuration"})
+    return made_from, records, trials

@@ -102,6 +102,10 @@ def test_files_that_are_not_starts_are_refused(tmp_path: Path) -> None:
     again.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="does not say its checkpoint"):
         read_starts([one, again])
+    content["made_from"] |= {"checkpoint": "other", "number of steps": STEPS}
+    again.write_text(json.dumps({**content, "trials": {}}))
+    with pytest.raises(ValueError, match=r"again\.json holds no recipe yet; wait for the first"):
+        read_starts([one, again])
     again.write_text('{"made_from": {}, "trials": {"a": {"loss": 1}}}')
     with pytest.raises(ValueError, match="holds no recipes that were tried; name one that"):
         read_trials(again)
