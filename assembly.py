@@ -23,7 +23,7 @@ from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.deoscillation import validate_deoscillation
-from megatron_fp4.checks.precision import validate_precision
+from megatron_fp4.checks.precision import refuse_nothing_quantized, validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
@@ -37,7 +37,7 @@ from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.backend_choice import BackendChoice, agreed_backend, choose_backend
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.plan import Plan, build_plan, recipes_in, refuse_nothing_quantized
+from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch
@@ -92,7 +92,7 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     with configuration_errors():
         plans = _plans(config)
         for (key, precision), plan in zip(_precisions(config).items(), plans, strict=True):
-            refuse_nothing_quantized(plan, recipe_from_config(precision), precision.exceptions, key)
+            refuse_nothing_quantized(plan, precision, config, key)
         validate_deoscillation(config, [plan for plan in _with_switch(config, plans) if plan is not None])
     check_resume(config)
 

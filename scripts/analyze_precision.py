@@ -32,6 +32,7 @@ from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,
@@ -166,4 +167,5 @@ def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

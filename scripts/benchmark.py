@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from assembly import CONFIGS, backend_of, execution_of, initialized_model
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
@@ -353,4 +354,5 @@ def table(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -34,6 +34,7 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.metadata import Piece, Whole, metadata_of
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.training.optimizer import build_optimizer
@@ -213,4 +214,5 @@ def write_item(whole: Whole, piece: Piece) -> WriteItem:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     end_process(main(sys.argv[1:]))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp4.config.compose import ConfigError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from scripts.random_run import RandomRun, random_micro_batches
 
@@ -106,4 +107,5 @@ def line(found: dict[str, Any], baseline: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     end_process(main(sys.argv[1:]))

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from data.prepare.ingest import Options, train_on
 from data.prepare.inputs import find_files, open_files
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from scripts import prepare_data
 
 
@@ -94,4 +95,5 @@ def collect(path: Path, megabytes: int) -> Path:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ import time
 
 from data.full_check import check_whole
 from data.source_lists import prefixes
+from megatron_fp4.faults.closed_pipe import end_without_reader
 
 
 def main(arguments: list[str]) -> int:
@@ -56,4 +57,5 @@ class _Progress:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -40,6 +40,7 @@ from assembly import (
 )
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import (
     end_process,
     leave_distributed,
@@ -191,4 +192,5 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     end_process(main(sys.argv[1:]))

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.final_gaps import draw_final, final_table, source_table
 from megatron_fp4.report.held_out import add_sources, read_groups
 from megatron_fp4.report.paired import draw, table
@@ -57,4 +58,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     main()

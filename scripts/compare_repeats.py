@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from data.cache import default_cache_dir
 from megatron_fp4.checkpoint.shards import CheckedReader
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain.py"
@@ -315,6 +316,7 @@ def tuning_report(repeats: Sequence[Repeat]) -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     # As an exception, which ends the ranks: they have sessions of their own and outlive a signal to this one's.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main(sys.argv[1:]))

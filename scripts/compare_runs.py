@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.comparison import comparison_rows, comparison_table, plot_comparison, read_runs
 from megatron_fp4.report.held_out import add_sources
 
@@ -35,4 +36,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     main()

@@ -18,6 +18,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.starts import Starts, draw_starts, read_starts, starts_table
 from megatron_fp4.report.trials import first_steps
@@ -51,4 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     main()

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from assembly import build, configure, device_type_of, set_determinism
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
@@ -287,4 +288,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -24,6 +24,7 @@ from exchange.megatron.export import export_megatron, start_command
 from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from scripts.export import command
 
 
@@ -70,4 +71,5 @@ def export(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

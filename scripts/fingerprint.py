@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fp4.checkpoint.shards import CheckedReader
+from megatron_fp4.faults.closed_pipe import end_without_reader
 
 COMMON = (
     "train.steps=6 train.global_batch_size=4 train.micro_batch_size=1 train.sequence_length=64 "
@@ -158,4 +159,5 @@ def state_digest(checkpoint: Path) -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

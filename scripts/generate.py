@@ -17,7 +17,8 @@ plain PyTorch on any device, in one process.
 
 --raw takes and prints token ids, needs no tokenizer, and no token ends a text.
 
-Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the model's numbers are; 130 Ctrl-C.
+Exit codes: 0; 2 in one line on stderr: what was asked for is wrong, or the model's numbers are; 130 Ctrl-C; 141
+whoever read has enough.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from inference.sampling import Sampling
 from inference.weights import lower_weights, weights_as_trained
 from inference.writer import Writer, say, tokens_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from models.hybrid import HybridModel
@@ -52,9 +54,6 @@ def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     try:
         return run(parse(arguments))
-    except BrokenPipeError:  # whoever read has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (ValueError, OSError, DamagedCheckpointError, NotFiniteError, torch.OutOfMemoryError) as error:
         print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return 2
@@ -173,4 +172,5 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

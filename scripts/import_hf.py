@@ -18,6 +18,7 @@ from pathlib import Path
 from assembly import CONFIGS
 from exchange.hf.importing import import_hf
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from scripts.export.command import import_and_describe
 
 
@@ -39,4 +40,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

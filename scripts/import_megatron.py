@@ -21,6 +21,7 @@ from pathlib import Path
 
 from assembly import CONFIGS
 from exchange.megatron.importing import import_megatron
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from scripts.export.command import import_and_describe
 
 
@@ -57,4 +58,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

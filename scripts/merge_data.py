@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.prepare.merge import merge
+from megatron_fp4.faults.closed_pipe import end_without_reader
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -62,4 +63,5 @@ def find_prefixes(patterns: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

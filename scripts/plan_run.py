@@ -16,6 +16,7 @@ import os
 import sys
 
 import pretrain
+from megatron_fp4.faults.closed_pipe import end_without_reader
 
 
 def main(arguments: list[str]) -> int:
@@ -29,4 +30,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.charts import plot_goodput
 from megatron_fp4.report.heatmap import plot_heatmap
 from megatron_fp4.report.plot import plot_loss
@@ -33,4 +34,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     main()

@@ -21,6 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_fp4.config.schema import ModelConfig
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.early_figures import early_loss, early_records, figures, of_recipe
 from megatron_fp4.report.final_gaps import FinalGaps
 from megatron_fp4.report.held_out import HeldOut, add_sources, read_groups, sources_note
@@ -91,4 +92,5 @@ def of_run(run: HeldOut, base: Sequence[HeldOut], compared: Sequence[HeldOut]) -
 
 
 if __name__ == "__main__":
+    end_without_reader()
     main()

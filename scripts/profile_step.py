@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fp4.config.compose import ConfigError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
 from scripts.random_run import RandomRun, random_micro_batches
 
@@ -173,4 +174,5 @@ def measure(overrides: list[str], warmup: int, top: int) -> list[str]:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     end_process(main(sys.argv[1:]))

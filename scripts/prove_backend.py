@@ -25,6 +25,7 @@ from assembly import CONFIGS, plans_of
 from assembly import check as check_config
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.precision.backend import Backend, BackendOperand
 from megatron_fp4.precision.backend_choice import BACKENDS, choose_backend
 from megatron_fp4.precision.clock import RunClock
@@ -256,4 +257,5 @@ def nan_of(proof: Proof) -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -33,6 +33,7 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError, folder_name, l
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
 from pretrain import pin_autotuned
@@ -204,4 +205,5 @@ def print_line(run: Run, step: object, *columns: object) -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -16,6 +16,7 @@ import yaml
 
 from assembly import CONFIGS
 from megatron_fp4.config.compose import compose_config, to_yaml
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.page import write_report
 
 
@@ -35,4 +36,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     main()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts.study.exactness import study_exactness
 from scripts.study.formats import study_formats
@@ -90,4 +91,5 @@ def fill_page(page: Path, tables: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

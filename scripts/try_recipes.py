@@ -41,6 +41,7 @@ from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, read
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.faults.exit_codes import ExitCode
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.selftest import SelfTestError
@@ -183,4 +184,5 @@ def commit() -> str:
 
 
 if __name__ == "__main__":
+    end_without_reader()
     sys.exit(main(sys.argv[1:]))

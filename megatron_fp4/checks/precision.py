@@ -12,7 +12,7 @@ from typing import get_args
 from megatron_fp4.checks.effects import validate_effects
 from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig, TokenGroup
 from megatron_fp4.config.schema import Bf16BlocksDefault, Config, ConfigError
-from megatron_fp4.precision.plan import recipe_of
+from megatron_fp4.precision.plan import Plan, recipe_of
 from megatron_fp4.precision.recipe import PLACES, Place
 from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
 from megatron_fp4.quantization.formats import FORMATS, UE8M0
@@ -35,11 +35,43 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     recipes = recipes_by_key(precision, key)
     quantized = any(recipe.quantized for recipe in recipes.values())
     _backend(precision, device_type, key)
-    if quantized:
-        _bf16_blocks(precision, config, key)
     _recheck(precision, quantized, key)
     _switch(precision, key)
     validate_effects(precision, list(recipes.values()), key)
+
+
+def refuse_nothing_quantized(plan: Plan, precision: PrecisionConfig, config: Config, key: str = "precision") -> None:
+    """Raise ConfigError if no linear of `plan`, that of `precision` alone, is quantized, although a recipe of it would.
+
+    key: as for `validate_precision`.
+    """
+    recipes = recipes_by_key(precision, key).values()
+    if plan.num_quantized or not plan.rows or not any(recipe.quantized for recipe in recipes):
+        return
+    where, instead = "", "choose precision=bf16"
+    blocks, num_blocks = precision.bf16_blocks, config.model.num_blocks
+    ends = blocks.first + blocks.last >= num_blocks
+    if file := key.rpartition(": ")[0]:  # a switch's target: an override reaches only into what its file refers to
+        defaults = [
+            f"by model.{name}"
+            for name in ("nvfp4_bf16_blocks", "fp8_bf16_blocks")
+            if ends and getattr(config.model, name) == Bf16BlocksDefault(blocks.first, blocks.last)
+        ]
+        where = f", {' or '.join([*defaults, 'in its file'])}"
+        # A run in BF16 does not switch to BF16.
+        unswitched = config.precision.name == "bf16"
+        instead = f"set {'precision.switch.when=never' if unswitched else file.rpartition('=')[0] + '=bf16'}"
+    if ends:
+        why = (
+            f"{key}.bf16_blocks.first={blocks.first} and last={blocks.last} leave none of the {num_blocks} blocks of "
+            f"model.pattern={config.model.pattern} quantized"
+        )
+        remedy = f"lower them to less than {num_blocks} together"
+    else:
+        example = f"{plan.rows[0].linear.name}: {plan.rows[0].reason}"
+        why = f"{key}={precision.name} leaves none of the {len(plan.rows)} linears quantized ({example})"
+        remedy = "take some out of bf16_blocks or exceptions"
+    raise ConfigError(f"{why}; {remedy}{where}, or {instead}")
 
 
 def _parts(precision: PrecisionConfig, key: str) -> list[tuple[str, PrecisionConfig]]:
@@ -227,28 +259,6 @@ def _backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
         raise ConfigError(
             f"{key}.backend={backend} needs a CUDA device and this run is on {device_type}; use {key}.backend=emulated"
         )
-
-
-def _bf16_blocks(precision: PrecisionConfig, config: Config, key: str) -> None:
-    blocks, num_blocks = precision.bf16_blocks, config.model.num_blocks
-    if blocks.first + blocks.last < num_blocks:
-        return
-    where, instead = "", "choose precision=bf16"
-    if file := key.rpartition(": ")[0]:  # a switch's target: an override reaches only into what its file refers to
-        defaults = [
-            f"model.{name}"
-            for name in ("nvfp4_bf16_blocks", "fp8_bf16_blocks")
-            if getattr(config.model, name) == Bf16BlocksDefault(blocks.first, blocks.last)
-        ]
-        where = f" {' or '.join([f'by {name}' for name in defaults] + ['in its file'])},"
-        # A run in BF16 does not switch to BF16.
-        unswitched = config.precision.name == "bf16"
-        instead = f"set {'precision.switch.when=never' if unswitched else file.rpartition('=')[0] + '=bf16'}"
-    raise ConfigError(
-        f"{key}.bf16_blocks.first={blocks.first} and last={blocks.last} leave none of the {num_blocks} "
-        f"blocks of model.pattern={config.model.pattern} quantized; lower them to less than {num_blocks} together,"
-        f"{where} or {instead}"
-    )
 
 
 def _recheck(precision: PrecisionConfig, quantized: bool, key: str) -> None:

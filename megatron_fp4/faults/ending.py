@@ -20,6 +20,8 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from megatron_fp4.faults.closed_pipe import EXIT_CODE as CLOSED_PIPE
+from megatron_fp4.faults.closed_pipe import ReaderLeftError
 from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
 from megatron_fp4.faults.run_state import note_refusal
 from megatron_fp4.faults.said_once import report_to_torchrun, say_once
@@ -38,6 +40,8 @@ def run_program(body: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         end_process(128 + signal.SIGINT)
+    except ReaderLeftError:  # of what --help or --check says
+        end_process(CLOSED_PIPE)
     except BaseException as error:
         say(error)
         if notes := getattr(error, "__notes__", None):

@@ -23,6 +23,8 @@ import time
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from megatron_fp4.faults.closed_pipe import end_without_reader
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 SECOND_AFTER = 5.0
 SAYS_SOMETHING = ("--help", "-h", "--version", "--check")
@@ -80,8 +82,9 @@ class StopRequest:
         self._hushed = True
 
     def decline(self) -> None:
-        """This program has no steps to stop after: from now on signals do what they did before, one that has already
-        come included."""
+        """This program has no steps to stop after, only something to say: from now on signals do what they did before,
+        one that has already come included, and it ends when nobody reads."""
+        end_without_reader()
         self.close()
         if self.received is not None:
             os.kill(os.getpid(), self.received)

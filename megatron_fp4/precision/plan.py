@@ -171,20 +171,6 @@ def build_plan(
     return Plan(tuple(rows))
 
 
-def refuse_nothing_quantized(
-    plan: Plan, recipe: Recipe, exceptions: Sequence[ExceptionConfig] = (), key: str = "precision"
-) -> None:
-    """Raise ValueError if no linear of `plan`, which `build_plan` made of these, is quantized, but a recipe would."""
-    recipes = [recipe, *(recipe_from_config(recipe_of(exception)) for exception in exceptions)]
-    if plan.num_quantized or not plan.rows or not any(one.quantized for one in recipes):
-        return
-    example = f"{plan.rows[0].linear.name}: {plan.rows[0].reason}"
-    raise ValueError(
-        f"{key}={recipe.name} leaves none of the {len(plan.rows)} linears quantized ({example}); take some out of "
-        f"{key}.bf16_blocks or {key}.exceptions, or choose bf16"
-    )
-
-
 def recipe_of(exception: ExceptionConfig) -> RecipeConfig:
     """The recipe of an exception of a composed configuration."""
     assert isinstance(exception, ComposedException), "an exception without its recipe"

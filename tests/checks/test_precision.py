@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from assembly import check as validate
 from megatron_fp4.checks.precision import validate_precision
@@ -238,7 +239,8 @@ def test_a_target_is_named_by_its_own_key():
     ],
 )
 def test_a_target_that_quantizes_nothing_has_remedies_that_can_be_typed(precision, instead):
-    switch = ("precision.switch.target=nvfp4", "precision.switch.when=3")
+    target = "precision.switch.target=nvfp4"
+    switch = (target, "precision.switch.when=3")
     run = (f"precision={precision}", *switch, "model.pattern=MM")
     message = refusal({}, *run)
     assert message.startswith("precision.switch.target=nvfp4: precision.bf16_blocks.first=0 and last=2 leave none")
@@ -249,6 +251,36 @@ def test_a_target_that_quantizes_nothing_has_remedies_that_can_be_typed(precisio
         validate(composed(*run, remedy), 1, "cpu")
     of_its_own = {"model.nvfp4_bf16_blocks.last": 1}  # as if the file had its 2 itself
     assert refusal(of_its_own, *run).endswith(f"together, in its file, or set {instead}")
+    assert refusal({"after_switch.bf16_blocks.last": 0, "after_switch.bf16_blocks.names": ["*"]}, *run) == (
+        f"{target}: precision=nvfp4 leaves none of the 4 linears quantized (blocks.0.mixer.in_proj: its name matches "
+        f"*); take some out of bf16_blocks or exceptions, in its file, or set {instead}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["precision.bf16_blocks.names=['*.in_proj','*']"], "its name matches *.in_proj"),
+        (["precision.bf16_blocks.file=FILE"], "listed in all.yaml"),
+        (["precision.exceptions=[{names: ['*'], precision: bf16}]"], "its name matches *"),
+    ],
+)
+def test_a_plan_that_leaves_nothing_quantized_is_refused(overrides, reason, tmp_path):
+    run = ("model.pattern=MM", "model.nvfp4_bf16_blocks.last=0")
+    overrides = [override.replace("FILE", str(tmp_path / "all.yaml")) for override in overrides]
+    names = [shape.name for shape in linear_shapes(composed(*run).model)]
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump({"bf16": names}))
+    assert refusal({}, *run, *overrides) == (
+        f"precision=nvfp4 leaves none of the 4 linears quantized (blocks.0.mixer.in_proj: {reason}); take some out of "
+        "bf16_blocks or exceptions, or choose precision=bf16"
+    )
+
+
+def test_a_plan_that_leaves_something_quantized_is_not_refused():
+    run = ("model.pattern=MM", "model.nvfp4_bf16_blocks.last=0")
+    validate(composed(*run, "precision.bf16_blocks.names=['blocks.1.*']"), 1, "cpu")
+    validate(composed(*run, "precision=bf16"), 1, "cpu")
+    validate(composed(*run, "precision=bf16", "precision.exceptions=[{names: ['*'], precision: mxfp8}]"), 1, "cpu")
 
 
 def test_a_group_of_tokens_is_proposed_that_fits_every_phase():

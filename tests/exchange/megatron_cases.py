@@ -1,13 +1,17 @@
-"""Small models of every kind that Megatron has, as checkpoints of ours and as configurations."""
+"""Small models of every kind that Megatron has, as checkpoints of ours and as configurations; and what
+torch reads of a folder of Megatron's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from exchange.checkpoint import load_model, open_checkpoint
+from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.megatron.names import Parameter, parameters
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
@@ -33,6 +37,7 @@ CASES = {
     "hybrid with RoPE": {"pattern": "*MM-", "rope": True, "rope_base": 5000.0},
     "transformer": {"pattern": "*-*-", "rope": True},
 }
+ITERATION = "iter_0000000"
 
 
 def config_of(case: str, *overrides: str) -> Config:
@@ -62,6 +67,24 @@ def write_checkpoint(folder: Path, config: Config) -> Path:
     new = [NewTensor(p.name, p.shape, lambda p=p: draw(p)) for p in parameters(config.model)]
     write_weights_only(folder, config, new, imported={})
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    folder = tmp_path_factory.mktemp("ours")
+    return {case: open_checkpoint(write_checkpoint(folder / case, config_of(case)), CONFIGS) for case in CASES}
+
+
+def read_by_torch(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder of Megatron's, as torch.distributed.checkpoint reads them."""
+    reader = dcp.FileSystemReader(folder)
+    state = {
+        key: torch.empty(saved.size, dtype=saved.properties.dtype)
+        for key, saved in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
 
 
 def our_logits(folder: Path, tokens: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, build_plan, recipes_in, refuse_nothing_quantized
+from megatron_fp4.precision.plan import LinearShape, Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import BF16
 from tests.precision import reference as ref
 from tests.recipes import changed
@@ -196,29 +196,6 @@ def test_a_pattern_without_a_linear_is_refused(pattern):
         plan_of(Bf16BlocksConfig(names=["*.in_proj", pattern]))
     assert f"precision.bf16_blocks.names has {pattern!r}" in str(error.value)
     assert "blocks.<0..5>.<one of mixer.down_proj, mixer.in_proj, mixer.out_proj, mixer.up_proj>" in str(error.value)
-
-
-@pytest.mark.parametrize("by", ["names", "file", "ends", "exceptions"])
-def test_a_plan_that_leaves_nothing_quantized_is_refused(tmp_path, by):
-    file = tmp_path / "all.yaml"
-    file.write_text(yaml.safe_dump({"bf16": [shape.name for shape in shapes()]}))
-    blocks, exceptions, reason = {
-        "names": (Bf16BlocksConfig(names=["*.in_proj", "*"]), (), "its name matches *.in_proj"),
-        "file": (Bf16BlocksConfig(file=str(file)), (), "listed in all.yaml"),
-        "ends": (Bf16BlocksConfig(first=2, last=4), (), "block 0 is one of the first 2"),
-        "exceptions": (None, (excepted(["*"], "bf16"),), "its name matches *"),
-    }[by]
-    count = len(shapes())
-    plan = plan_of(blocks, exceptions=exceptions)
-    with pytest.raises(ValueError) as error:
-        refuse_nothing_quantized(plan, ref.NVFP4, exceptions)
-    assert str(error.value) == (
-        f"precision=nvfp4 leaves none of the {count} linears quantized (blocks.0.mixer.in_proj: {reason}); take some "
-        "out of precision.bf16_blocks or precision.exceptions, or choose bf16"
-    )
-    refuse_nothing_quantized(plan_of(blocks, BF16, exceptions), BF16, exceptions)  # a run in BF16 may say all of that
-    refuse_nothing_quantized(plan_of(Bf16BlocksConfig(names=["blocks.[1-9]*"])), ref.NVFP4)
-    refuse_nothing_quantized(plan_of(None, BF16, mixed := (excepted(["*"], "mxfp8"),)), BF16, mixed)
 
 
 def test_a_plan_file_lists_linears(tmp_path):

@@ -1,0 +1,54 @@
+"""A program whose reader leaves, as in `scripts/compare_runs.py ... | head -1`, ends without a word, as Unix tools do.
+
+Not by SIGPIPE, which Python ignores: that would also come of the pipes and sockets between processes, where whoever
+writes has something to say, and would leave behind what is cleaned up by exceptions. A run of pretrain.py trains on
+(report/console.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import signal
+import sys
+from typing import Any
+
+EXIT_CODE = 128 + signal.SIGPIPE
+
+
+class ReaderLeftError(SystemExit):
+    """Nobody reads standard output any more."""
+
+
+def end_without_reader() -> None:
+    """Let this process raise ReaderLeftError where it writes to its standard output and nobody reads that any more.
+
+    It ends with exit code 141 then, or with its own if only the last of its output was still to be written.
+    """
+    stream = sys.stdout
+    if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):
+        return  # a test, or a program that contains this one, keeps what is printed
+    stream.flush()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering or stream.write_through,
+    )
+    atexit.register(_write_rest)
+
+
+class _Output(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # which takes what is still in buffers
+            raise ReaderLeftError(EXIT_CODE) from None
+
+
+def _write_rest() -> None:
+    with contextlib.suppress(ReaderLeftError):  # the program is done, and has its exit code
+        sys.stdout.flush()

@@ -1,0 +1,90 @@
+"""Commands whose reader has left, as `| head -1` does: nothing on stderr, and what is to be cleaned up is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.report.test_starts import STARTS, written
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_COMMANDS = {
+    "__init__",
+    "configuration_reference",  # prints nothing
+    "gather_text",  # these two import nothing of ours
+    "random_run",  # is imported
+    "test_gpu",
+}
+PROGRAM = """
+import sys
+from megatron_fp4.faults.closed_pipe import end_without_reader
+
+end_without_reader()
+try:
+    print({printed})
+except OSError:
+    print("caught by those who expect files to fail", file=sys.stderr)
+finally:
+    print("cleaned up", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def into_closed_pipe(*arguments: str | Path, **environment: str) -> tuple[int, str]:
+    """Exit code and stderr of a Python program whose output nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, *map(str, arguments)], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **environment},
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    return done.returncode, done.stderr
+
+
+def test_a_program_ends_where_it_prints() -> None:
+    assert into_closed_pipe("-c", PROGRAM.format(printed="'x' * 100_000")) == (141, "cleaned up\n")
+    assert into_closed_pipe("-c", PROGRAM.format(printed="'x', flush=True")) == (141, "cleaned up\n")
+    assert into_closed_pipe("-c", PROGRAM.format(printed="'x'"), PYTHONUNBUFFERED="1") == (141, "cleaned up\n")
+
+
+def test_a_program_that_is_done_has_its_exit_code() -> None:
+    assert into_closed_pipe("-c", PROGRAM.format(printed="'x'")) == (3, "cleaned up\n")
+
+
+def test_what_is_read_arrives() -> None:
+    program = PROGRAM.format(printed="'é' * 100_000, end='.'")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
+    )
+    assert (done.returncode, done.stdout.decode()) == (3, "é" * 100_000 + ".")
+
+
+@pytest.mark.parametrize(("unbuffered", "code"), [("", 0), ("1", 141)])
+def test_tables(unbuffered: str, code: int, tmp_path: Path) -> None:
+    """compare_starts.py takes OSError for files that it cannot read."""
+    files = [written(tmp_path, found) for found in STARTS]
+    assert into_closed_pipe("scripts/compare_starts.py", *files, PYTHONUNBUFFERED=unbuffered) == (code, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argument", "unbuffered", "code"),
+    [("--help", "1", 141), ("--check", "1", 141), ("--check", "", 0), ("run.dry=true", "1", 141)],
+)
+def test_what_pretrain_says(argument: str, unbuffered: str, code: int, tmp_path: Path) -> None:
+    arguments = ["pretrain.py", argument, f"run.dir={tmp_path}"]
+    assert into_closed_pipe(*arguments, PYTHONUNBUFFERED=unbuffered) == (code, "")
+
+
+def test_every_script_says_so() -> None:
+    scripts = [path for path in (ROOT / "scripts").glob("*.py") if path.stem not in NO_COMMANDS]
+    begins = 'if __name__ == "__main__":\n    end_without_reader()\n'
+    assert len(scripts) > 30
+    assert [path.name for path in scripts if begins not in path.read_text()] == []
