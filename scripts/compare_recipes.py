@@ -4,9 +4,9 @@
         nvfp4=runs/nvfp4_seed1,runs/nvfp4_seed2 mxfp4=runs/mxfp4_seed1 --output gap.png --final final.png
     python scripts/compare_recipes.py 'bf16=runs/bf16_from*' 'nvfp4=runs/nvfp4_from*' 'no_rht=runs/no_rht_from*'
 
-The first group is the base. Runs from scratch are paired by run.seed and data.seed, branches by the checkpoint that
-they began from and data.seed. A branch without such a partner has its trunk, the run whose checkpoint it began from,
-or the partners of its trunk, if that is in any of the groups.
+The first group is the base. Runs from scratch are paired by run.seed and data.seed, branches by the bits of the
+checkpoint that they began from, whichever run saved it, and data.seed. A branch without such a partner has its trunk,
+the run whose checkpoint it began from, or the partners of its trunk, if that is in any of the groups.
 
 Prints Markdown tables: by tokens trained on, the base's held-out loss, its standard deviation, and the mean gap of each
 other group with its standard error (and how many pairs); at the end, the gaps in percent and nats, whether they are

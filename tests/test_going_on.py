@@ -13,6 +13,7 @@ import pytest
 
 import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
+from scripts import compare_recipes
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
@@ -183,6 +184,32 @@ def test_a_branch_goes_on_where_it_stopped(finished: Path, start: Start, tmp_pat
     assert "is finished" in start(branch, command)
     output = start(branch, f"checkpoint.resume={checkpoint(finished, 2)}", code=2)
     assert str(checkpoint(finished, 4)) in output and "another run.dir" in output
+
+
+def test_branches_of_a_run_that_was_made_twice_are_compared(
+    finished: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on machines that are given back: another folder, other times, the same bits."""
+    trunk, one, other = (tmp_path / name for name in ("made_again", "one", "other"))
+    start(trunk)
+    start(one, f"checkpoint.resume={checkpoint(finished, 4)}")
+    start(other, f"checkpoint.resume={checkpoint(trunk, 4)}", "optimizer.lr=0.001")
+    origins = [records(run_dir, "run")[0]["origin"] for run_dir in (one, other)]
+    assert origins[0]["manifest_sha256"] != origins[1]["manifest_sha256"]
+    assert origins[0]["contents_sha256"] == origins[1]["contents_sha256"]
+
+    def compare(*groups: str) -> str:
+        monkeypatch.setattr("sys.argv", ["compare_recipes.py", *groups])
+        capsys.readouterr()
+        compare_recipes.main()
+        return capsys.readouterr().out
+
+    before, after = (records(run_dir, "validation")[-1]["losses"] for run_dir in (one, other))
+    gap = f"{100 * (sum(after.values()) / sum(before.values()) - 1):+.2f}% (1) |"
+    assert gap in compare(f"base={one}", f"other={other}")
+    assert f"+0.00% (1) | {gap}" in compare(f"base={finished}", f"one={one}", f"other={other}")
+    with pytest.raises(SystemExit):  # nothing says whose start is equal
+        compare(f"base={finished}", f"other={other}")
 
 
 def test_what_was_changed_is_said_once(copy: Path, start: Start) -> None:

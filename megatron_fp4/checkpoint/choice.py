@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.evidence import Evidence, earlier_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
+from megatron_fp4.checkpoint.saves import TRAINER
 from megatron_fp4.checkpoint.second_look import agree_on_damage
 from megatron_fp4.checkpoint.together import CheckpointError, DamageError, Together
 
@@ -60,11 +62,15 @@ class Damage:
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint of another run that a run began from. path: absolute. manifest_sha256: of its manifest.json."""
+    """The checkpoint of another run that a run began from. path: absolute. manifest_sha256: of its manifest.json.
+
+    contents_sha256: `contents_digest`; empty in what was written before there was one.
+    """
 
     path: str
     step: int
     manifest_sha256: str
+    contents_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,18 @@ def _given(folder: Path, together: Together, load: Load) -> Chosen:
     except DamageError as error:
         agree_on_damage([(folder, error.reasons)], together, anywhere=True)
         raise ResumeRefusedError(f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one") from error
-    return Chosen(folder, manifest, trainer, origin=Origin(str(folder), manifest.step, digest))
+    origin = Origin(str(folder), manifest.step, digest, contents_digest(manifest))
+    return Chosen(folder, manifest, trainer, origin=origin)
+
+
+def contents_digest(manifest: Manifest) -> str:
+    """SHA-256 of the names and digests of a checkpoint's files but the trainer state, as hexadecimal digits.
+
+    It is equal where weights, moments and generators are that as many ranks saved, while a manifest has another one in
+    each run.dir: the trainer state holds the run's configuration and times.
+    """
+    digests = sorted((name, record.sha256) for name, record in manifest.files.items() if name != TRAINER)
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_fp4.checkpoint import files, local_files
-from megatron_fp4.checkpoint.choice import Origin
+from megatron_fp4.checkpoint.choice import Origin, contents_digest
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
@@ -175,7 +175,8 @@ def initialize_weights(
         else:
             if damaged:
                 agree_on_damage(damaged, together)
-            return Origin(str(source.folder), source.manifest.step, source.digest)
+            contents = contents_digest(source.manifest)
+            return Origin(str(source.folder), source.manifest.step, source.digest, contents)
     agree_on_damage(damaged, together, anywhere=True)
     listing = "; ".join(f"{folder.name}: {problem}" for folder, problem in damaged)
     raise ValueError(f"{KEY}={given} is damaged: {listing}; give another checkpoint")

@@ -3,7 +3,7 @@
 Two runs make a pair if they began alike and read the same tokens in the same order; what differs between them is the
 recipe, and how its noise grows. A run from scratch begins with the weights of its `run.seed`. A branch begins with a
 checkpoint of another run (`checkpoint.resume` or `checkpoint.initialize_from` with a path), and its own seed is that of
-stochastic rounding.
+stochastic rounding. Checkpoints that are equal in every bit are one start, also where their trunk was made twice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import glob
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ class HeldOut:
 
     losses: by tokens trained on, nats per token, mean of the sources, each weighed alike. sources: the same by source.
     seed, data_seed: `run.seed` and `data.seed` (None: the run's). start: of a branch, which checkpoint it began from;
-    trunk: the folder, as it was called then, of the run whose checkpoint that is. steps: how many the run is to have.
+    known_as: what that is known by, its manifest first, its contents last if they were recorded. trunk: the folder, as
+    it was called then, of the run whose checkpoint that is. steps: how many the run is to have.
     final: tokens of its last validation if the run is finished. lost: tokens of its last validation if that has a loss
     that cannot be compared, because it is no finite number above zero. folder: where it lies. only: the sources that
     count, if it was validated on others, too; else empty.
@@ -53,6 +54,7 @@ class HeldOut:
     lost: int | None = None
     folder: str = ""
     only: tuple[str, ...] = ()
+    known_as: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -104,11 +106,11 @@ def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
     starts = [record for record in records if record["kind"] == "run"]
     steps = starts[-1].get("steps") if starts else None
     finished = bool(losses) and lost is None and last == (last if steps is None else steps)
-    start, trunk = start_of(starts)
+    start, trunk, known_as = start_of(starts)
     final = max(losses) if finished else None
     folder = str(Path(run_dir).resolve())
     only = tuple(dict.fromkeys(sources)) if set(there) > set(sources) else ()
-    return HeldOut(seed, losses, by_source, data_seed, start, trunk, steps, final, lost, folder, only)
+    return HeldOut(seed, losses, by_source, data_seed, start, trunk, steps, final, lost, folder, only, known_as)
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
@@ -133,9 +135,9 @@ def _comparable(loss: object) -> bool:
     return isinstance(loss, int | float) and math.isfinite(loss) and loss > 0
 
 
-def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None]:
-    """The checkpoint that a run with these `run` records began from, and, if it took its whole state, the folder of the
-    run that saved it; None if it began from nothing.
+def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | None, tuple[str, ...]]:
+    """The checkpoint that a run with these `run` records began from; if it took its whole state, the folder of the run
+    that saved it; and `HeldOut.known_as`. None, None and empty if it began from nothing.
 
     The same checkpoint has the same name wherever it lies; with its whole state and as weights alone two names.
     """
@@ -143,21 +145,35 @@ def start_of(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, str | Non
         for origin in (start.get(how) for start in starts):
             if isinstance(origin, Mapping):
                 path = Path(str(origin.get("path", "")))
-                content = str(origin.get("manifest_sha256", path))[:12]
+                step, manifest = origin.get("step"), str(origin.get("manifest_sha256", path))
+                digests = manifest, origin.get("contents_sha256")
+                known_as = tuple(f"{how} step {step} {digest}" for digest in digests if digest)
                 run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-                start = f"{run.name} step {origin.get('step')} ({content}"
-                return (f"{start})", str(run)) if how == "origin" else (f"{start}, weights alone)", None)
-    return None, None
+                start = f"{run.name} step {step} ({manifest[:12]}"
+                if how == "origin":
+                    return f"{start})", str(run), known_as
+                return f"{start}, weights alone)", None, known_as
+    return None, None, ()
 
 
 def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[str, list[HeldOut]]:
     """Groups of runs from `NAME=RUN,RUN,...`, in their order; a RUN is a folder or a pattern of folders.
 
+    Starts that are equal in every bit have one name, that of the first of them, whatever their trunks are called.
     sources: the held-out sources that count (default: all). Raises ValueError for an argument of another form, a name
     or a run that comes twice, or fewer than two groups, and what `read_held_out` raises.
     """
     folders = _folders_of(arguments)
-    return {name: [read_held_out(folder, sources) for folder in of_group] for name, of_group in folders.items()}
+    groups = {name: [read_held_out(folder, sources) for folder in of_group] for name, of_group in folders.items()}
+    runs = runs_of(groups)
+    # What an older record knows by its manifest alone, a newer one of the same checkpoint knows by its contents, too.
+    contents_of = {run.known_as[0]: run.known_as[-1] for run in runs if len(run.known_as) > 1}
+
+    def key(run: HeldOut) -> str | None:
+        return contents_of.get(run.known_as[0], run.known_as[0]) if run.known_as else None
+
+    names = {key(run): run.start for run in reversed(runs)}
+    return {name: [replace(run, start=names[key(run)]) for run in of_group] for name, of_group in groups.items()}
 
 
 def runs_of(groups: Mapping[str, Sequence[HeldOut]]) -> list[HeldOut]:

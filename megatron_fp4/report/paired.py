@@ -50,19 +50,28 @@ def partners(run: HeldOut, base: Sequence[HeldOut], compared: Sequence[HeldOut] 
 def trunk_of(run: HeldOut, base: Sequence[HeldOut], compared: Sequence[HeldOut] = ()) -> HeldOut | None:
     """The run that `run` is a branch of, if it has the same number of steps, and so the same learning rates, and the
     same order of the data: the one in the folder of the trunk, else the only one of its name in `base`, else among all
-    `compared`."""
+    `compared`. If it is not there, the trunk of another run of the same start, which was the same run up to there."""
     if run.trunk is None:
         return None
-    data_seed, name = run.pair.data_seed, Path(run.trunk).name
+    data_seed = run.pair.data_seed
     fits = [
         [o for o in group if o != run and o.pair.data_seed == data_seed and o.steps == run.steps]
         for group in (base, compared)
     ]
-    for other in (*fits[0], *fits[1]):
-        if other.folder == run.trunk:
-            return other
-    for fit in fits:  # folders may have come here from another machine
-        named = [other for other in fit if other.name == name]
+    alike = [o.trunk for o in (*base, *compared) if o.trunk is not None and o.start == run.start]
+    for trunk in dict.fromkeys((run.trunk, *alike)):
+        if (found := _in_folder(trunk, fits)) is not None:
+            return found
+    return None
+
+
+def _in_folder(trunk: str, groups: Sequence[Sequence[HeldOut]]) -> HeldOut | None:
+    for group in groups:
+        for other in group:
+            if other.folder == trunk:
+                return other
+    for group in groups:  # folders may have come here from another machine
+        named = [other for other in group if other.name == Path(trunk).name]
         if len(named) == 1:
             return named[0]
     return None

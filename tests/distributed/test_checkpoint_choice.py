@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -182,6 +183,36 @@ def test_a_branch_goes_on_with_its_own(root: Path, branch: Job, mesh: ParallelMe
     origin = once_more.checkpointer.origin
     assert origin is not None and (origin.path, origin.step) == (str(root / "step_00000002"), 2)
     assert Job(branch.root, mesh).resume() == 6
+
+
+def test_equal_bits_have_one_digest_whoever_saved_them(root: Path, tmp_path: Path, mesh: ParallelMesh) -> None:
+    def contents(folder: Path) -> str:
+        begun = Job(tmp_path / f"from_{folder.parent.name}_{folder.name}", mesh)
+        begun.resume(str(folder))
+        assert begun.checkpointer.origin is not None
+        return begun.checkpointer.origin.contents_sha256
+
+    resumed = Job(tmp_path / "made_again", mesh)
+    resumed.resume(str(root / "step_00000002"))  # with its generators
+    again = resumed.save(2, seconds=1.5)
+    assert contents(again) == contents(root / "step_00000002") != contents(root / "step_00000001")
+    saved = ".metadata", "__0_0.distcp", "rng.pt"
+    listing = [[name, hashlib.sha256((again / name).read_bytes()).hexdigest()] for name in saved]
+    assert contents(again) == hashlib.sha256(json.dumps(listing).encode()).hexdigest()
+
+
+def test_an_origin_from_before_there_were_digests_of_contents_is_read(
+    root: Path, branch: Job, mesh: ParallelMesh
+) -> None:
+    folder = branch.root / "step_00000005"
+    trainer, manifest = json.loads((folder / "trainer.json").read_text()), files.read_manifest(folder)
+    assert len(trainer["origin"].pop("contents_sha256")) == 64
+    record = files.write_file(folder / "trainer.json", json.dumps(trainer))
+    files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, "trainer.json": record}))
+    for resume in ("auto", str(root / "step_00000002"), str(folder)):
+        again = Job(branch.root, mesh)
+        assert again.resume(resume) == 5
+        assert origin_state(again.checkpointer.origin) == {**trainer["origin"], "contents_sha256": ""}
 
 
 def test_a_branch_of_another_origin_is_refused(root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path) -> None:

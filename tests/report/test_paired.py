@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_fp4.report.final_gaps import FinalGaps
-from megatron_fp4.report.held_out import HeldOut, Pair, read_groups, read_held_out
+from megatron_fp4.report.held_out import HeldOut, Pair, read_groups, read_held_out, runs_of
 from megatron_fp4.report.paired import gaps, gaps_of_groups, partners, table
 from scripts import compare_recipes
 
@@ -29,8 +29,10 @@ def write_run(folder: Path, seed: int, losses: Losses, data: str = "{}", **facts
     return folder
 
 
-def origin(run: str, content: str) -> dict[str, Any]:
-    return {"path": f"/there/{run}/checkpoints/step_00000006", "step": 6, "manifest_sha256": content * 32}
+def origin(run: str, content: str, contents: str = "") -> dict[str, Any]:
+    """contents: if it was recorded."""
+    found = {"path": f"/there/{run}/checkpoints/step_00000006", "step": 6, "manifest_sha256": content * 32}
+    return found | ({"contents_sha256": contents * 32} if contents else {})
 
 
 def percents(found: dict[Pair, Any]) -> dict[str, float]:
@@ -207,6 +209,55 @@ def test_what_a_run_says_of_its_start_its_data_and_its_end(tmp_path):
     weights = read_held_out(write_run(tmp_path / "w", 4, losses, steps=8, initialized_from=origin("trunk", "ab")))
     other = read_held_out(write_run(tmp_path / "o", 4, losses, steps=8, origin=origin("trunk", "ac")))
     assert len({run.pair for run in (one, weights, other)}) == 3
+
+
+def test_checkpoints_equal_in_every_bit_are_one_start(tmp_path):
+    def start_in(name: str, how: str = "origin", **begun: Any) -> str:
+        return str(write_run(tmp_path / name, 1, {8: {"a": 2.0}}, steps=8, **{how: begun}))
+
+    first = start_in("first", **origin("trunk", "a0", "c0"))
+    made_again = start_in("made_again", **origin("other_folder", "a1", "c0"))
+    old = start_in("old", **origin("copied", "a1"))  # of the same checkpoint as `made_again`
+    alone = start_in("alone", **origin("trunk", "a2"))  # nobody knows its contents
+    other = start_in("other", **origin("trunk", "a3", "c1"))
+    later = start_in("later", **origin("trunk", "a0", "c0") | {"step": 7})
+    weights = start_in("weights", "initialized_from", **origin("trunk", "a0", "c0"))
+    scratch = str(write_run(tmp_path / "scratch", 1, {8: {"a": 2.0}}, steps=8))
+    others = f"x={alone},{other},{later},{weights},{scratch}"
+    for names in ([first, made_again, old], [old, first, made_again]):
+        one, *rest = [run.pair.start for run in runs_of(read_groups([f"base={','.join(names)}", others]))]
+        assert rest[:2] == [one] * 2 and len({one, *rest[2:]}) == 6
+        assert one == (f"trunk step 6 ({'a0' * 6})" if names[0] == first else f"copied step 6 ({'a1' * 6})")
+        assert rest[-1] == "seed 1"
+    groups = read_groups([f"base={first}", f"x={old}"])  # what joins them is not among the runs
+    with pytest.raises(ValueError, match=r"no pair: the runs began with copied step 6 .*, the base with trunk step 6 "):
+        gaps(groups["x"], groups["base"])
+    groups = read_groups([f"base={first}", f"x={made_again},{old}"])
+    with pytest.raises(ValueError, match=r"made_again and old have the same start \(trunk step 6 "):
+        gaps(groups["x"], groups["base"])
+
+
+def test_the_trunk_of_an_equal_start_serves():
+    def branch(name: str, trunk: str, **facts: Any) -> HeldOut:
+        of_all: dict[str, Any] = {"start": "c", "steps": 9, **facts}
+        return HeldOut(1, {10: 2.02}, trunk=trunk, folder=f"/here/{name}", **of_all)
+
+    base = [HeldOut(s, {10: 2.0}, steps=9, folder=f"/here/trunk{s}") for s in (1, 2)]
+    run, sibling = branch("run", "/gone/made_again"), branch("sibling", "/here/trunk1")
+    assert partners(run, base, [*base, run]) == []
+    assert partners(run, base, [*base, run, sibling]) == base[:1]
+    for other in (replace(sibling, start="d"), replace(sibling, trunk="/gone/too"), replace(sibling, trunk=None)):
+        assert partners(run, base, [*base, run, other]) == []
+    # The trunk has to fit the run; whether it fits the other branch is nothing to the run.
+    elsewhere = replace(sibling, steps=12, data_seed=5)
+    assert partners(run, base, [*base, run, elsewhere]) == base[:1]
+    for unlike in (replace(run, steps=12), replace(run, data_seed=5)):
+        assert partners(unlike, base, [*base, unlike, sibling]) == []
+    own = HeldOut(2, {10: 2.1}, data_seed=1, steps=9, folder="/gone/made_again")  # goes first, and has other partners
+    assert partners(run, base, [*base, own, sibling]) == []
+    # A trunk that is in another group lends its partners.
+    fp4 = HeldOut(1, {10: 2.1}, steps=9, folder="/here/fp4")
+    assert partners(run, base, [*base, run, fp4, replace(sibling, trunk="/here/fp4")]) == base[:1]
 
 
 def test_a_run_that_has_just_begun_leaves_the_others_to_be_compared(tmp_path):
