@@ -45,7 +45,7 @@ from inference.in_run import text_samples
 from introduction import introduce_run, print_needs, say_all, say_what_differs, sizes
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
-from megatron_fp4.checkpoint.choice import origin_state
+from megatron_fp4.checkpoint.origin import origin_state
 from megatron_fp4.checkpoint.preview import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.help import help_text

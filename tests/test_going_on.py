@@ -210,6 +210,8 @@ def test_branches_of_a_run_that_was_made_twice_are_compared(
     assert f"+0.00% (1) | {gap}" in compare(f"base={finished}", f"one={one}", f"other={other}")
     with pytest.raises(SystemExit):  # nothing says whose start is equal
         compare(f"base={finished}", f"other={other}")
+    shutil.rmtree(checkpoint(one, 8))
+    assert "resumed after step 6 of 8" in start(one, f"checkpoint.resume={checkpoint(trunk, 4)}")
 
 
 def test_what_was_changed_is_said_once(copy: Path, start: Start) -> None:

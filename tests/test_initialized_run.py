@@ -18,7 +18,7 @@ from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.choice import contents_digest
+from megatron_fp4.checkpoint.origin import contents_digest
 from run_parts import Run
 from scripts import replay
 from tests.spiked_run import FAST, small_corpus

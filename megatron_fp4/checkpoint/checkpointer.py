@@ -23,18 +23,14 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.choice import Damage, Origin, choose
+from megatron_fp4.checkpoint.choice import Damage, choose
 from megatron_fp4.checkpoint.identity import identity_differences, other_run
-from megatron_fp4.checkpoint.initialize import (
-    check_begun_from,
-    initialize_weights,
-    initialized_in,
-    refuse_weights_only,
-)
+from megatron_fp4.checkpoint.initialize import check_begun_from, initialize_weights, refuse_weights_only
 from megatron_fp4.checkpoint.loading import check_files, load_checkpoint
 from megatron_fp4.checkpoint.local import LocalCheckpoints
 from megatron_fp4.checkpoint.local_files import forget_starts
 from megatron_fp4.checkpoint.local_start import choose_with_local
+from megatron_fp4.checkpoint.origin import Origin, origin_in
 from megatron_fp4.checkpoint.random_state import capture_random_state
 from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, manifest_of
 from megatron_fp4.checkpoint.shards import own_pieces, state_of, wholes_of
@@ -245,7 +241,7 @@ class Checkpointer:
             return None
         clock.weights_version += 1
         self.origin, manifest = chosen.origin, chosen.manifest
-        self.initialized_from = initialized_in(chosen.trainer)
+        self.initialized_from = origin_in(chosen.trainer, "initialized_from")
         if chosen.folder.absolute().parent == self.root.absolute():
             self._saved_step = manifest.step
         self._resumed = self._shared_before(manifest.step) if chosen.local else (chosen.folder, manifest.step)

@@ -18,12 +18,10 @@ first rank does not find the damage that another one found, the start ends inste
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ import torch.distributed as dist
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.evidence import Evidence, earlier_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
-from megatron_fp4.checkpoint.saves import TRAINER
+from megatron_fp4.checkpoint.origin import Origin, is_origin, origin_at, origin_in
 from megatron_fp4.checkpoint.second_look import agree_on_damage
 from megatron_fp4.checkpoint.together import CheckpointError, DamageError, Together
 
@@ -58,19 +56,6 @@ class Damage:
     name: str
     problem: str
     moved_to: str = ""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint of another run that a run began from. path: absolute. manifest_sha256: of its manifest.json.
-
-    contents_sha256: `contents_digest`; empty in what was written before there was one.
-    """
-
-    path: str
-    step: int
-    manifest_sha256: str
-    contents_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -233,18 +218,18 @@ def _manifest_of(folder: Path) -> Manifest | Damage:
 def _given(folder: Path, together: Together, load: Load) -> Chosen:
     """Load the checkpoint in `folder`, of this run or another. Raises as `choose`."""
 
-    def look() -> tuple[Manifest | Damage | None, str, str]:
+    def look() -> tuple[Manifest | Damage | None, str, Origin | None]:
         if not folder.is_dir():
-            return None, "is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200", ""
+            return None, "is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200", None
         try:
             found = _manifest_of(folder)
         except files.OtherFormatError as error:
-            return None, f"is of another version: {error}", ""
+            return None, f"is of another version: {error}", None
         if isinstance(found, Damage):
-            return found, "", ""
-        return found, "", hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
+            return found, "", None
+        return found, "", origin_at(folder, found)
 
-    manifest, refusal, digest = together.first("read a manifest", look)
+    manifest, refusal, origin = together.first("read a manifest", look)
     if manifest is None:
         raise ResumeRefusedError(f"checkpoint.resume={folder} {refusal}")
     try:
@@ -254,51 +239,26 @@ def _given(folder: Path, together: Together, load: Load) -> Chosen:
     except DamageError as error:
         agree_on_damage([(folder, error.reasons)], together, anywhere=True)
         raise ResumeRefusedError(f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one") from error
-    origin = Origin(str(folder), manifest.step, digest, contents_digest(manifest))
     return Chosen(folder, manifest, trainer, origin=origin)
-
-
-def contents_digest(manifest: Manifest) -> str:
-    """SHA-256 of the names and digests of a checkpoint's files but the trainer state, as hexadecimal digits.
-
-    It is equal where weights, moments and generators are that as many ranks saved, while a manifest has another one in
-    each run.dir: the trainer state holds the run's configuration and times.
-    """
-    digests = sorted((name, record.sha256) for name, record in manifest.files.items() if name != TRAINER)
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def check_origin(chosen: Chosen, given: Path, root: Path, together: Together) -> None:
     """Refuse to go on with checkpoints of a run that did not begin from `given`."""
     origin = chosen.origin
-
-    def digest() -> str | None:
-        manifest = given / files.MANIFEST  # which may be gone by now
-        return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
-
-    now = together.first("compare origins", digest)
-    if origin is not None and str(given) == origin.path:
-        if now not in (None, origin.manifest_sha256):
-            _log(logging.WARNING, f"{given} is not the checkpoint any more that this run began from")
-        return
-    if origin is not None and now == origin.manifest_sha256:  # moved, and the same
-        return
+    if origin is not None:
+        same = together.first("compare origins", lambda: is_origin(origin, given))
+        if str(given) == origin.path:  # which may be gone by now
+            if same is False:
+                _log(logging.WARNING, f"{given} is not the checkpoint any more that this run began from")
+            return
+        if same:  # moved, or made again in the same bits
+            return
     began = "at step 0" if origin is None else f"from {origin.path}"
     raise ResumeRefusedError(
         f"checkpoint.resume={given}, but {root} has checkpoints of a run that began {began} "
         f"(the newest is {chosen.folder.name}); choose another run.dir to begin from {given.name} there, or go on with "
         "them by checkpoint.resume=auto"
     )
-
-
-def origin_in(trainer: Mapping[str, Any]) -> Origin | None:
-    """The origin that a checkpoint's run had when it was saved."""
-    return Origin(**trainer["origin"]) if trainer.get("origin") else None
-
-
-def origin_state(origin: Origin | None) -> dict[str, Any] | None:
-    """What a checkpoint's trainer state holds under `origin`: JSON types."""
-    return None if origin is None else asdict(origin)
 
 
 def _settle(root: Path, damaged: Sequence[Damage], together: Together, latest: Path) -> tuple[Damage, ...]:

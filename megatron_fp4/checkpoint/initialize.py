@@ -10,7 +10,6 @@ What the run began from is in the trainer state of all its checkpoints, as `init
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -21,10 +20,10 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_fp4.checkpoint import files, local_files
-from megatron_fp4.checkpoint.choice import Origin, contents_digest
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.origin import Origin, is_origin, origin_at
 from megatron_fp4.checkpoint.second_look import agree_on_damage
 from megatron_fp4.checkpoint.shards import read_shards, wholes_of
 from megatron_fp4.checkpoint.together import DamageError, Together
@@ -39,11 +38,11 @@ _TOKENIZER = "data.tokenizer"
 
 
 class Source(NamedTuple):
-    """A checkpoint to begin from. digest: SHA-256 of its manifest."""
+    """A checkpoint to begin from."""
 
     folder: Path
     manifest: Manifest
-    digest: str
+    origin: Origin
 
 
 def check_initialization(config: Config) -> None:
@@ -97,7 +96,7 @@ def find_sources(given: Path) -> tuple[list[Source], list[str]]:
     for folder in folders:
         try:
             manifest = files.read_manifest(folder)
-            found.append(Source(folder, manifest, _digest(folder)))
+            found.append(Source(folder, manifest, origin_at(folder, manifest)))
         except files.OtherFormatError as error:  # it may be the newest and whole: nothing older is taken instead
             raise ValueError(f"{KEY}={folder} is of another version: {error}; give another checkpoint") from error
         except (DamagedCheckpointError, IsADirectoryError) as error:
@@ -175,8 +174,7 @@ def initialize_weights(
         else:
             if damaged:
                 agree_on_damage(damaged, together)
-            contents = contents_digest(source.manifest)
-            return Origin(str(source.folder), source.manifest.step, source.digest, contents)
+            return source.origin
     agree_on_damage(damaged, together, anywhere=True)
     listing = "; ".join(f"{folder.name}: {problem}" for folder, problem in damaged)
     raise ValueError(f"{KEY}={given} is damaged: {listing}; give another checkpoint")
@@ -242,7 +240,7 @@ def check_begun_from(begun: Origin | None, given: str, root: Path, together: Tog
         if path in (was, was.parent, was.parent.parent):
             return True
         moved = (path, path / was.name, path / "checkpoints" / was.name)
-        return any((folder / files.MANIFEST).is_file() and _digest(folder) == begun.manifest_sha256 for folder in moved)
+        return any(is_origin(begun, folder) for folder in moved)
 
     if together.first("compare origins", known):
         return
@@ -262,18 +260,9 @@ def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def initialized_in(trainer: Mapping[str, Any]) -> Origin | None:
-    """Whose weights a checkpoint's run began with."""
-    return Origin(**trainer["initialized_from"]) if trainer.get("initialized_from") else None
-
-
 def _refuse(problem: str | None) -> None:
     if problem is not None:
         raise ValueError(problem)
-
-
-def _digest(folder: Path) -> str:
-    return hashlib.sha256((folder / files.MANIFEST).read_bytes()).hexdigest()
 
 
 def _same(saved: Mapping[str, Any], identity: Mapping[str, Any], name: str) -> bool:

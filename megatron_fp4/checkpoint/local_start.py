@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_fp4.checkpoint import files, local_files
-from megatron_fp4.checkpoint.choice import Check, Chosen, Load, check_origin, choose, is_own, origin_in
+from megatron_fp4.checkpoint.choice import Check, Chosen, Load, check_origin, choose, is_own
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
 from megatron_fp4.checkpoint.local import LocalCheckpoints
 from megatron_fp4.checkpoint.local_files import Key, Part
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
+from megatron_fp4.checkpoint.origin import origin_in
 from megatron_fp4.checkpoint.random_state import restore_random_state
 from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER
 from megatron_fp4.checkpoint.shards import layout_digest, own_pieces, read_shards, verify, wholes_of

@@ -6,7 +6,6 @@ tensors (choice.py), moves damaged checkpoints aside and looks on its nodes' own
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.choice import is_own, nothing_left, origin_in
+from megatron_fp4.checkpoint.choice import is_own, nothing_left
 from megatron_fp4.checkpoint.evidence import earlier_run
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError
 from megatron_fp4.checkpoint.identity import identity_differences, other_run
 from megatron_fp4.checkpoint.initialize import refuse_weights_only
+from megatron_fp4.checkpoint.origin import is_origin, origin_in
 from megatron_fp4.checkpoint.saves import TRAINER
 from megatron_fp4.config.schema import Config, ConfigError
 
@@ -150,10 +150,7 @@ def _is_branch_of(found: Preview, given: Path) -> bool:
     origin = origin_in(found.trainer)
     if origin is None:
         return False
-    if str(given) == origin.path:
-        return True
-    manifest = given / files.MANIFEST
-    return manifest.is_file() and hashlib.sha256(manifest.read_bytes()).hexdigest() == origin.manifest_sha256
+    return str(given) == origin.path or is_origin(origin, given) is True
 
 
 def _root(config: Config) -> Path:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
-from megatron_fp4.checkpoint.choice import origin_state
+from megatron_fp4.checkpoint.origin import origin_state
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -224,10 +224,28 @@ def test_a_branch_of_another_origin_is_refused(root: Path, branch: Job, mesh: Pa
     assert Job(branch.root, mesh).resume(str(moved)) == 5  # the same checkpoint elsewhere
 
 
+def test_a_branch_goes_on_beside_a_parent_that_was_made_again(
+    root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent, again = root / "step_00000002", Job(tmp_path / "made_again", mesh)
+    again.resume(str(parent))
+    made_again = again.save(2, seconds=1.5)  # the same bits in another folder, with other times
+    assert Job(branch.root, mesh).resume(str(made_again)) == 5
+    shutil.rmtree(parent)
+    shutil.copytree(made_again, parent)
+    assert Job(branch.root, mesh).resume(str(parent)) == 5
+    assert "any more" not in caplog.text
+    (made_again / "manifest.json").write_text("not JSON")
+    with pytest.raises(ValueError, match="of a run that began from"):
+        Job(branch.root, mesh).resume(str(made_again))
+
+
 def test_a_parent_that_was_written_anew_is_said(
     root: Path, branch: Job, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Job(root, mesh).save(2)
+    anew = Job(root, mesh)
+    torch.rand(1)  # so that the generators are others
+    anew.save(2)
     assert Job(branch.root, mesh).resume(str(root / "step_00000002")) == 5
     assert "step_00000002 is not the checkpoint any more that this run began from" in caplog.text
 
