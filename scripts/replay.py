@@ -30,7 +30,7 @@ import torch
 
 from assembly import CONFIGS, build, check, set_determinism
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, folder_name, list_checkpoints, read_manifest, step_of
-from megatron_fp4.checkpoint.origin import is_origin, origin_in
+from megatron_fp4.checkpoint.origin import origin_in
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError
@@ -161,7 +161,7 @@ def begin_as_then(run: Run, checkpoint: Path) -> None:
         return
     parts = run.model, run.controller.clock
     found = run.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
-    if found is None or not is_origin(begun, Path(found.path)):
+    if found is None or not found.equals(begun):
         raise ConfigError(f"{begun.path} is not the checkpoint any more whose weights the run began with")
 
 

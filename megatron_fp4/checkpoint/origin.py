@@ -26,6 +26,12 @@ class Origin:
     manifest_sha256: str
     contents_sha256: str = ""
 
+    def equals(self, other: Origin) -> bool:
+        """Whether both are one checkpoint, or two that are equal in every bit."""
+        if self.manifest_sha256 == other.manifest_sha256:
+            return True
+        return self.contents_sha256 == other.contents_sha256 != ""
+
 
 def origin_at(folder: Path, manifest: Manifest) -> Origin:
     """The checkpoint in `folder`, an absolute path, as the origin of a run. manifest: of it. Raises OSError."""
@@ -44,13 +50,14 @@ def contents_digest(manifest: Manifest) -> str:
 
 
 def is_origin(origin: Origin, folder: Path) -> bool | None:
-    """Whether the checkpoint in `folder` is `origin`, or one that is equal to it in every bit; None if there is none
-    that can be read."""
-    try:
-        found = origin_at(folder, files.read_manifest(folder))
-    except (DamagedCheckpointError, OSError):
+    """Whether the checkpoint in `folder` equals `origin`, which a damaged one does not; None if there is none. Raises
+    OSError."""
+    if not (folder / files.MANIFEST).is_file():
         return None
-    return found.manifest_sha256 == origin.manifest_sha256 or found.contents_sha256 == origin.contents_sha256
+    try:
+        return origin.equals(origin_at(folder, files.read_manifest(folder)))
+    except DamagedCheckpointError:
+        return False
 
 
 def origin_in(trainer: Mapping[str, Any], key: str = "origin") -> Origin | None:

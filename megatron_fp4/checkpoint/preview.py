@@ -150,7 +150,7 @@ def _is_branch_of(found: Preview, given: Path) -> bool:
     origin = origin_in(found.trainer)
     if origin is None:
         return False
-    return str(given) == origin.path or is_origin(origin, given) is True
+    return str(given) == origin.path or bool(is_origin(origin, given))
 
 
 def _root(config: Config) -> Path:

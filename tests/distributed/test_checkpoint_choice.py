@@ -238,6 +238,9 @@ def test_a_branch_goes_on_beside_a_parent_that_was_made_again(
     (made_again / "manifest.json").write_text("not JSON")
     with pytest.raises(ValueError, match="of a run that began from"):
         Job(branch.root, mesh).resume(str(made_again))
+    (parent / "manifest.json").write_text("not JSON")
+    assert Job(branch.root, mesh).resume(str(parent)) == 5
+    assert "step_00000002 is not the checkpoint any more" in caplog.text
 
 
 def test_a_parent_that_was_written_anew_is_said(
