@@ -10,7 +10,9 @@ megatron_fp4/measure/probe.py). Nothing is updated or written but the plan. `key
 configuration: `precision=nvfp4` for the checkpoint of a BF16 run, `parallel.tensor=1` to analyze it in one process.
 Under torchrun every data-parallel rank contributes its micro-batches.
 
-The ranking by the weight gradient's error is the "automatic choice" that the paper suggests in appendix E.2.
+The ranking is by the error of the forward product, which finds the linears that cost a hybrid of 30M most
+(docs/experiments.md, "Where the error is"). `--gemm wgrad` ranks by the weight gradient's, the "automatic choice" that
+the paper suggests in appendix E.2.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="key=value: changes of the run's configuration")
     parser.add_argument("--budget", type=float, default=0.15, help="largest share to keep in BF16 (default 0.15)")
     parser.add_argument("--by", choices=BUDGET_UNITS, default="linears", help="what the budget is a share of")
-    parser.add_argument("--gemm", choices=GEMM_CHOICES, default="wgrad", help="whose error ranks (default wgrad)")
+    parser.add_argument("--gemm", choices=GEMM_CHOICES, default="fprop", help="whose error ranks (default fprop)")
     parser.add_argument("--micro-batches", type=int, default=4, help="to measure, on every rank (default 4)")
     parser.add_argument("--output", type=Path, default=Path("plan.yaml"), help="the plan to write (default plan.yaml)")
     return parser.parse_intermixed_args(arguments)

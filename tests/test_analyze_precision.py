@@ -66,7 +66,7 @@ def test_a_plan_from_a_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[s
     assert analyze_precision.main([_checkpoint(run_dir), *arguments]) == 0
     plan = yaml.safe_load(output.read_text())
     assert len(plan["bf16"]) == 2 and len(plan["measured"]) == 6
-    errors = {name: row["wgrad"] for name, row in plan["measured"].items()}
+    errors = {name: row["fprop"] for name, row in plan["measured"].items()}
     assert list(errors.values()) == sorted(errors.values(), reverse=True)
     assert set(plan["bf16"]) == set(list(errors)[:2])
     assert all(0.01 < error < 0.5 for error in errors.values())

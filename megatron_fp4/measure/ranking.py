@@ -2,7 +2,8 @@
 
 The paper keeps the first and last blocks in BF16 and remarks (appendix E.2) that the last layers show larger
 quantization errors in their weight gradients, and that such errors could decide which linears need more precision.
-This is that decision: order the linears by measured error, take the worst until a budget is spent.
+This is that decision, by the errors of whichever GEMM is named: order the linears, take the worst until a budget is
+spent.
 """
 
 from __future__ import annotations
