@@ -20,10 +20,14 @@ from __future__ import annotations
 if __name__ == "__main__":  # before torch is imported, which takes seconds: a signal then must not be lost
     import gc
     import sys
+    from pathlib import Path
 
+    from megatron_fp4.answers import answer
     from megatron_fp4.faults.signals import stop_request
 
     STOP = stop_request(sys.argv[1:])
+    if (code := answer(sys.argv[1:], Path(__file__).with_name("configs"))) is not None:
+        sys.exit(code)
     gc.disable()  # until the end of this file: of what imports make, hardly anything is garbage
 
 import logging
@@ -32,23 +36,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from assembly import (
-    CONFIGS,
-    build,
-    configuration_errors,
-    configure,
-    device_type_of,
-    set_determinism,
-)
+from assembly import build, configuration_errors, configure, device_type_of, set_determinism
 from data.cache import default_cache_dir
 from inference.in_run import text_samples
 from introduction import introduce_run, print_needs, say_all, say_what_differs, sizes
-from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.checkpoint.origin import origin_state
 from megatron_fp4.checkpoint.preview import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
-from megatron_fp4.config.help import help_text
 from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
@@ -58,7 +53,7 @@ from megatron_fp4.faults.orders import Orders
 from megatron_fp4.faults.progress import Progress
 from megatron_fp4.faults.run_lock import sole_run
 from megatron_fp4.faults.run_state import RunState
-from megatron_fp4.faults.signals import SAYS_SOMETHING, StopRequest
+from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
@@ -86,22 +81,17 @@ def main(arguments: list[str]) -> int:
 
 
 def launch(arguments: list[str], signals: StopRequest) -> int:
-    """Run pretrain.py with Hydra overrides as `arguments`; returns the exit code. signals: listens already."""
+    """Run pretrain.py with Hydra overrides and `--check` as `arguments`; returns the exit code. signals: listens
+    already."""
     overrides = [argument for argument in arguments if argument != "--check"]
     run_dir = None
     try:
-        if {*SAYS_SOMETHING} & {*arguments}:
+        if checks := overrides != arguments:
             signals.decline()
-        if "--help" in arguments or "-h" in arguments:
-            print(help_text(CONFIGS))
-            return 0
-        if "--version" in arguments:
-            print(f"megatron_fp4 {__version__}")
-            return 0
-        if overrides == arguments:
+        else:
             run_dir = next((part.partition("=")[2] for part in overrides if part.startswith("run.dir=")), None)
         config = configure(overrides)
-        if "--check" in arguments:
+        if checks:
             return print_check(config)
         if config.run.dry:
             signals.decline()

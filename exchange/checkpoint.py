@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, OtherFormatError
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
-from megatron_fp4.checkpoint.saves import TRAINER
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
@@ -50,7 +49,7 @@ class Checkpoint:
             with files.open_plain(folder / name) as file:
                 if (size := os.fstat(file.fileno()).st_size) != record.size:
                     raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
-        self.trainer: dict[str, Any] = json.loads(self.file(TRAINER))
+        self.trainer: dict[str, Any] = json.loads(self.file(files.TRAINER))
         self._metadata: Metadata = read_metadata(self.file(METADATA))
         self.config: Config = config_from_saved(self.trainer["config"], [], config_dir)
         check_model(self.config.model)
@@ -138,7 +137,8 @@ def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:
     except DamagedCheckpointError as error:
         raise ValueError(f"{found} is damaged: {error}; give another checkpoint") from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{found}: {TRAINER} does not describe a run ({error!r}); give another checkpoint") from error
+        problem = f"{files.TRAINER} does not describe a run ({error!r})"
+        raise ValueError(f"{found}: {problem}; give another checkpoint") from error
     except ConfigError as error:
         raise ValueError(f"{found}: {error}") from error
 

@@ -21,7 +21,7 @@ from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
-from megatron_fp4.checkpoint.saves import TRAINER, manifest_of
+from megatron_fp4.checkpoint.saves import manifest_of
 from megatron_fp4.checkpoint.shards import OwnPiece, write_shard
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
@@ -58,7 +58,7 @@ def write_weights_only(
         trainer = {"version": __version__, "config": as_saved(config), "imported": dict(imported)}
         content: dict[str, str | bytes] = {
             **(extra_files or {}),
-            TRAINER: json.dumps(trainer, indent=1),
+            files.TRAINER: json.dumps(trainer, indent=1),
             METADATA: metadata_of(wholes, pieces),
         }
         for name, text in content.items():

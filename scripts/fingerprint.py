@@ -86,6 +86,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side (default: 2)")
     options = parser.parse_args(arguments)
     names = [name for name in CASES if options.only in name]
+    if not names:
+        parser.error(f"--only {options.only}: no case's name contains that; there are {', '.join(CASES)}")
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
         # The first alone: it prepares the corpus that all read.
         lines = [fingerprint(names[0], options.tree, Path(scratch) / "0")]

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from megatron_fp4.config import compose
 from megatron_fp4.config.schema import ConfigError
@@ -33,10 +35,11 @@ def quick_composing(folder: Path | None = None, known: dict[Any, Any] | None = N
         if key not in known:
             known[key] = real(name, files, directory)
         values = OverridesParser.create().parse_overrides([one for one in overrides if one not in files])
-        if any(value.is_sweep_override() for value in values):
+        if not all(is_plain(value) for value in values):
             return real(name, overrides, directory)
         found = copy.deepcopy(known[key])
-        ConfigLoaderImpl._apply_overrides_to_config(values, found)
+        for value in values:
+            OmegaConf.update(found, value.key_or_group, value.value(), merge=True)
         return found
 
     def cached(name: str, overrides: list[str], directory: Path) -> Any:
@@ -44,9 +47,14 @@ def quick_composing(folder: Path | None = None, known: dict[Any, Any] | None = N
             return real(name, overrides, directory)
         try:
             return quick(name, overrides, directory)
-        except (HydraException, ConfigError):
+        except (HydraException, OmegaConfBaseException, ConfigError):
             return real(name, overrides, directory)  # which says it in one line
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, "_compose", cached)
         yield
+
+
+def is_plain(override: Override) -> bool:
+    """Whether it only sets the value of a key that is there: `key=value`, without a sweep or a package."""
+    return override.type is OverrideType.CHANGE and not override.is_sweep_override() and override.package is None

@@ -22,7 +22,7 @@ from exchange.hf.encoder import Encoder, PlainEncoder
 from exchange.hf.model_card import model_card
 from exchange.hf.tokenizer_files import tokenizer_files
 from exchange.new_folder import new_folder
-from megatron_fp4.checkpoint.saves import TRAINER
+from megatron_fp4.checkpoint.files import TRAINER
 
 CONFIG, GENERATION, CARD = "config.json", "generation_config.json", "README.md"
 SHARD_BYTES = 2 << 30

@@ -34,6 +34,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+TRAINER = "trainer.json"
+RANDOM_STATE = "rng.pt"
 POINTER = "latest"
 FORMAT = 2
 """1 had a file rng_00000.pt for each rank; it is still read."""

@@ -16,7 +16,6 @@ from torch import nn
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.random_state import restore_random_state, unpack
-from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER
 from megatron_fp4.checkpoint.shards import SUMS, check_names, read_shards, state_of, verify
 from megatron_fp4.checkpoint.together import Together
 from megatron_fp4.training.deoscillation import Deoscillation
@@ -84,14 +83,14 @@ def _record(records: Mapping[str, files.FileRecord], name: str) -> files.FileRec
 
 def _small_files(folder: Path, records: Mapping[str, files.FileRecord]) -> tuple[dict[str, Any], list[bytes]]:
     """The trainer's state and the generators of all ranks."""
-    trainer = json.loads(files.read_checked(folder, TRAINER, _record(records, TRAINER)))
-    if RANDOM_STATE in records:
-        return trainer, unpack(files.read_checked(folder, RANDOM_STATE, records[RANDOM_STATE]))
+    trainer = json.loads(files.read_checked(folder, files.TRAINER, _record(records, files.TRAINER)))
+    if files.RANDOM_STATE in records:
+        return trainer, unpack(files.read_checked(folder, files.RANDOM_STATE, records[files.RANDOM_STATE]))
     of_ranks = sorted(name for name in records if name.startswith("rng_"))  # format 1
     return trainer, [files.read_checked(folder, name, records[name]) for name in of_ranks]
 
 
 def _left(records: Mapping[str, files.FileRecord], of_ranks: list[set[str]]) -> list[str]:
     """Files that nobody has read: of ranks whose part no rank of this job needs."""
-    small = {METADATA, TRAINER, RANDOM_STATE, *(name for name in records if name.startswith("rng_"))}
+    small = {METADATA, files.TRAINER, files.RANDOM_STATE, *(name for name in records if name.startswith("rng_"))}
     return sorted(records.keys() - small - set().union(*of_ranks))

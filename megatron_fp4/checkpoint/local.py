@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_fp4.checkpoint import files, local_files
 from megatron_fp4.checkpoint.local_files import Key, Lineage, Part
 from megatron_fp4.checkpoint.metadata import METADATA, metadata_of
-from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER, Snapshot
+from megatron_fp4.checkpoint.saves import Snapshot
 from megatron_fp4.checkpoint.shards import layout_digest, write_shards
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.checkpoint.transfer import Incoming, Outgoing, exchange
@@ -189,8 +189,8 @@ class LocalCheckpoints:
         layouts = {name: file.layout for name, file in written.items()}
         for name, content in (
             (METADATA, metadata_of(snapshot.tensors, layouts)),
-            (RANDOM_STATE, snapshot.generators),
-            (TRAINER, snapshot.trainer.encode()),
+            (files.RANDOM_STATE, snapshot.generators),
+            (files.TRAINER, snapshot.trainer.encode()),
         ):
             records[name] = files.write_file(folder / name, content)
         manifest = snapshot.manifest

@@ -26,7 +26,6 @@ from megatron_fp4.checkpoint.local_files import Key, Part
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.origin import origin_in
 from megatron_fp4.checkpoint.random_state import restore_random_state
-from megatron_fp4.checkpoint.saves import RANDOM_STATE, TRAINER
 from megatron_fp4.checkpoint.shards import layout_digest, own_pieces, read_shards, verify, wholes_of
 from megatron_fp4.checkpoint.transfer import Incoming, Outgoing, exchange
 
@@ -294,7 +293,8 @@ class LocalSearch:
         if (part.save, part.world_size, part.layout) != (plan.save, nodes.world_size, self._layout):
             raise DamagedCheckpointError(f"{local_files.RECORD} is of another save")
         small = {
-            name: files.read_checked(folder, name, _record(part, name)) for name in (METADATA, RANDOM_STATE, TRAINER)
+            name: files.read_checked(folder, name, _record(part, name))
+            for name in (METADATA, files.RANDOM_STATE, files.TRAINER)
         }
         metadata = read_metadata(small[METADATA])
         wholes = wholes_of(self._state)
@@ -303,8 +303,8 @@ class LocalSearch:
             raise DamagedCheckpointError(f"{METADATA} does not describe what this rank holds")
         read = read_shards(folder, metadata, part.files, self._state)
         verify(folder, part.files, part.files.keys() - read - small.keys())
-        trainer = json.loads(small[TRAINER])
-        restore_random_state(small[RANDOM_STATE], self._device)
+        trainer = json.loads(small[files.TRAINER])
+        restore_random_state(small[files.RANDOM_STATE], self._device)
         return part, trainer
 
 

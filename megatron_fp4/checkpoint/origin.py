@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
-from megatron_fp4.checkpoint.saves import TRAINER
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def contents_digest(manifest: Manifest) -> str:
     It is equal where weights, moments and generators are that as many ranks saved, while a manifest has another one in
     each run.dir: the trainer state holds the run's configuration and times.
     """
-    digests = sorted((name, record.sha256) for name, record in manifest.files.items() if name != TRAINER)
+    digests = sorted((name, record.sha256) for name, record in manifest.files.items() if name != files.TRAINER)
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 

@@ -20,7 +20,6 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Othe
 from megatron_fp4.checkpoint.identity import identity_differences, other_run
 from megatron_fp4.checkpoint.initialize import refuse_weights_only
 from megatron_fp4.checkpoint.origin import is_origin, origin_in
-from megatron_fp4.checkpoint.saves import TRAINER
 from megatron_fp4.config.schema import Config, ConfigError
 
 
@@ -128,7 +127,7 @@ def _read(folder: Path) -> Preview | str:
             if size != record.size:
                 return f"{name} has {size} bytes instead of {record.size}"
         refuse_weights_only(folder, manifest)
-        trainer = json.loads(files.read_checked(folder, TRAINER, manifest.files[TRAINER]))
+        trainer = json.loads(files.read_checked(folder, files.TRAINER, manifest.files[files.TRAINER]))
     except OtherFormatError as error:
         raise ConfigError(f"{folder}: {error}; resume with the version that wrote it") from error
     except FileNotFoundError as error:

@@ -37,8 +37,6 @@ from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 
 logger = logging.getLogger(__name__)
-TRAINER = "trainer.json"
-RANDOM_STATE = "rng.pt"
 _PAUSES = (2.0,)
 _LAST_PAUSES = (2.0, 10.0, 30.0)
 """Seconds between two attempts; the last save of a run is worth more of them."""
@@ -272,8 +270,8 @@ class Saves:
             self._metadata = metadata_of(snapshot.tensors, self._layouts)
         for name, content in (
             (METADATA, self._metadata),
-            (RANDOM_STATE, pack([of_rank.generators for of_rank in of_ranks])),
-            (TRAINER, snapshot.trainer.encode()),
+            (files.RANDOM_STATE, pack([of_rank.generators for of_rank in of_ranks])),
+            (files.TRAINER, snapshot.trainer.encode()),
         ):
             records[name] = files.write_file(staging / name, content)
         index = files.next_save_index(self.root)

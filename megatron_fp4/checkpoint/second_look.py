@@ -18,7 +18,6 @@ from pathlib import Path
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
-from megatron_fp4.checkpoint.saves import TRAINER
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 
 
@@ -110,9 +109,9 @@ def _damage(error: OSError) -> str:
 
 def _wrong_content(folder: Path, manifest: Manifest) -> str | None:
     """Files may be as they were written, and still be no checkpoint."""
-    if missing := {METADATA, TRAINER} - manifest.files.keys():
+    if missing := {METADATA, files.TRAINER} - manifest.files.keys():
         return f"{files.MANIFEST} does not name {missing.pop()}"
-    json.loads(files.read_checked(folder, TRAINER, manifest.files[TRAINER]))
+    json.loads(files.read_checked(folder, files.TRAINER, manifest.files[files.TRAINER]))
     metadata = read_metadata(files.read_checked(folder, METADATA, manifest.files[METADATA]))
     for place in metadata.storage_data.values():
         if place.relative_path not in manifest.files:

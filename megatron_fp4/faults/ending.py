@@ -40,7 +40,7 @@ def run_program(body: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         end_process(128 + signal.SIGINT)
-    except ReaderLeftError:  # of what --help or --check says
+    except ReaderLeftError:  # of what --check or a dry run says
         end_process(CLOSED_PIPE)
     except BaseException as error:
         say(error)

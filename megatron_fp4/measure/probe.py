@@ -40,8 +40,9 @@ from megatron_fp4.measure.statistics import (
     sum_of_squares,
     sums_in_units,
 )
-from megatron_fp4.precision.emulated import GemmOperand, gemm
+from megatron_fp4.precision.emulated import gemm
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.backend import Backend, BackendOperand, RowGroups
-from megatron_fp4.precision.emulated import GemmOperand
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.recipe import USES, Place, Recipe, uses_means
 from megatron_fp4.precision.token_messages import start_all_gather
 from megatron_fp4.quantization.group_means import add_by_group, group_sums

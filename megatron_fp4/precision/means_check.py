@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import BackendOperand, RowGroups
 from megatron_fp4.precision.comparison import product_errors, product_rows
-from megatron_fp4.precision.emulated import GemmOperand
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.precision.means import add_means, add_products_of_means, adds_means, split
 from megatron_fp4.precision.recipe import PLACES, Place

@@ -37,7 +37,6 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.demands import Demands, block_demands
 from megatron_fp4.precision.emulated import (
-    GemmOperand,
     codes_transpose,
     encode_operand,
     fused_side,
@@ -46,6 +45,7 @@ from megatron_fp4.precision.emulated import (
     quantize_operand,
     transform_signs,
 )
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.cuda import Fused, Side

@@ -48,7 +48,8 @@ from torch import Tensor
 
 from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.demands import Demands, block_demands
-from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
+from megatron_fp4.precision.emulated import gemm, quantize_operand
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.elements import E4M3_MAX

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.measure.statistics import operand_statistics, operand_sums
-from megatron_fp4.precision.emulated import GemmOperand, encode_operand, quantize_operand
+from megatron_fp4.precision.emulated import encode_operand, quantize_operand
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.quantization import rounding_key
 

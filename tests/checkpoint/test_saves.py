@@ -300,7 +300,7 @@ def test_every_file_is_read_once(trial: Callable[..., Trial], monkeypatch: pytes
 
     monkeypatch.setattr(files, "open_plain", watched)
     one.resume()
-    assert sorted(opened) == sorted([METADATA, "__0_0.distcp", saves.RANDOM_STATE, saves.TRAINER])
+    assert sorted(opened) == sorted([METADATA, "__0_0.distcp", files.RANDOM_STATE, files.TRAINER])
 
 
 def test_a_full_disk_is_named_by_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +359,7 @@ def test_crafted_generators_run_nothing(trial: Callable[..., Trial], tmp_path: P
     one.save(1)
     crafted = tmp_path / "crafted.pt"
     torch.save([Command(f"touch {tmp_path / 'ran'}")], crafted)
-    rewrite(one.root / "step_00000001", saves.RANDOM_STATE, crafted.read_bytes())
+    rewrite(one.root / "step_00000001", files.RANDOM_STATE, crafted.read_bytes())
     with pytest.raises(CheckpointError):
         one.resume()
     assert not (tmp_path / "ran").exists()

@@ -19,7 +19,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.emulated import GemmOperand
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters

@@ -1,83 +1,22 @@
-"""Which checkpoint is resumed from, and when none may be. One rank, in this process."""
+"""Which checkpoint is resumed from, which are kept, and what is no checkpoint of the run. One rank, in this process."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import logging
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
-from megatron_fp4.checkpoint.origin import origin_state
+from megatron_fp4.checkpoint.checkpointer import CheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.fp32_gradients import local_part
-from tests.training.harness import alone, launch, toy, toy_mesh
+from tests.distributed.one_rank import Job, flip_a_bit, names
+from tests.training.harness import launch, toy_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
-
-
-class Job:
-    """One start of a run: a model whose weights tell which step they are of, and its checkpointer."""
-
-    def __init__(self, root: Path, mesh: ParallelMesh, keep: int = 0, **identity: Any) -> None:
-        self.root = root
-        self.model, self.optimizer = toy(mesh)
-        self.clock = RunClock(0)
-        self.checkpointer = Checkpointer(root, mesh, keep=keep, identity={"hidden": 12, **identity})
-
-    def save(self, step: int, **trainer: Any) -> Path:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.fill_(step)
-        state = {**trainer, "origin": origin_state(self.checkpointer.origin)}
-        return self.checkpointer.save(
-            step, self.model, self.optimizer, state, consumed_samples=step, consumed_tokens=step
-        )
-
-    def resume(self, resume: str = "auto", allow_mismatch: bool = False) -> int | None:
-        resumed = self.checkpointer.resume(
-            resume, self.model, self.optimizer, self.clock, allow_mismatch=allow_mismatch
-        )
-        if resumed is None:
-            return None
-        weights = {local_part(parameter).unique().item() for parameter in self.model.parameters()}
-        assert weights == {resumed.step} and self.clock.weights_version == 1
-        return resumed.step
-
-
-@pytest.fixture
-def mesh() -> Iterator[ParallelMesh]:
-    with alone() as mesh:
-        yield mesh
-
-
-@pytest.fixture
-def root(tmp_path: Path, mesh: ParallelMesh) -> Path:
-    """Checkpoints of steps 1, 2 and 3."""
-    job = Job(tmp_path / "checkpoints", mesh)
-    for step in (1, 2, 3):
-        job.save(step)
-    return job.root
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
 
 
 def test_nothing_there(tmp_path: Path, mesh: ParallelMesh) -> None:
@@ -161,178 +100,6 @@ def test_going_back_past_damaged_ones(root: Path, mesh: ParallelMesh) -> None:
     assert job.resume(str(root / "step_00000001")) == 1
     assert job.checkpointer.steps_after(1) == []
     assert names(root) == ["latest", "step_00000001", "step_00000002.damaged", "step_00000003.damaged"]
-
-
-@pytest.fixture
-def branch(root: Path, tmp_path: Path, mesh: ParallelMesh) -> Job:
-    """A run that began from step 2 of `root`'s, and saved step 5."""
-    job = Job(tmp_path / "branch" / "checkpoints", mesh)
-    assert job.resume(str(root / "step_00000002")) == 2
-    job.save(5)
-    return job
-
-
-def test_a_branch_goes_on_with_its_own(root: Path, branch: Job, mesh: ParallelMesh) -> None:
-    again = Job(branch.root, mesh)
-    assert again.resume(str(root / "step_00000002")) == 5
-    again.save(6)
-    shutil.rmtree(root)  # the parent may go
-    once_more = Job(branch.root, mesh)
-    assert once_more.resume(str(root / "step_00000002")) == 6
-    assert once_more.checkpointer.origin == branch.checkpointer.origin
-    origin = once_more.checkpointer.origin
-    assert origin is not None and (origin.path, origin.step) == (str(root / "step_00000002"), 2)
-    assert Job(branch.root, mesh).resume() == 6
-
-
-def test_equal_bits_have_one_digest_whoever_saved_them(root: Path, tmp_path: Path, mesh: ParallelMesh) -> None:
-    def contents(folder: Path) -> str:
-        begun = Job(tmp_path / f"from_{folder.parent.name}_{folder.name}", mesh)
-        begun.resume(str(folder))
-        assert begun.checkpointer.origin is not None
-        return begun.checkpointer.origin.contents_sha256
-
-    resumed = Job(tmp_path / "made_again", mesh)
-    resumed.resume(str(root / "step_00000002"))  # with its generators
-    again = resumed.save(2, seconds=1.5)
-    assert contents(again) == contents(root / "step_00000002") != contents(root / "step_00000001")
-    saved = ".metadata", "__0_0.distcp", "rng.pt"
-    listing = [[name, hashlib.sha256((again / name).read_bytes()).hexdigest()] for name in saved]
-    assert contents(again) == hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-
-
-def test_an_origin_from_before_there_were_digests_of_contents_is_read(
-    root: Path, branch: Job, mesh: ParallelMesh
-) -> None:
-    folder = branch.root / "step_00000005"
-    trainer, manifest = json.loads((folder / "trainer.json").read_text()), files.read_manifest(folder)
-    assert len(trainer["origin"].pop("contents_sha256")) == 64
-    record = files.write_file(folder / "trainer.json", json.dumps(trainer))
-    files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, "trainer.json": record}))
-    for resume in ("auto", str(root / "step_00000002"), str(folder)):
-        again = Job(branch.root, mesh)
-        assert again.resume(resume) == 5
-        assert origin_state(again.checkpointer.origin) == {**trainer["origin"], "contents_sha256": ""}
-
-
-def test_a_branch_of_another_origin_is_refused(root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"of a run that began from .*step_00000002 .*choose another run\.dir"):
-        Job(branch.root, mesh).resume(str(root / "step_00000001"))
-    with pytest.raises(ValueError, match=r"began at step 0 .*newest is step_00000003"):
-        Job(root, mesh).resume(str(branch.root / "step_00000005"))
-    moved = shutil.copytree(root / "step_00000002", tmp_path / "archive" / "parent")
-    assert Job(branch.root, mesh).resume(str(moved)) == 5  # the same checkpoint elsewhere
-
-
-def test_a_branch_goes_on_beside_a_parent_that_was_made_again(
-    root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    parent, again = root / "step_00000002", Job(tmp_path / "made_again", mesh)
-    again.resume(str(parent))
-    made_again = again.save(2, seconds=1.5)  # the same bits in another folder, with other times
-    assert Job(branch.root, mesh).resume(str(made_again)) == 5
-    shutil.rmtree(parent)
-    shutil.copytree(made_again, parent)
-    assert Job(branch.root, mesh).resume(str(parent)) == 5
-    assert "any more" not in caplog.text
-    (made_again / "manifest.json").write_text("not JSON")
-    with pytest.raises(ValueError, match="of a run that began from"):
-        Job(branch.root, mesh).resume(str(made_again))
-    (parent / "manifest.json").write_text("not JSON")
-    assert Job(branch.root, mesh).resume(str(parent)) == 5
-    assert "step_00000002 is not the checkpoint any more" in caplog.text
-
-
-def test_a_parent_that_was_written_anew_is_said(
-    root: Path, branch: Job, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    anew = Job(root, mesh)
-    torch.rand(1)  # so that the generators are others
-    anew.save(2)
-    assert Job(branch.root, mesh).resume(str(root / "step_00000002")) == 5
-    assert "step_00000002 is not the checkpoint any more that this run began from" in caplog.text
-
-
-def test_a_branch_falls_back_among_its_own(root: Path, branch: Job, mesh: ParallelMesh) -> None:
-    branch.save(6)
-    flip_a_bit(branch.root / "step_00000006" / "__0_0.distcp")
-    assert Job(branch.root, mesh).resume(str(root / "step_00000002")) == 5
-    flip_a_bit(branch.root / "step_00000005" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="none is whole"):  # not from the parent unasked
-        Job(branch.root, mesh).resume(str(root / "step_00000002"))
-
-
-def records(run_dir: Path, *lines: dict[str, Any] | str) -> None:
-    run_dir.mkdir(exist_ok=True)
-    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    (run_dir / "metrics.jsonl").write_text("\n".join(text))
-
-
-BEGUN, STEP = {"kind": "run", "step": 0}, {"kind": "step", "step": 7, "loss": 3.0}
-SAVED = {"kind": "event", "event": "checkpoint", "step": 7}
-
-
-@pytest.mark.parametrize("resume", ["auto", "branch"])
-@pytest.mark.parametrize(
-    ("lines", "found"),
-    [
-        ([BEGUN, STEP, SAVED, SAVED], r"metrics\.jsonl has 7 steps, and 2 checkpoints saved"),
-        ([BEGUN, "garbage", "[1]", STEP, SAVED, '{"kind": "st'], r"7 steps, and 1 checkpoint saved"),
-        ([{"kind": "run", "step": 4}, STEP], r"metrics\.jsonl has a start from step 4"),
-        ("summary.json", r"summary\.json says that it was finished"),
-        ("checkpoints/latest", r"latest names step_00000007"),
-        ("checkpoints/step_00000003.damaged.1", r"moved aside: step_00000003\.damaged\.1"),
-    ],
-)
-def test_a_run_that_lost_its_checkpoints_is_refused(
-    root: Path, tmp_path: Path, mesh: ParallelMesh, lines: Any, found: str, resume: str
-) -> None:
-    run_dir = tmp_path / "lost"
-    if isinstance(lines, list):
-        records(run_dir, *lines)
-    elif "damaged" in lines:
-        (run_dir / lines).mkdir(parents=True)
-    else:
-        (run_dir / lines).parent.mkdir(parents=True)
-        (run_dir / lines).write_text("step_00000007\n")
-    job = Job(run_dir / "checkpoints", mesh)
-    if resume == "branch" and "start from" in found:
-        assert job.resume(str(root / "step_00000003")) == 3  # where every start of it begins
-        return
-    with pytest.raises(ValueError, match=found) as caught:
-        job.resume("auto" if resume == "auto" else str(root / "step_00000003"))
-    assert "choose another run.dir" in str(caught.value) and "\n" not in str(caught.value)
-    assert ("checkpoint.resume=never" in str(caught.value)) == (resume == "auto")
-    assert job.resume("never") is None
-
-
-def test_killed_before_the_first_checkpoint(
-    tmp_path: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    records(tmp_path, BEGUN, STEP)
-    assert Job(tmp_path / "checkpoints", mesh).resume() is None
-    assert "made 7 steps and no checkpoint; beginning at step 0 again" in caplog.text
-    # And in the place of one that was given up by checkpoint.resume=never.
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step_00000900\n")
-    records(tmp_path, {**BEGUN, "resume": "never"}, STEP)
-    assert Job(tmp_path / "checkpoints", mesh).resume() is None
-
-
-def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
-    for step in (1, 2, 3):
-        flip_a_bit(root / f"step_0000000{step}" / "__0_0.distcp")
-    before = names(root)
-    with pytest.raises(ValueError, match=r"none is whole.*step_00000001.*another run\.dir"):
-        Job(root, mesh).resume()
-    assert names(root) == before
-    assert Job(root, mesh).resume("never") is None
-
-
-def test_pointer_to_nothing_is_refused(tmp_path: Path, mesh: ParallelMesh) -> None:
-    (tmp_path / "latest").write_text("step_00000700\n")
-    with pytest.raises(ValueError, match="latest names step_00000700"):
-        Job(tmp_path, mesh).resume()
 
 
 @pytest.mark.parametrize("content", ["", None, "step_00000001\n", "step_99999999\n", "\0\0\0"])
@@ -434,11 +201,3 @@ def test_later_ones_of_another_version_stay(root: Path, mesh: ParallelMesh) -> N
     assert job.checkpointer.steps_after(1) == [2, 3]
     with pytest.raises(ValueError, match="is of another version"):
         Job(root, mesh).resume(str(root / "step_00000002"))
-
-
-def test_a_newest_one_that_was_taken_away_is_said(
-    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.rmtree(root / "step_00000003")
-    assert Job(root, mesh).resume() == 2
-    assert "latest names step_00000003, which is not there" in caplog.text

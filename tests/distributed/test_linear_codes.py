@@ -22,7 +22,8 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.demands import block_demands
-from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
+from megatron_fp4.precision.emulated import quantize_operand
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import FORMATS

@@ -19,9 +19,9 @@ import torch
 
 from megatron_fp4.checkpoint import local as local_saves
 from megatron_fp4.checkpoint import local_files
+from megatron_fp4.checkpoint.files import RANDOM_STATE
 from megatron_fp4.checkpoint.local_files import RECORD
 from megatron_fp4.checkpoint.metadata import METADATA
-from megatron_fp4.checkpoint.saves import RANDOM_STATE
 from tests.distributed.local_jobs import Job, assert_continues, launch_all, parts
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,6 @@ import errno
 import os
 import pickle
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +15,10 @@ import pytest
 from megatron_fp4.checkpoint import files, shards
 from megatron_fp4.checkpoint.checkpointer import CheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from tests.distributed.test_checkpoint_choice import Job, flip_a_bit, names
-from tests.training.harness import alone, launch, toy_mesh
+from tests.distributed.one_rank import Job, flip_a_bit, names
+from tests.training.harness import launch, toy_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
-
-
-@pytest.fixture
-def mesh() -> Iterator[ParallelMesh]:
-    with alone() as mesh:
-        yield mesh
-
-
-@pytest.fixture
-def root(tmp_path: Path, mesh: ParallelMesh) -> Path:
-    """Checkpoints of steps 1, 2 and 3."""
-    job = Job(tmp_path / "checkpoints", mesh)
-    for step in (1, 2, 3):
-        job.save(step)
-    return job.root
 
 
 def _path(file: Any) -> Path:

@@ -15,6 +15,7 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from megatron_fp4.config import compose
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
 from tests.composing import quick_composing
@@ -158,6 +159,16 @@ def test_composing_quickly_is_composing() -> None:
     slowly = compose_config(overrides, ROOT / "configs")
     with quick_composing():
         assert [compose_config(overrides, ROOT / "configs") for _ in range(2)] == [slowly, slowly]
+
+
+def test_composing_quickly_asks_hydra_once_for_plain_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    hydras = compose.compose
+    monkeypatch.setattr(compose, "compose", lambda name, overrides: asked.append(overrides) or hydras(name, overrides))
+    with quick_composing():
+        for steps, times in (("train.steps=7", 1), ("train.steps=8", 1), ("++train.steps=9", 2)):
+            assert compose_config(["precision=bf16", steps], ROOT / "configs").train.steps == int(steps[-1])
+            assert len(asked) == times
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, GemmOperand, OperandRequest, quantize_operand
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest, quantize_operand
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.operand_check import operand_fault

@@ -11,8 +11,9 @@ from megatron_fp4.precision import fair_rounding, means, refusals, selftest
 from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.comparison import actual_parts, difference, unsigned_zeros
 from megatron_fp4.precision.demands import Demands
-from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, quantize_operand
+from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear

@@ -21,8 +21,8 @@ from megatron_fp4.parallel.parameters import global_offsets
 from megatron_fp4.precision.backend import RowGroups
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT, Operand, Recipe
 from megatron_fp4.precision.switch import PrecisionSwitch

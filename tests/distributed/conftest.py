@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_fp4.parallel.mesh import ParallelMesh
+from tests.distributed.one_rank import Job
+from tests.training.harness import alone
+
+
+@pytest.fixture
+def mesh() -> Iterator[ParallelMesh]:
+    with alone() as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def root(tmp_path: Path, mesh: ParallelMesh) -> Path:
+    """Checkpoints of steps 1, 2 and 3."""
+    job = Job(tmp_path / "checkpoints", mesh)
+    for step in (1, 2, 3):
+        job.save(step)
+    return job.root

@@ -1,0 +1,54 @@
+"""Starts of a run on one rank, in this process, for tests of its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_fp4.checkpoint.checkpointer import Checkpointer
+from megatron_fp4.checkpoint.origin import origin_state
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.fp32_gradients import local_part
+from tests.training.harness import toy
+
+
+class Job:
+    """One start of a run: a model whose weights tell which step they are of, and its checkpointer."""
+
+    def __init__(self, root: Path, mesh: ParallelMesh, keep: int = 0, **identity: Any) -> None:
+        self.root = root
+        self.model, self.optimizer = toy(mesh)
+        self.clock = RunClock(0)
+        self.checkpointer = Checkpointer(root, mesh, keep=keep, identity={"hidden": 12, **identity})
+
+    def save(self, step: int, **trainer: Any) -> Path:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(step)
+        state = {**trainer, "origin": origin_state(self.checkpointer.origin)}
+        return self.checkpointer.save(
+            step, self.model, self.optimizer, state, consumed_samples=step, consumed_tokens=step
+        )
+
+    def resume(self, resume: str = "auto", allow_mismatch: bool = False) -> int | None:
+        resumed = self.checkpointer.resume(
+            resume, self.model, self.optimizer, self.clock, allow_mismatch=allow_mismatch
+        )
+        if resumed is None:
+            return None
+        weights = {local_part(parameter).unique().item() for parameter in self.model.parameters()}
+        assert weights == {resumed.step} and self.clock.weights_version == 1
+        return resumed.step
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
