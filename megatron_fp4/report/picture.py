@@ -91,7 +91,8 @@ def drawing(*grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
 
 @contextmanager
 def picture(target: Path, *grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
-    """As `drawing`; behind the `with`, the file `target`."""
+    """As `drawing`; behind the `with`, the file `target`. Raises ValueError before, as `check_target` does."""
+    check_target(target)
     with drawing(*grid, **settings) as (figure, axes):
         yield figure, axes
         # Without the version of the library that drew it: the same numbers then make the same bytes.

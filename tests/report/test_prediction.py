@@ -175,7 +175,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "held-out losses: of a alone" in capsys.readouterr().out
     for model, arguments, words in (
         (MODEL, [*groups, "--sources", "b"], "base was not validated on 'b'; name some of a, noise"),
-        (MODEL, groups[:4], "3 recipes with diagnostics and a gap (a, b, c); a correlation needs 4 at least"),
+        (MODEL, groups[:4], "3 recipes with diagnostics and a gap at the end (a, b, c); a correlation needs 4"),
         (MODEL, [*groups, "--rows", "0"], "--rows 0: give 1 or more"),
         ({"patern": "M-"}, groups, "config.yaml: model.patern is nothing that this version knows: Unexpected"),
         ({"pattern": "Q"}, groups, "config.yaml names no model that this version knows"),
