@@ -44,6 +44,7 @@ from megatron_fp4.measure.ranking import (
 )
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.report.run_files import check_place
 from megatron_fp4.training.accumulate import ALONE, accumulate
 from run_parts import Run
 
@@ -78,6 +79,7 @@ def analyze(options: argparse.Namespace) -> int:
     """Measure, rank, select, print, write."""
     if options.micro_batches < 1:
         raise ConfigError(f"--micro-batches {options.micro_batches}: at least 1 must be measured")
+    check_place(options.output)
     options.checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_whole_manifest(options.checkpoint)
     config = analysis_config(options.checkpoint, options.overrides)

@@ -93,6 +93,7 @@ def test_another_recipe_and_budget(run_dir: Path) -> None:
         (["precision.fprop.rth=16"], "did you mean precision.fprop.rht"),
         (["nonsense"], "give key=value"),
         (["--micro-batches", "0"], "at least 1"),
+        (["--output", "none/plan.yaml"], "none/plan.yaml cannot be written: there is no folder none; make it"),
     ],
 )
 def test_what_a_user_can_get_wrong(

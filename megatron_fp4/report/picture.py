@@ -24,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from megatron_fp4.report.run_files import replace_file
+from megatron_fp4.report.run_files import check_place, replace_file
 from megatron_fp4.report.words import short_number
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
@@ -104,10 +104,7 @@ def check_target(target: Path) -> None:
     kinds = sorted(FigureCanvasAgg.filetypes)
     if target.suffix[1:].lower() not in kinds:
         raise ValueError(f"{target} is no name of a picture; give it one of the endings .{', .'.join(kinds)}")
-    if target.is_dir():
-        raise ValueError(f"{target} cannot be written: it is a folder; name a file")
-    if not target.parent.is_dir():
-        raise ValueError(f"{target} cannot be written: there is no folder {target.parent}; make it, or name another")
+    check_place(target)
 
 
 def open_frame(axes: Axes) -> None:

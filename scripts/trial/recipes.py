@@ -140,7 +140,10 @@ def _check_common(config: Config, base: Recipe) -> None:
     )
     different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     if not different and config.data_seed != base.config.data_seed:
-        different.append("run.seed, which without data.seed is that of the data's order too")
+        raise ConfigError(
+            f"run.seed={config.run.seed} is that of the data's order, too, which would differ from {base.name}'s; give "
+            f"data.seed={base.config.data_seed} as an argument of its own, which is for all recipes"
+        )
     if different:
         raise ConfigError(
             f"{', '.join(different)} would differ from {base.name}'s, so that gaps were not the recipe's; give it as "
