@@ -65,7 +65,7 @@ def predict(options: argparse.Namespace) -> None:
     gaps = {name: found.percent[name].mean for name in points}
     ordered = correlations(points, gaps)
     print(correlation_table(ordered, by_chance(points, gaps), options.rows))
-    for line in [*([note] if note else []), *unlike(runs)]:
+    for line in [*([note] if note else []), *unlike(runs, points)]:
         print(line)
     if options.output:
         print(draw_correlations(ordered, points, found.percent, base, options.output, note))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -167,11 +167,14 @@ def gaps_of_groups(groups: Mapping[str, Sequence[HeldOut]]) -> dict[str, dict[in
     return found
 
 
-def unlike(groups: Mapping[str, Sequence[HeldOut]]) -> list[str]:
-    """A line for each run that differs from its partner of the first group in more than its recipe."""
+def unlike(groups: Mapping[str, Sequence[HeldOut]], names: Iterable[str] | None = None) -> list[str]:
+    """A line for each run that differs from its partner of the first group in more than its recipe.
+
+    names: of the groups to look at (default: all but the first).
+    """
     base, *others = groups
     compared, lines = runs_of(groups), []
-    for name in others:
+    for name in others if names is None else names:
         for run in groups[name]:
             for partner in partners(run, groups[base], compared)[:1]:
                 if found := differences(run.settings, partner.settings):
