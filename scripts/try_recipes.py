@@ -53,7 +53,7 @@ from megatron_fp4.report.trial_file import TrialFile
 from megatron_fp4.report.trials import draw_trials, first_steps, said, trial_table
 from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch
-from scripts.trial.recipes import recipes_of
+from scripts.trial.recipes import recipes_of, trained_in
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -129,6 +129,12 @@ def try_recipes(options: argparse.Namespace) -> int:
             f"{config.train.steps:,}, learning rate {rates[0]:.3g} to {rates[1]:.3g}",
             flush=True,
         )
+        if (trained := trained_in(trainer["config"])) is not None:
+            print(
+                f"its run trains in {trained}, to which its weights have come to fit: gaps of a checkpoint in BF16 say "
+                "more",
+                flush=True,
+            )
     file = None
     if options.output is not None:
         fingerprints = {recipe.name: recipe.fingerprint for recipe in recipes}

@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import pretrain
-from assembly import Run, build
+from assembly import CONFIGS, Run, build
 from data.indexed_dataset import IndexedDatasetWriter
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.report.trials import Trial
 from megatron_fp4.training.step import StepResult
 from scripts import try_recipes
@@ -148,6 +150,21 @@ def test_the_same_command_goes_on_with_what_is_missing(
     output.write_text("{}")
     assert try_recipes.main([str(checkpoint), "bf16", "mxfp4", "--steps", "2", "--output", str(output)]) == 2
     assert "holds no recipes that were tried" in capsys.readouterr().err and output.read_text() == "{}"
+
+
+def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
+    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = shutil.copytree(trunk[1] / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    said = "its run trains in mxfp8, to which its weights have come to fit"
+    with mock.patch.object(try_recipes, "branch", lambda *_: Trial([5.0, 4.0], [0.1, 0.1])):
+        assert try_recipes.main([str(checkpoint), "bf16", "nvfp4", "--steps", "2"]) == 0
+        assert said not in capsys.readouterr().out
+        shaped = config_from_saved(trainer["config"], ["precision=mxfp8", "precision.switch.when=never"], CONFIGS)
+        (checkpoint / "trainer.json").write_text(json.dumps({**trainer, "config": as_saved(shaped)}))
+        assert try_recipes.main([str(checkpoint), "bf16", "nvfp4", "--steps", "2"]) == 0
+        assert said in capsys.readouterr().out
 
 
 def test_wrong_input_is_one_line_before_anything_is_trained(

@@ -19,6 +19,7 @@ from megatron_fp4.checkpoint.initialize import refuse_weights_only
 from megatron_fp4.config.compose import config_from_saved, group_options
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.precision.recipe import recipe_from_config
 
 # What decides which tokens a step has, and what is computed besides recipes.
 _COMMON = ("model", "data", "train", "parallel", "validation")
@@ -103,6 +104,12 @@ def told_apart(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]
             raise ConfigError(f"{argument}: give every recipe a name of its own, without |")
         named[name] = overrides
     return shared, named
+
+
+def trained_in(saved: dict[str, Any]) -> str | None:
+    """The name of the recipe that the run in `saved` quantizes by; None if it quantizes nothing."""
+    precision = config_from_saved(saved, [], CONFIGS).precision
+    return precision.name if recipe_from_config(precision).quantized else None
 
 
 def settings_kept(saved: dict[str, Any]) -> list[str]:
