@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from assembly import CONFIGS, build, check, set_determinism
+from assembly import CONFIGS, build, check, plans_of, set_determinism
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest
 from megatron_fp4.checkpoint.shards import CheckedReader
@@ -40,12 +40,14 @@ from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,
     GEMM_CHOICES,
     RankedLinear,
+    allowance,
     plan_file,
     rank_linears,
     select_bf16,
 )
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.report.run_files import check_place
 from megatron_fp4.training.accumulate import ALONE, accumulate
 from run_parts import Run
 
@@ -80,9 +82,11 @@ def analyze(options: argparse.Namespace) -> int:
     """Measure, rank, select, print, write."""
     if options.micro_batches < 1:
         raise ConfigError(f"--micro-batches {options.micro_batches}: at least 1 must be measured")
+    check_place(options.output)
     options.checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_whole_manifest(options.checkpoint)
     config = analysis_config(options.checkpoint, options.overrides)
+    allowance([row.linear for row in plans_of(config)[0].rows], options.budget, options.by)  # before it is measured
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     check(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
     device = init_distributed(
@@ -93,7 +97,7 @@ def analyze(options: argparse.Namespace) -> int:
     with torch.no_grad():
         load({"model": run.model.state_dict()}, storage_reader=CheckedReader(options.checkpoint))
 
-    found = measure(run, manifest.step, options.micro_batches)
+    found, measured = measure(run, manifest.step, options.micro_batches)
     shapes = [row.linear for row in run.controller.plans[0].rows]
     ranked = rank_linears(shapes, {name: one.errors for name, one in found.items()}, options.gemm)
     chosen = select_bf16(ranked, options.budget, options.by)
@@ -106,7 +110,7 @@ def analyze(options: argparse.Namespace) -> int:
             "ranked_by": options.gemm,
             "budget": options.budget,
             "budget_of": options.by,
-            "micro_batches": options.micro_batches * run.mesh.dp_size,
+            "micro_batches": measured * run.mesh.dp_size,
         }
         options.output.write_text(plan_file(ranked, chosen, facts))
         print(f"{len(chosen)} of {len(ranked)} linears stay in BF16: {options.output}")
@@ -135,8 +139,9 @@ def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
     return replace(config, precision=precision)
 
 
-def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
-    """Errors of all linears over `count` micro-batches of this rank, those that follow step `start` where there are."""
+def measure(run: Run, start: int, count: int) -> tuple[dict[str, LinearMeasurement], int]:
+    """Errors of all linears over `count` micro-batches of this rank, those that follow step `start` where there are,
+    and how many they were: all of the run's if it has fewer."""
     steps = run.config.train.steps
     least = min(run.loader.num_micro_batches(span.first_step) for span in run.phases.spans)
     num_steps = min(steps, -(-count // least))
@@ -151,7 +156,7 @@ def measure(run: Run, start: int, count: int) -> dict[str, LinearMeasurement]:
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1
-    return probe.collect(list(run.controller.linears))
+    return probe.collect(list(run.controller.linears)), count - left
 
 
 def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:

@@ -14,6 +14,9 @@ beyond the noise, the differences to another group (--against; by default the se
 of its gap; the same by held-out source. Draws the gaps over tokens (--output) and at the end (--final). A run that is
 not finished counts as far as it got, and not at the end.
 
+Below the first table stands which run differs from its partner in more than the recipe: in its data, model, batch,
+learning rate, schedule or validation. What that does is in its gap, too.
+
 Losses are the mean of the held-out sources, each weighed alike. --sources takes some of them alone, in all tables and
 pictures: one of few documents may be mostly noise.
 
@@ -24,11 +27,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.final_gaps import draw_final, final_table, source_table
 from megatron_fp4.report.held_out import add_sources, read_groups
 from megatron_fp4.report.paired import draw, table
+from megatron_fp4.report.picture import check_target
 
 
 def main() -> None:
@@ -39,10 +44,12 @@ def main() -> None:
     )
     parser.add_argument("--against", metavar="NAME", help="the group to which differences are told, besides the base")
     add_sources(parser)
-    parser.add_argument("--output", help="where to draw the gaps over tokens (default: nowhere)")
-    parser.add_argument("--final", help="where to draw the gaps at the end (default: nowhere)")
+    parser.add_argument("--output", type=Path, help="where to draw the gaps over tokens (default: nowhere)")
+    parser.add_argument("--final", type=Path, help="where to draw the gaps at the end (default: nowhere)")
     options = parser.parse_args()
     try:
+        for target in filter(None, (options.output, options.final)):
+            check_target(target)
         groups = read_groups(options.groups, options.sources)
         names = list(groups)
         against = options.against or (names[1] if len(names) > 2 else None)

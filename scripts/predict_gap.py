@@ -26,7 +26,8 @@ from megatron_fp4.report.early_figures import early_loss, early_records, figures
 from megatron_fp4.report.final_gaps import FinalGaps
 from megatron_fp4.report.held_out import HeldOut, add_sources, read_groups, sources_note
 from megatron_fp4.report.metrics import records_of_run
-from megatron_fp4.report.paired import partners
+from megatron_fp4.report.paired import partners, unlike
+from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
 from models.pattern import linear_shapes
 
@@ -35,7 +36,7 @@ def main() -> None:
     """Correlate the groups named on the command line; exit code 2, with a line on stderr, if they cannot be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", metavar="NAME=RUN,...", help="a recipe and its runs: folders or patterns")
-    parser.add_argument("--output", help="where to draw the strongest (default: nowhere)")
+    parser.add_argument("--output", type=Path, help="where to draw the strongest (default: nowhere)")
     add_sources(parser)
     parser.add_argument("--rows", type=int, default=15, help="figures to print (default 15)")
     options = parser.parse_args()
@@ -50,6 +51,8 @@ def predict(options: argparse.Namespace) -> None:
     """Read, correlate, print, draw. Raises ValueError and OSError for groups that cannot be compared."""
     if options.rows < 1:
         raise ValueError(f"--rows {options.rows}: give 1 or more")
+    if options.output is not None:
+        check_target(options.output)
     runs = read_groups(options.groups, options.sources)
     base, *others = runs
     found, note = FinalGaps(runs, base), sources_note(runs)
@@ -62,8 +65,8 @@ def predict(options: argparse.Namespace) -> None:
     gaps = {name: found.percent[name].mean for name in points}
     ordered = correlations(points, gaps)
     print(correlation_table(ordered, by_chance(points, gaps), options.rows))
-    if note:
-        print(note)
+    for line in [*([note] if note else []), *unlike(runs, points)]:
+        print(line)
     if options.output:
         print(draw_correlations(ordered, points, found.percent, base, options.output, note))
 

@@ -39,18 +39,21 @@ from exchange.checkpoint import checkpoint_in
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, read_manifest
 from megatron_fp4.checkpoint.together import CheckpointError
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.faults.exit_codes import ExitCode
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.selftest import SelfTestError
+from megatron_fp4.report.other_settings import difference_line, differences, settings_of
 from megatron_fp4.report.picture import check_target
+from megatron_fp4.report.run_files import check_place
 from megatron_fp4.report.trial_file import TrialFile
 from megatron_fp4.report.trials import draw_trials, first_steps, said, trial_table
 from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch
-from scripts.trial.recipes import recipes_of
+from scripts.trial.recipes import recipes_of, trained_in
 
 ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -95,6 +98,8 @@ def try_recipes(options: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {options.steps} --skip {skip}: at least one step must count")
     if options.picture is not None:
         check_target(options.picture)
+    if options.output is not None:
+        check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
     manifest, ranks = read_manifest(checkpoint), place_in_run().world_size
     trainer = json.loads((checkpoint / "trainer.json").read_text())
@@ -124,6 +129,12 @@ def try_recipes(options: argparse.Namespace) -> int:
             f"{config.train.steps:,}, learning rate {rates[0]:.3g} to {rates[1]:.3g}",
             flush=True,
         )
+        if (trained := trained_in(trainer["config"])) is not None:
+            print(
+                f"its run trains in {trained}, to which its weights have come to fit: gaps of a checkpoint in BF16 say "
+                "more",
+                flush=True,
+            )
     file = None
     if options.output is not None:
         fingerprints = {recipe.name: recipe.fingerprint for recipe in recipes}
@@ -143,6 +154,10 @@ def try_recipes(options: argparse.Namespace) -> int:
     if mesh.rank == 0:
         ordered = {name: trials[name] for name in names}
         print(f"\n{trial_table(ordered, against, manifest.step, skip)}", flush=True)
+        settings = {recipe.name: settings_of(as_saved(recipe.config)) for recipe in recipes}
+        for name in names[1:]:
+            if found := differences(settings[name], settings[names[0]]):
+                print(difference_line(name, names[0], found), flush=True)
         if options.picture is not None:
             print(draw_trials(ordered, against, manifest.step, skip, options.picture), flush=True)
     return ExitCode.FINISHED

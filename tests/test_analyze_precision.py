@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -78,9 +79,10 @@ def test_a_plan_from_a_checkpoint(run_dir: Path, capsys: pytest.CaptureFixture[s
 
 def test_another_recipe_and_budget(run_dir: Path) -> None:
     output = run_dir / "plan_fp8.yaml"
-    arguments = ["--by", "flops", "--gemm", "all", "--micro-batches", "1", "--output", str(output)]
+    arguments = ["--by", "flops", "--gemm", "all", "--micro-batches", "20", "--output", str(output)]
     assert analyze_precision.main([_checkpoint(run_dir), "precision=fp8_block", "--budget", "0.5", *arguments]) == 0
     plan = yaml.safe_load(output.read_text())
+    assert plan["selection"]["micro_batches"] == 6  # all that three steps have
     assert 0 < plan["selection"]["share_of_flops"] <= 0.5 and plan["selection"]["recipe"] == "fp8_block"
     assert all(row["wgrad"] < 0.1 for row in plan["measured"].values())  # finer than FP4
 
@@ -93,12 +95,16 @@ def test_another_recipe_and_budget(run_dir: Path) -> None:
         (["precision.fprop.rth=16"], "did you mean precision.fprop.rht"),
         (["nonsense"], "give key=value"),
         (["--micro-batches", "0"], "at least 1"),
+        (["--budget", "2"], "--budget 2.0 is not a share"),
+        (["--budget", "0.01"], "of 6 linears keeps none in BF16; the smallest is 0.1667"),
+        (["--output", "none/plan.yaml"], "none/plan.yaml cannot be written: there is no folder none; make it"),
     ],
 )
 def test_what_a_user_can_get_wrong(
     run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert analyze_precision.main([_checkpoint(run_dir), *arguments]) == 2
+    with mock.patch.object(analyze_precision, "measure", side_effect=AssertionError("measured")):
+        assert analyze_precision.main([_checkpoint(run_dir), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("analyze_precision.py: ") and error.count("\n") == 1
 

@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import pretrain
-from assembly import Run, build
+from assembly import CONFIGS, Run, build
 from data.indexed_dataset import IndexedDatasetWriter
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.environment import as_saved
 from megatron_fp4.report.trials import Trial
 from megatron_fp4.training.step import StepResult
 from scripts import try_recipes
@@ -128,11 +130,13 @@ def test_the_same_command_goes_on_with_what_is_missing(
             try_recipes.main([str(checkpoint), "bf16", "mxfp8", "mxfp4", "--steps", "2", "--output", str(output)])
         first = json.loads(output.read_text())
         assert trained == ["bf16", "mxfp8"] == [*first["trials"]]
-        more = "bf16", "mxfp8", "fewer=precision=mxfp8 precision.bf16_blocks.last=1"
+        more = "bf16", "mxfp8", "fewer=precision=mxfp8 precision.bf16_blocks.last=1 optimizer.lr=1e-4"
         drawn = ["--output", str(output), "--picture", str(tmp_path / "gaps.png")]
         assert try_recipes.main([str(checkpoint), *more, "--steps", "2", *drawn]) == 0
         assert (tmp_path / "gaps.png").read_bytes().startswith(b"\x89PNG")
     assert trained == ["bf16", "mxfp8", "mxfp8"]
+    unlike = [line for line in capsys.readouterr().out.splitlines() if "recipe alone" in line]
+    assert unlike == ["not the recipe alone: fewer differs from bf16 in optimizer.lr (0.0001, not 0.002), too"]
     then = json.loads(output.read_text())
     assert {name: then["trials"][name] for name in first["trials"]} == first["trials"] and "fewer" in then["results"]
     capsys.readouterr()
@@ -146,6 +150,21 @@ def test_the_same_command_goes_on_with_what_is_missing(
     output.write_text("{}")
     assert try_recipes.main([str(checkpoint), "bf16", "mxfp4", "--steps", "2", "--output", str(output)]) == 2
     assert "holds no recipes that were tried" in capsys.readouterr().err and output.read_text() == "{}"
+
+
+def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
+    trunk: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = shutil.copytree(trunk[1] / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
+    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    said = "its run trains in mxfp8, to which its weights have come to fit"
+    with mock.patch.object(try_recipes, "branch", lambda *_: Trial([5.0, 4.0], [0.1, 0.1])):
+        assert try_recipes.main([str(checkpoint), "bf16", "nvfp4", "--steps", "2"]) == 0
+        assert said not in capsys.readouterr().out
+        shaped = config_from_saved(trainer["config"], ["precision=mxfp8", "precision.switch.when=never"], CONFIGS)
+        (checkpoint / "trainer.json").write_text(json.dumps({**trainer, "config": as_saved(shaped)}))
+        assert try_recipes.main([str(checkpoint), "bf16", "nvfp4", "--steps", "2"]) == 0
+        assert said in capsys.readouterr().out
 
 
 def test_wrong_input_is_one_line_before_anything_is_trained(
@@ -171,14 +190,15 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
             ([checkpoint, "bf16", "a=", *steps], "give NAME=OVERRIDES"),
             ([checkpoint, "bf16", "a=precision='x", *steps], "quote as in a shell"),
             ([checkpoint, "bf16", "a=precision=nvfp4 data.seed=7", *steps], "data.seed would differ from bf16's"),
-            ([checkpoint, "bf16", "a=precision=nvfp4 run.seed=7", *steps], "run.seed, which without data.seed"),
+            ([checkpoint, "bf16", "a=precision=nvfp4 run.seed=7", *steps], "give data.seed=1234 as"),
             ([checkpoint, "bf16", "nvfp4", "run.seed=7", *steps], "checkpoint.allow_mismatch=true"),
             ([checkpoint, "bf16", "a=precision=nvfp4 precision.bf16_blocks.file=none.yaml", *steps], "none.yaml"),
             ([checkpoint, "bf16", "nvfp4", "--against", "mxfp4", *steps], "no recipe has this name"),
             ([checkpoint, "bf16", "nvfp4", "--steps", "0"], "at least one step must count"),
             ([checkpoint, "bf16", "nvfp4", "--steps", "2", "--skip", "2"], "at least one step must count"),
             ([str(switched), "bf16", "nvfp4", *steps], "behind the precision switch of its run (before step 3)"),
-            ([checkpoint, "bf16", "nvfp4", *steps, "--output", str(tmp_path)], str(tmp_path)),
+            ([checkpoint, "bf16", "nvfp4", *steps, "--output", str(tmp_path)], "it is a folder; name a file"),
+            ([checkpoint, "bf16", "nvfp4", *steps, "--output", f"{tmp_path}/none/a.json"], "none; make it"),
             ([checkpoint, "bf16", "nvfp4", *steps, "--picture", "gaps.txt"], "gaps.txt is no name of a picture"),
             (
                 [checkpoint, "bf16", "nvfp4", *steps, "--picture", f"{tmp_path}/none/a.png"],

@@ -31,6 +31,8 @@ _EXPECTED = {
     "checkpoint.initialize_from",
     "checkpoint.allow_mismatch",
 }
+# Of `precision`, but of no recipe.
+_NO_RECIPE = tuple(f"precision.{key}" for key in ("switch", "diagnostics", "backend", "recheck"))
 _SHOWN = 12
 
 
@@ -64,8 +66,18 @@ def change_lines(changes: list[Change]) -> list[str]:
 
 
 def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
-    """What a change of the run's length does to the precision switch and the learning rate, behind `start` steps."""
+    """What a change of the run's length, or of its recipe, does to the precision switch and the learning rate, behind
+    `start` steps."""
     lines = []
+    settings, at_once = config.precision.switch, switch.at_step is not None and switch.at_step <= start
+    if switch.switched_at is None and at_once and start < config.train.steps and settings.scope == "both":
+        keys = [change.key for change in configuration_changes(saved, config)]
+        if any(key.startswith("precision.") and not key.startswith(_NO_RECIPE) for key in keys):
+            lines.append(
+                f"WARNING: no step is trained in the recipe {config.precision.name}, which is not the checkpoint's: "
+                f"precision.switch.when={settings.when} means before step {(switch.at_step or 0) + 1}, so all that is "
+                f"left is in {settings.target}. Set precision.switch.when=never, or begin from an earlier checkpoint"
+            )
     if switch.switched_at is not None and switch.at_step is not None and switch.at_step > start:
         lines.append(
             f"the precision switched before step {switch.switched_at + 1} and stays switched, although "

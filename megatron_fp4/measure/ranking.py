@@ -52,11 +52,8 @@ def rank_linears(
     return sorted(ranked, key=lambda row: row.score, reverse=True)
 
 
-def select_bf16(ranked: Sequence[RankedLinear], budget: float, by: str) -> list[RankedLinear]:
-    """The linears to keep in BF16, worst first: as many of the worst as `budget` allows, never more.
-
-    budget: share of all `ranked`, in (0, 1]. by: `linears` (their number) or `flops` (of their GEMMs); with `flops` a
-    linear that no longer fits is passed over for a less bad one that does.
+def allowance(linears: Sequence[LinearShape], budget: float, by: str) -> tuple[list[int], int]:
+    """What each of `linears` costs of a `budget` as `select_bf16` takes it, and how much there is to spend.
 
     Raises ValueError for another budget or unit, or if the budget allows none.
     """
@@ -64,12 +61,24 @@ def select_bf16(ranked: Sequence[RankedLinear], budget: float, by: str) -> list[
         raise ValueError(f"--by {by} is not one of {', '.join(BUDGET_UNITS)}")
     if not 0 < budget <= 1:
         raise ValueError(f"--budget {budget} is not a share; give a number above 0 and up to 1, such as 0.15")
-    costs = [1 if by == "linears" else row.linear.flops_per_token for row in ranked]
+    costs = [1 if by == "linears" else linear.flops_per_token for linear in linears]
     # A product such as 0.15 * 20 may come out a hair under the whole number that it stands for.
     left = math.floor(budget * sum(costs) * (1 + 1e-12))
     if min(costs, default=0) > left:
         smallest = math.ceil(min(costs) / sum(costs) * 1e4) / 1e4
-        raise ValueError(f"--budget {budget} of {len(ranked)} linears keeps none in BF16; the smallest is {smallest}")
+        raise ValueError(f"--budget {budget} of {len(linears)} linears keeps none in BF16; the smallest is {smallest}")
+    return costs, left
+
+
+def select_bf16(ranked: Sequence[RankedLinear], budget: float, by: str) -> list[RankedLinear]:
+    """The linears to keep in BF16, worst first: as many of the worst as `budget` allows, never more.
+
+    budget: share of all `ranked`, in (0, 1]. by: `linears` (their number) or `flops` (of their GEMMs); with `flops` a
+    linear that no longer fits is passed over for a less bad one that does.
+
+    Raises ValueError as `allowance` does.
+    """
+    costs, left = allowance([row.linear for row in ranked], budget, by)
     chosen = []
     for row, cost in zip(ranked, costs, strict=True):
         if cost <= left:

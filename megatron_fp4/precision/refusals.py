@@ -91,8 +91,6 @@ def _of_transformer_engine(operand: Operand, place: Place, rht: int, key: str) -
         yield Refusal(f"{key}.mean=removed", f"its GEMMs add no rows of means to a product; use kept, {_EMULATED}")
     if operand.source == "forward":
         yield Refusal(f"{key}.source=forward", f"its quantizers take tensors; use tensor, {_EMULATED}")
-    if operand.four_over_six_error == "squared":
-        yield Refusal(f"{key}.four_over_six_error=squared", f"use absolute, {_EMULATED}")
     if drawn and (operand.format != "nvfp4" or place.tensor != "gradient"):
         yield Refusal(f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {_EMULATED}")
     if rows > 1 and place.tensor != "weight":

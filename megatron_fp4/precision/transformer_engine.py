@@ -365,7 +365,9 @@ def _new_quantizer(settings: _Settings, group: ProcessGroup | None) -> Any:
         return library.MXFP8Quantizer(library.e4m3, rowwise=True, columnwise=settings.rows, **square_blocks)
     flags: dict[str, Any] = {}
     if operand.four_over_six:
-        flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": int(FOUR_OVER_SIX_SCALE_MAX)}
+        mode = "MSE" if operand.four_over_six_error == "squared" else "MAE"
+        largest = int(FOUR_OVER_SIX_SCALE_MAX)
+        flags = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": largest, "nvfp4_4over6_err_mode": mode}
     quantizer = library.NVFP4Quantizer(
         rowwise=True,
         columnwise=settings.rows,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from megatron_fp4.report.held_out import check_sources
+from megatron_fp4.report.other_settings import difference_line, differences, settings_of
 from megatron_fp4.report.picture import INK, legend_below, look, open_frame, picture, step_axis
 from megatron_fp4.report.plot import smooth, training_losses
 from megatron_fp4.report.run_folder import RunFolder, open_run
@@ -26,6 +27,7 @@ class RunCurve:
 
     steps, loss: [n] of the training steps, NaN where a step was skipped. validation: per source the (step, loss) that
     were measured. switches: steps of changes of precision. tokens, tokens_per_second: of the whole run; median.
+    settings: of `other_settings.py`.
     """
 
     name: str
@@ -35,12 +37,16 @@ class RunCurve:
     switches: list[int]
     tokens: int
     tokens_per_second: float
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def last_loss(self) -> float:
-        """Mean training loss of the last 2% of the steps, counted from step 0: of the same steps for a branch."""
+        """Mean training loss of the last 2% of the steps, counted from step 0: of the same steps for a branch. NaN if
+        none of them has a finite one."""
         end = self.steps[-1]
-        return float(np.nanmean(self.loss[self.steps > end - max(1, round(_LAST_FRACTION * end))]))
+        last = self.loss[self.steps > end - max(1, round(_LAST_FRACTION * end))]
+        finite = last[np.isfinite(last)]
+        return float(finite.mean()) if finite.size else float("nan")
 
 
 def read_run(run_dir: str | Path) -> RunCurve:
@@ -63,6 +69,7 @@ def curve_of(run: RunFolder) -> RunCurve:
         switches=[event["step"] for event in run.events if event["event"] == "switch"],
         tokens=run.steps[-1]["tokens"],
         tokens_per_second=statistics.median(speeds) if speeds else float("nan"),
+        settings=settings_of(run.config),
     )
 
 
@@ -90,7 +97,8 @@ def check_names(names: Sequence[str]) -> None:
 
 def comparison_rows(runs: Sequence[RunCurve]) -> list[dict[str, Any]]:
     """Of each run: last training loss, last validation loss per source, both with their gap to the first run in
-    percent (positive: worse), and tokens per second with their ratio to the first run's.
+    percent (positive: worse), tokens per second with their ratio to the first run's, and in what else than its recipe
+    it differs from that.
 
     Raises ValueError if the runs did not end at the same step: their last losses would not compare.
     """
@@ -114,13 +122,14 @@ def comparison_rows(runs: Sequence[RunCurve]) -> list[dict[str, Any]]:
                 "gaps": {what: 100 * (loss - of_first) / of_first for what, (loss, of_first) in losses.items()},
                 "tokens_per_second": run.tokens_per_second,
                 "speed": run.tokens_per_second / first.tokens_per_second,
+                "differences": differences(run.settings, first.settings),
             }
         )
     return rows
 
 
 def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
+    """The rows as a Markdown table, and below it a line for each run whose gap is not the recipe's alone."""
     names = list(rows[0]["losses"])
     lines = [
         "| run | " + " | ".join(f"{name} loss | gap" for name in names) + " | tokens/s | of the first |",
@@ -130,9 +139,14 @@ def comparison_table(rows: Sequence[dict[str, Any]]) -> str:
         cells = [row["run"]]
         for name in names:
             loss, gap = row["losses"].get(name), row["gaps"].get(name)
-            cells += ["-", "-"] if loss is None else [f"{loss:.4f}", f"{gap:+.2f}%"]
-        cells += [f"{row['tokens_per_second'] / 1e3:,.0f}k", f"{row['speed']:.2f}"]
+            cells += ["-" if loss is None or not np.isfinite(loss) else f"{loss:.4f}"]
+            cells += ["-" if gap is None or not np.isfinite(gap) else f"{gap:+.2f}%"]
+        thousands = row["tokens_per_second"] / 1e3
+        cells += [f"{thousands:,.{0 if thousands >= 10 else 1}f}k", f"{row['speed']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
+    if unlike := [row for row in rows if row["differences"]]:
+        first = rows[0]["run"]
+        lines += ["", *(difference_line(row["run"], first, row["differences"]) for row in unlike)]
     return "\n".join(lines)
 
 
@@ -153,7 +167,8 @@ def plot_comparison(runs: Sequence[RunCurve], target: str | Path) -> Path:
                     axes.axvline(step, color=style.color, linewidth=1.0, linestyle=":")
         draw_gaps(below, runs)
         finite = first.loss[np.isfinite(first.loss)]
-        above.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
+        if finite.size:
+            above.set_ylim(finite.min() - 0.1, np.percentile(finite, 97))
         above.set_ylabel("training loss, smoothed\n(nats per token)")
         if any(run.switches for run in runs):
             above.set_title("dotted: precision switches")

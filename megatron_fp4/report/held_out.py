@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from megatron_fp4.report.metrics import records_of_run
+from megatron_fp4.report.other_settings import settings_of
 
 
 class Pair(NamedTuple):
@@ -40,7 +41,7 @@ class HeldOut:
     it was called then, of the run whose checkpoint that is. steps: how many the run is to have.
     final: tokens of its last validation if the run is finished. lost: tokens of its last validation if that has a loss
     that cannot be compared, because it is no finite number above zero. folder: where it lies. only: the sources that
-    count, if it was validated on others, too; else empty.
+    count, if it was validated on others, too; else empty. settings: of `other_settings.py`.
     """
 
     seed: int
@@ -55,6 +56,7 @@ class HeldOut:
     folder: str = ""
     only: tuple[str, ...] = ()
     known_as: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def name(self) -> str:
@@ -81,11 +83,11 @@ def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
     """
     config_file = Path(run_dir) / "config.yaml"
     if not config_file.exists():
-        raise FileNotFoundError(f"{config_file} does not exist; the seed of a run stands there")
+        raise FileNotFoundError(f"{config_file} does not exist; name the folder of a run (its run.dir)")
     try:
         config = yaml.safe_load(config_file.read_text())
         seed, data_seed = int(config["run"]["seed"]), (config.get("data") or {}).get("seed")
-        data_seed = None if data_seed is None else int(data_seed)
+        data_seed, settings = None if data_seed is None else int(data_seed), settings_of(config)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
     records = records_of_run(run_dir)
@@ -110,7 +112,9 @@ def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
     final = max(losses) if finished else None
     folder = str(Path(run_dir).resolve())
     only = tuple(dict.fromkeys(sources)) if set(there) > set(sources) else ()
-    return HeldOut(seed, losses, by_source, data_seed, start, trunk, steps, final, lost, folder, only, known_as)
+    return HeldOut(
+        seed, losses, by_source, data_seed, start, trunk, steps, final, lost, folder, only, known_as, settings
+    )
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
@@ -192,7 +196,7 @@ def _folders_of(arguments: Sequence[str]) -> dict[str, list[str]]:
     group_of: dict[Path, str] = {}
     for argument in arguments:
         name, equals, texts = argument.partition("=")
-        if not (name and equals and texts) or name in groups:
+        if not (name and equals and all(texts.split(","))) or name in groups:
             raise ValueError(f"{argument}: write each group once, as NAME=RUN,RUN,...")
         groups[name] = []
         for text in texts.split(","):

@@ -70,7 +70,9 @@ def write_report(
     check_names([run.name for run in (*opened, *([base] if base is not None else []))])
     if target is None:
         if len(opened) > 1:
-            raise ValueError("a page about several runs belongs to none of their folders; say where to write it")
+            raise ValueError(
+                "a page about several runs belongs to none of their folders; say where to write it (--output)"
+            )
         target = opened[0].path / REPORT_FILE
     replace_text(Path(target), page(opened, defaults, base, note))
     return Path(target)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
 from megatron_fp4.report.held_out import HeldOut, Pair, runs_of, sources_note
 from megatron_fp4.report.noise import Spread, spread
+from megatron_fp4.report.other_settings import difference_line, differences
 from megatron_fp4.report.picture import BLACK, INK, legend_below, look, open_frame, picture
 from megatron_fp4.report.words import counted, short_tokens
 
@@ -99,20 +100,29 @@ def gaps(
                 )
             seen[key] = run.name
     every: dict[int, dict[Pair, list[Gap]]] = {}
+    apart: str | None = None
     for run in runs:
         all_partners = partners(run, base, compared)
+        for other in all_partners[:1]:
+            of_both = _measured(losses(run)), _measured(losses(other))
+            apart = apart or f"{run.name} {of_both[0]}, and its partner {other.name} {of_both[1]}"
         for tokens, loss in losses(run).items():
             found = [other for other in all_partners if tokens in losses(other)]
             for partner in found:
                 _check_sources(run, partner, tokens)
             if measured := [losses(partner)[tokens] for partner in found]:
-                other = mean(measured)
-                gap = Gap(100 * (loss / other - 1), loss - other)
+                of_base = mean(measured)
+                gap = Gap(100 * (loss / of_base - 1), loss - of_base)
                 every.setdefault(tokens, {}).setdefault(found[0].pair, []).append(gap)
-    if not every:
-        of_runs, of_base = ("; ".join(sorted({_spelled(run.pair) for run in group})) for group in (runs, base))
+    if not every and apart:
         raise NoPairError(
-            f"no pair: the runs began with {of_runs}, the base with {of_base}; both must have begun alike (or "
+            f"no pair: {apart}; both must have been validated after equally many tokens (validation.interval, and as "
+            "many tokens a step), with losses that are numbers"
+        )
+    if not every:
+        starts = ["; ".join(sorted({_spelled(run.pair) for run in group})) for group in (runs, base)]
+        raise NoPairError(
+            f"no pair: the runs began with {starts[0]}, the base with {starts[1]}; both must have begun alike (or "
             "so must the run that a branch came from, named in a group, too), read the same data in the same order, "
             "and been validated after equally many tokens"
         )
@@ -122,6 +132,14 @@ def gaps(
         }
         for tokens, at in sorted(every.items())
     }
+
+
+def _measured(losses: Mapping[int, float]) -> str:
+    """For a message: after how many tokens there is a loss."""
+    if not losses:
+        return "has no held-out loss yet"
+    after = [short_tokens(tokens) for tokens in sorted(losses)]
+    return f"has held-out losses after {', '.join(after[:3])}{' and more' if after[3:] else ''} tokens"
 
 
 def _check_sources(run: HeldOut, partner: HeldOut, tokens: int) -> None:
@@ -147,6 +165,21 @@ def gaps_of_groups(groups: Mapping[str, Sequence[HeldOut]]) -> dict[str, dict[in
     if not found and problem is not None:
         raise problem
     return found
+
+
+def unlike(groups: Mapping[str, Sequence[HeldOut]], names: Iterable[str] | None = None) -> list[str]:
+    """A line for each run that differs from its partner of the first group in more than its recipe.
+
+    names: of the groups to look at (default: all but the first).
+    """
+    base, *others = groups
+    compared, lines = runs_of(groups), []
+    for name in others if names is None else names:
+        for run in groups[name]:
+            for partner in partners(run, groups[base], compared)[:1]:
+                if found := differences(run.settings, partner.settings):
+                    lines.append(difference_line(f"{run.name} ({name})", partner.name, found))
+    return lines
 
 
 def _spelled(pair: Pair) -> str:
@@ -175,8 +208,9 @@ def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
             at = gap_of.get(name, {}).get(tokens)
             cells.append("-" if at is None else _cell(spread([gap.percent for gap in at.values()])))
         lines.append("| " + " | ".join(cells) + " |")
-    if note := sources_note(groups):
-        lines += ["", note]
+    note = sources_note(groups)
+    if notes := [*([note] if note else []), *unlike(groups)]:
+        lines += ["", *notes]
     return "\n".join(lines)
 
 

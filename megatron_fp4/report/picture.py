@@ -24,7 +24,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from megatron_fp4.report.run_files import replace_file
+from megatron_fp4.report.run_files import check_place, replace_file
 from megatron_fp4.report.words import short_number
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
@@ -91,7 +91,8 @@ def drawing(*grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
 
 @contextmanager
 def picture(target: Path, *grid: int, **settings: Any) -> Iterator[tuple[Figure, Any]]:
-    """As `drawing`; behind the `with`, the file `target`."""
+    """As `drawing`; behind the `with`, the file `target`. Raises ValueError before, as `check_target` does."""
+    check_target(target)
     with drawing(*grid, **settings) as (figure, axes):
         yield figure, axes
         # Without the version of the library that drew it: the same numbers then make the same bytes.
@@ -103,10 +104,7 @@ def check_target(target: Path) -> None:
     kinds = sorted(FigureCanvasAgg.filetypes)
     if target.suffix[1:].lower() not in kinds:
         raise ValueError(f"{target} is no name of a picture; give it one of the endings .{', .'.join(kinds)}")
-    if target.is_dir():
-        raise ValueError(f"{target} cannot be written: it is a folder; name a file")
-    if not target.parent.is_dir():
-        raise ValueError(f"{target} cannot be written: there is no folder {target.parent}; make it, or name another")
+    check_place(target)
 
 
 def open_frame(axes: Axes) -> None:

@@ -57,8 +57,8 @@ def correlations(points: Points, gaps: Mapping[str, float]) -> list[Correlation]
     """
     if len(points) < LEAST:
         raise ValueError(
-            f"{len(points)} recipes with diagnostics and a gap ({', '.join(points) or 'none'}); a correlation needs "
-            f"{LEAST} at least"
+            f"{counted(len(points), 'recipe')} with diagnostics and a gap at the end ({', '.join(points) or 'none'}); "
+            f"a correlation needs {LEAST} at least"
         )
     found = []
     for name, values in by_figure(points).items():

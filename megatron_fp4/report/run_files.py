@@ -13,6 +13,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def check_place(path: Path) -> None:
+    """Raise ValueError if no file could be written there: before the work whose result it is to hold."""
+    if path.is_dir():
+        raise ValueError(f"{path} cannot be written: it is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}; make it, or name another")
+
+
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` make a file under a temporary name of the same suffix, bring it to the disk, and give it the name
     `path`: at every moment that is the old file or the new one. Raises what `write` raises, and OSError."""

@@ -83,6 +83,8 @@ def read_trials(path: Path) -> tuple[dict[str, Any], dict[str, Trial]]:
 
 def _content(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Trial]]:
     """`made_from` of a file, its trials as they stand there, and as `Trial`s."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file; {remedy}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         made_from, records = dict(content["made_from"]), dict(content["trials"])

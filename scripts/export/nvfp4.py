@@ -15,6 +15,7 @@ from exchange.nvfp4_encoder import NVFP4Encoder
 from exchange.nvfp4_layouts import LAYOUTS, layout_named
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.report.words import counted
 
 FORMATS = ("nvfp4", *(f"nvfp4-{name}" for name in LAYOUTS))
 ACTIVATIONS = ("bf16", "calibrated")
@@ -82,5 +83,6 @@ def nvfp4_encoder(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4E
     encoder = NVFP4Encoder(layout, trained, sections, amax)
     for form in sorted(set(trained.others().values())):
         count = list(trained.others().values()).count(form)
-        print(f"{count} linears were trained in {form}, which this format does not have: they are written in bfloat16")
+        which = f"{counted(count, 'linear')} trained in {form}, which this format does not have"
+        print(f"{which}: written in bfloat16")
     return encoder

@@ -19,6 +19,7 @@ from megatron_fp4.checkpoint.initialize import refuse_weights_only
 from megatron_fp4.config.compose import config_from_saved, group_options
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.precision.recipe import recipe_from_config
 
 # What decides which tokens a step has, and what is computed besides recipes.
 _COMMON = ("model", "data", "train", "parallel", "validation")
@@ -105,6 +106,12 @@ def told_apart(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]
     return shared, named
 
 
+def trained_in(saved: dict[str, Any]) -> str | None:
+    """The name of the recipe that the run in `saved` quantizes by; None if it quantizes nothing."""
+    precision = config_from_saved(saved, [], CONFIGS).precision
+    return precision.name if recipe_from_config(precision).quantized else None
+
+
 def settings_kept(saved: dict[str, Any]) -> list[str]:
     """What a recipe does not change of the run in `saved`: who computes, and in what dtype; and what no trial does."""
     before = config_from_saved(saved, [], CONFIGS).precision
@@ -140,7 +147,10 @@ def _check_common(config: Config, base: Recipe) -> None:
     )
     different = [key for key in {**there, **here} if there.get(key) != here.get(key)]
     if not different and config.data_seed != base.config.data_seed:
-        different.append("run.seed, which without data.seed is that of the data's order too")
+        raise ConfigError(
+            f"run.seed={config.run.seed} is that of the data's order, too, which would differ from {base.name}'s; give "
+            f"data.seed={base.config.data_seed} as an argument of its own, which is for all recipes"
+        )
     if different:
         raise ConfigError(
             f"{', '.join(different)} would differ from {base.name}'s, so that gaps were not the recipe's; give it as "

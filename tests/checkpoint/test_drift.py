@@ -56,6 +56,24 @@ def test_every_kind_of_value() -> None:
     assert [change.key for change in fewer] == ["data.phases"]
 
 
+def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:
+    bf16, switches = PrecisionConfig(name="bf16"), SwitchConfig("before_decay")
+    now = config(precision=PrecisionConfig(name="nvfp4", switch=switches))
+    [line] = consequences(saved(precision=bf16), now, PrecisionSwitch(switches, 255), 255)
+    assert line.startswith("WARNING: no step is trained in the recipe nvfp4, which is not the checkpoint's: ")
+    assert "when=before_decay means before step 256, so all that is left is in bf16." in line
+    of_itself = saved(precision=PrecisionConfig(name="nvfp4"))  # a switch that is meant
+    half = SwitchConfig("before_decay", scope="forward")
+    for before, after, switch, start in (
+        (of_itself, now, PrecisionSwitch(switches, 255), 255),
+        (saved(precision=bf16), now, PrecisionSwitch(switches, 255), 254),
+        (saved(precision=bf16), now, PrecisionSwitch(SwitchConfig()), 255),
+        (saved(precision=bf16), config(precision=PrecisionConfig(switch=half)), PrecisionSwitch(half, 255), 255),
+        (saved(precision=bf16), now, PrecisionSwitch(switches, 255), now.train.steps),
+    ):
+        assert consequences(before, after, switch, start) == []
+
+
 def test_what_belongs_to_a_start_is_no_change() -> None:
     now = config(run__dir="elsewhere", run__dry=True, checkpoint__resume="never", checkpoint__allow_mismatch=True)
     assert configuration_changes(saved(), now) == []

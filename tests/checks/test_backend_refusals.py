@@ -40,11 +40,6 @@ from tests.checks.composed import changed, composed, refusal
             "precision.fprop.activation.mean=removed",
             "use kept, or precision.backend=emulated",
         ),
-        (
-            {"fprop.activation.four_over_six": True, "fprop.activation.four_over_six_error": "squared"},
-            "fprop.activation.four_over_six_error=squared",
-            "use absolute",
-        ),
     ],
 )
 def test_what_transformer_engine_cannot_do(changes, value, remedy):

@@ -131,7 +131,9 @@ class NVFP4Quantizer:
         if self.with_amax_reduction and self.spoil != "own maximum":
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.amax_reduction_group)
         block = (16, 16) if self.with_2d_quantization else (1, 16)
-        made = nvfp4.quantize_nvfp4(known, block, amax=amax, four_over_six=self.nvfp4_use_4over6)
+        error = {"MAE": "absolute", "MSE": "squared"}[self.nvfp4_4over6_err_mode if self.spoil != "mode" else "MAE"]
+        six = {"four_over_six": self.nvfp4_use_4over6, "four_over_six_error": error}
+        made = nvfp4.quantize_nvfp4(known, block, amax=amax, **six)
         tensor_scale = nvfp4.encode_tensor_scale(amax, made.scale_max)
         scaled = nvfp4._encode(known, made.scales, tensor_scale)
         scales, amax, nan = made.scales.view(torch.uint8), made.amax.reshape(1).clone(), rows.isnan()

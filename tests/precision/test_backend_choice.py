@@ -167,7 +167,8 @@ def test_mxfp8_is_native_on_data_centre_blackwell_alone(machine, capability, nat
 
 def test_the_recipes_of_exceptions_count(machine):
     machine((10, 0))
-    assert chosen(configured("nvfp4_nemotron_3")).name == "transformer_engine"
+    for precision in ("nvfp4_nemotron_3", "nvfp4_best", "nvfp4_4over6_1x16"):
+        assert chosen(configured(precision)).name == "transformer_engine"
     names = "precision.exceptions=[{names: ['*.out_proj'], precision: %s}]"
     config = compose_config(["precision=bf16", "precision.switch.when=never", names % "mxfp4"], CONFIGS)
     choice = chosen(config)
@@ -177,6 +178,13 @@ def test_the_recipes_of_exceptions_count(machine):
     assert chosen(config).name == "transformer_engine"
     machine((9, 0))
     assert "native NVFP4" in chosen(config).reason
+    machine((12, 0))
+    assert "native MXFP8 needs compute capability 10.x" in chosen(configured("nvfp4_best")).reason
+    for precision, key in (
+        ("nvfp4_quartet2", "rht_signs=fresh"),
+        ("nvfp4_mean_removed", "fprop.activation.mean=removed"),
+    ):
+        assert f"it cannot do precision.{key}" in chosen(configured(precision)).reason
 
 
 def test_the_target_of_a_switch_counts(machine):

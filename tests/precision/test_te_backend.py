@@ -28,6 +28,9 @@ from tests.training.harness import alone
 NVFP4, FP8, FP8_POWERS, *_ = selftest.RECIPES
 X_46, W_46 = (Operand("nvfp4", block, four_over_six=True) for block in ((1, 16), (16, 16)))
 FOUR_OVER_SIX = Recipe("four over six", Gemm(X_46, W_46), Gemm(X_46, W_46), Gemm(X_46, X_46))
+FORWARD_46 = changed(
+    NVFP4, name="forward four over six", fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W
+)  # nvfp4_4over6_1x16 and nvfp4_best: by squared errors
 NO_TRANSFORM = changed(NVFP4, name="no transform", wgrad_rht=0)
 CPU = torch.device("cpu")
 # Which the fused kernels take, and which they do not.
@@ -40,7 +43,9 @@ def faults(spoil: str = "", recipe: Recipe = NVFP4, shape: tuple[int, int, int] 
         return [str(f) for f in check(backend, Case(*shape, 1, recipe), CPU) if f.fault]
 
 
-@pytest.mark.parametrize("recipe", [NVFP4, NO_TRANSFORM, FOUR_OVER_SIX, ref.QAF], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [NVFP4, NO_TRANSFORM, FOUR_OVER_SIX, FORWARD_46, ref.QAF], ids=lambda recipe: recipe.name
+)
 @pytest.mark.parametrize("shape", [ALIGNED, ODD], ids=["aligned", "odd"])
 def test_the_self_test_passes_what_hardware_would_return(recipe, shape):
     """Code 8 for negative zeros, NaN that kernels drop, 8-bit draws, garbage in the padding, scales in either order."""
@@ -67,6 +72,13 @@ def test_fp8_blocks_pass(recipe):
 def test_what_kernels_may_do_wrong_is_named(spoil, seen):
     found = faults(spoil)
     assert any(seen in fault for fault in found), found
+
+
+def test_four_over_six_by_the_wrong_error_is_seen():
+    found = faults("mode", FORWARD_46)
+    assert len(found) == 2 and all("codes differ in" in fault for fault in found)
+    assert "fprop_activation" in found[0] and "fprop_weight" in found[1]
+    assert faults("mode", FOUR_OVER_SIX) == []
 
 
 def test_which_side_which_flags_in_which_order():

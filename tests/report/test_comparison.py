@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_fp4.report.comparison import comparison_rows, comparison_table, read_run, read_runs
 from megatron_fp4.report.run_folder import named_run
@@ -44,6 +45,25 @@ def test_gaps_are_relative_to_the_first_run(runs):
     assert second["speed"] == 0.5 and second["tokens"] == 40
     table = comparison_table([first, second])
     assert "| fp4 | 2.1000 | +5.00% | 2.0200 | +1.00% | 3.9600 | -1.00% |" in table
+
+
+def test_what_is_not_the_recipes_is_said_below_the_table(runs):
+    first, second = runs
+    for folder, rate in ((first, 1e-3), (second, 2e-3)):
+        config = {"run": {"seed": 1}, "optimizer": {"lr": rate}, "precision": {"name": folder.name}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    table = comparison_table(comparison_rows(read_runs([first, second])))
+    assert table.endswith("|\n\nnot the recipe alone: fp4 differs from bf16 in optimizer.lr (0.002, not 0.001), too")
+    (first / "config.yaml").write_text((second / "config.yaml").read_text())
+    assert "not the recipe alone" not in comparison_table(comparison_rows(read_runs([first, second])))
+
+
+def test_a_run_whose_losses_are_no_numbers_has_no_gap(runs, tmp_path, compare):
+    lost = write_run(tmp_path / "lost", [None] * 4, {4: {"a": 2.0, "b": 3.0}}, 15e3)
+    for order in ((runs[0], lost), (lost, runs[0])):
+        code, output, errors = compare(*order, "--output", tmp_path / "gap.png")
+        assert (code, errors) == (0, "") and "nan" not in output and "| lost | - | - | 2.0000 | +0.00% |" in output
+    assert "| 15k | " in output and "| 0.1k | " in output
 
 
 def test_last_losses_of_a_branch_are_of_the_same_steps(tmp_path):
@@ -108,4 +128,7 @@ def test_mistakes_are_one_line(runs, tmp_path, compare):
     shorter = write_run(tmp_path / "short", [4.0, 3.0], {}, 1.0)
     for folder, words in ((shorter, "short ended at step 2 and bf16 at 4"), (tmp_path / "none", "does not exist")):
         code, _, errors = compare(runs[0], folder)
+        assert code == 2 and words in errors and len(errors.splitlines()) == 1
+    for target, words in (("gap.txt", "no name of a picture"), (f"{tmp_path}/none/gap.png", "there is no folder")):
+        code, _, errors = compare(*runs, "--output", target)
         assert code == 2 and words in errors and len(errors.splitlines()) == 1

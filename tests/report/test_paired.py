@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fp4.report.final_gaps import FinalGaps
 from megatron_fp4.report.held_out import HeldOut, Pair, read_groups, read_held_out, runs_of
-from megatron_fp4.report.paired import gaps, gaps_of_groups, partners, table
+from megatron_fp4.report.paired import gaps, gaps_of_groups, partners, table, unlike
 from scripts import compare_recipes
 
 Losses = dict[int, dict[str, Any]]
@@ -165,6 +165,14 @@ def test_what_cannot_be_paired_is_refused():
         gaps([HeldOut(3, {10: 1.0})], [HeldOut(1, {10: 1.0})])
     with pytest.raises(ValueError, match=r"x and y have the same start \(seed 1\), run.seed=1 .* name one run of each"):
         gaps([HeldOut(1, {10: 1.0}, folder="/x"), HeldOut(1, {10: 1.0}, folder="/y")], [HeldOut(1, {10: 1.0})])
+    late, never = HeldOut(1, dict.fromkeys((20, 30, 40, 50), 1.0), folder="/late"), HeldOut(1, {}, folder="/never")
+    wanted = (
+        r"no pair: never has no held-out loss yet, and its partner late has held-out losses after 20, 30, 40 and more"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        gaps([never], [late])
+    with pytest.raises(ValueError, match=r"late has .* partner x has held-out losses after 10 tokens; both must have"):
+        gaps([late], [HeldOut(1, {10: 1.0}, folder="/x")])
     one, two = HeldOut(1, {10: 1.0}, {10: {"a": 1.0}}, folder="/x"), HeldOut(1, {10: 1.0}, {10: {"a": 1.0, "b": 1.0}})
     with pytest.raises(ValueError, match=r"tokens x was validated on a and .* on a, b: compare runs of the same data"):
         gaps([one], [two])
@@ -251,8 +259,8 @@ def test_the_trunk_of_an_equal_start_serves():
     # The trunk has to fit the run; whether it fits the other branch is nothing to the run.
     elsewhere = replace(sibling, steps=12, data_seed=5)
     assert partners(run, base, [*base, run, elsewhere]) == base[:1]
-    for unlike in (replace(run, steps=12), replace(run, data_seed=5)):
-        assert partners(unlike, base, [*base, unlike, sibling]) == []
+    for stranger in (replace(run, steps=12), replace(run, data_seed=5)):
+        assert partners(stranger, base, [*base, stranger, sibling]) == []
     own = HeldOut(2, {10: 2.1}, data_seed=1, steps=9, folder="/gone/made_again")  # goes first, and has other partners
     assert partners(run, base, [*base, own, sibling]) == []
     # A trunk that is in another group lends its partners.
@@ -267,6 +275,26 @@ def test_a_run_that_has_just_begun_leaves_the_others_to_be_compared(tmp_path):
     assert table(groups).splitlines()[-1] == "| 1M | 2.0000 (1) | - | - | +1.00% (1) |"
     with pytest.raises(ValueError, match="no pair"):
         table({name: groups[name] for name in ("bf16", "new")})
+
+
+def test_what_a_run_has_other_than_its_partner_besides_the_recipe_is_said(tmp_path):
+    tokens = {1: {"a": 2.0, "b": 2.0}}
+    alike = "{seed: null, order: documents, num_workers: 1, phases: [{name: main}], validation: {a: x, b: y}}"
+    base = write_run(tmp_path / "base", 1, tokens, alike)
+    moved = "{seed: 1, order: documents, num_workers: 4, phases: [{name: main, steps: null}], validation: {a: x, c: z}}"
+    same = write_run(tmp_path / "same", 1, tokens, moved)
+    other = write_run(
+        tmp_path / "other", 1, tokens, "{order: windows, phases: [{name: rest}], validation: {a: w, b: y}}"
+    )
+    (other / "config.yaml").write_text((other / "config.yaml").read_text() + "optimizer: {lr: 1.0, clip_norm: 1}\n")
+    (base / "config.yaml").write_text((base / "config.yaml").read_text() + "optimizer: {lr: 2.0, deoscillation: {}}\n")
+    groups = read_groups([f"bf16={base}", f"fp4={same}", f"x={other}"])
+    assert unlike(groups) == [
+        "not the recipe alone: other (x) differs from base in data.order (windows, not documents), data.phases, "
+        "data.validation, optimizer.lr (1.0, not 2.0), too"
+    ]
+    assert table(groups).endswith("\n\n" + unlike(groups)[0])
+    assert unlike(groups, ["fp4"]) == []
 
 
 def test_the_table_has_errors_and_counts():
@@ -292,6 +320,7 @@ def test_groups_are_folders_and_patterns(tmp_path, monkeypatch):
         (["f=run*"], r"f=run\*: run1 is in b, too"),
         (["f=no*"], "no folder"),
         (["b=run2"], "once"),
+        (["f=run2,"], "f=run2,: write each group once, as NAME=RUN,RUN"),
     ):
         with pytest.raises(ValueError, match=words):
             read_groups(["b=run1", *wrong])
@@ -325,11 +354,13 @@ def test_the_command_prints_draws_and_refuses(tmp_path, monkeypatch, capsys):
         ([groups[0], "--sources", "a,prose"], "not validated on 'prose'; name some of a, b"),
         ([groups[0], "--sources", ""], "not validated on ''; name some of a, b"),
         (["fp4"], "NAME=RUN"),
-        ([f"fp4={tmp_path / 'none'}"], "does not exist"),
+        ([f"fp4={tmp_path / 'none'}"], "none/config.yaml does not exist; name the folder of a run"),
+        ([groups[0], "--output", "gap.txt"], "gap.txt is no name of a picture"),
+        ([groups[0], "--final", f"{tmp_path}/none/gap.png"], "none; make it, or name another"),
         ([groups[0], "--against", "fp8"], "--against fp8: no group has this name; the groups are bf16, fp4"),
     ):
         monkeypatch.setattr(sys, "argv", [*command, *wrong])
         with pytest.raises(SystemExit) as end:
             compare_recipes.main()
-        errors = capsys.readouterr().err
-        assert end.value.code == 2 and words in errors and len(errors.splitlines()) == 1
+        printed, errors = capsys.readouterr()
+        assert (end.value.code, printed) == (2, "") and words in errors and len(errors.splitlines()) == 1

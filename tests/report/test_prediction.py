@@ -162,6 +162,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     for name, error in errors.items():
         write_run(tmp_path / name, 2.0 + error / 10, error)
     write_run(tmp_path / "silent", 2.1, None)
+    for name in ("a", "silent"):
+        other = {"run": {"seed": 1}, "model": {**MODEL, "init_std": 0.5}}
+        (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(other))
+    base = {"run": {"seed": 1}, "model": {**MODEL, "init_std": 0.02}}
+    (tmp_path / "base" / "config.yaml").write_text(yaml.safe_dump(base))
     groups = [f"{name}={tmp_path / name}" for name in ("base", *errors, "silent")]
     picture = tmp_path / "prediction.png"
     monkeypatch.setattr(sys, "argv", ["predict_gap.py", *groups, "--output", str(picture), "--rows", "2"])
@@ -169,13 +174,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "left out: silent has no diagnostics (precision.diagnostics.interval)"
     assert lines[3] == "| error, fprop, median | +1.00 | +1.00 to +1.00 | +1.00 | +1.00 |" and lines[5] == ""
+    assert lines[7] == "not the recipe alone: a (a) differs from base in model.init_std (0.5, not 0.02), too"
     assert "of 4 recipes" in lines[6] and picture.read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(sys, "argv", ["predict_gap.py", *groups, "--output", str(picture), "--sources", "a"])
     predict_gap.main()
     assert "held-out losses: of a alone" in capsys.readouterr().out
     for model, arguments, words in (
         (MODEL, [*groups, "--sources", "b"], "base was not validated on 'b'; name some of a, noise"),
-        (MODEL, groups[:4], "3 recipes with diagnostics and a gap (a, b, c); a correlation needs 4 at least"),
+        (MODEL, groups[:4], "3 recipes with diagnostics and a gap at the end (a, b, c); a correlation needs 4"),
         (MODEL, [*groups, "--rows", "0"], "--rows 0: give 1 or more"),
         ({"patern": "M-"}, groups, "config.yaml: model.patern is nothing that this version knows: Unexpected"),
         ({"pattern": "Q"}, groups, "config.yaml names no model that this version knows"),

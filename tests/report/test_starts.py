@@ -109,6 +109,8 @@ def test_files_that_are_not_starts_are_refused(tmp_path: Path) -> None:
     again.write_text('{"made_from": {}, "trials": {"a": {"loss": 1}}}')
     with pytest.raises(ValueError, match="holds no recipes that were tried; name one that"):
         read_trials(again)
+    with pytest.raises(ValueError, match=r"none\.json is no file; name one that try_recipes\.py --output"):
+        read_starts([one, tmp_path / "none.json"])
     with pytest.raises(ValueError, match="two has no recipe only here; it has bf16, nvfp4, best"):
         Starts(STARTS, "only here", None, 4)
     with pytest.raises(ValueError, match="--against nope: no recipe has this name; they are bf16, nvfp4, best"):
