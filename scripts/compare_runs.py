@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.comparison import comparison_rows, comparison_table, plot_comparison, read_runs
 from megatron_fp4.report.held_out import add_sources
+from megatron_fp4.report.picture import check_target
 
 
 def main() -> None:
@@ -22,10 +24,14 @@ def main() -> None:
     parser.add_argument(
         "run", nargs="+", metavar="[NAME=]FOLDER", help="runs; the first is what the others are held against"
     )
-    parser.add_argument("--output", help="where to draw the picture (default: nowhere)")
+    parser.add_argument("--output", type=Path, help="where to draw the picture (default: nowhere)")
     add_sources(parser)
     options = parser.parse_args()
     try:
+        if options.output:
+            check_target(options.output)
+        if len(options.run) < 2:
+            raise ValueError(f"{options.run[0]} has nothing to be held against; name two runs or more")
         runs = read_runs(options.run, options.sources)
         print(comparison_table(comparison_rows(runs)))
         if options.output:

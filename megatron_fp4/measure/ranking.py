@@ -59,8 +59,8 @@ def allowance(linears: Sequence[LinearShape], budget: float, by: str) -> tuple[l
     """
     if by not in BUDGET_UNITS:
         raise ValueError(f"--by {by} is not one of {', '.join(BUDGET_UNITS)}")
-    if not 0 < budget <= 1:
-        raise ValueError(f"--budget {budget} is not a share; give a number above 0 and up to 1, such as 0.15")
+    if not 0 < budget < 1:
+        raise ValueError(f"--budget {budget} is not a share of them; give a number above 0 and below 1, such as 0.15")
     costs = [1 if by == "linears" else linear.flops_per_token for linear in linears]
     # A product such as 0.15 * 20 may come out a hair under the whole number that it stands for.
     left = math.floor(budget * sum(costs) * (1 + 1e-12))
@@ -73,7 +73,7 @@ def allowance(linears: Sequence[LinearShape], budget: float, by: str) -> tuple[l
 def select_bf16(ranked: Sequence[RankedLinear], budget: float, by: str) -> list[RankedLinear]:
     """The linears to keep in BF16, worst first: as many of the worst as `budget` allows, never more.
 
-    budget: share of all `ranked`, in (0, 1]. by: `linears` (their number) or `flops` (of their GEMMs); with `flops` a
+    budget: share of all `ranked`, in (0, 1). by: `linears` (their number) or `flops` (of their GEMMs); with `flops` a
     linear that no longer fits is passed over for a less bad one that does.
 
     Raises ValueError as `allowance` does.

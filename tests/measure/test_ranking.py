@@ -73,7 +73,7 @@ def test_a_budget_that_keeps_nothing_says_what_would() -> None:
     with pytest.raises(ValueError, match=r"keeps none in BF16; the smallest is 0\.1"):
         select_bf16(ranked, 0.09, "linears")
     assert len(select_bf16(ranked, 0.1, "linears")) == 1
-    for wrong in (0, -0.1, 1.5, math.nan):
+    for wrong in (0, -0.1, 1, 1.5, math.nan):
         with pytest.raises(ValueError, match="is not a share"):
             select_bf16(ranked, wrong, "linears")
     with pytest.raises(ValueError, match="--by tokens"):

@@ -117,6 +117,16 @@ def test_the_sources_that_count(runs, tmp_path, compare):
     assert "--sources a,c: bf16 was not validated on 'c'; name some of a, b" in errors
 
 
+def test_what_cannot_be_compared_or_drawn_is_refused_before_anything_is_printed(runs, tmp_path, compare):
+    for arguments, message in (
+        ([runs[0]], "has nothing to be held against; name two runs or more"),
+        ([*runs, "--output", tmp_path / "gap.txt"], "is no name of a picture"),
+        ([*runs, "--output", tmp_path / "none" / "gap.png"], "none"),
+    ):
+        code, output, errors = compare(*arguments)
+        assert (code, output, errors.count("\n")) == (2, "", 1) and message in errors
+
+
 def test_the_command_prints_and_draws(runs, tmp_path, compare):
     picture = tmp_path / "gap.png"
     code, output, errors = compare(runs[0], f"NVFP4={runs[1]}", "--output", picture)
