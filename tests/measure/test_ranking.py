@@ -50,13 +50,13 @@ def test_what_cannot_be_ranked() -> None:
         rank_linears(SHAPES, {shape.name: {"fprop": 0.1} for shape in SHAPES}, "dgrad")
 
 
-@pytest.mark.parametrize(("budget", "count"), [(0.15, 1), (0.2, 2), (0.3, 3), (0.7, 7), (0.99, 9), (1.0, 10)])
+@pytest.mark.parametrize(("budget", "count"), [(0.15, 1), (0.2, 2), (0.3, 3), (0.7, 7), (0.9, 9), (0.99, 9)])
 def test_a_budget_of_linears_is_kept(budget: float, count: int) -> None:
     chosen = select_bf16(rank_linears(SHAPES, _errors(), "wgrad"), budget, "linears")
     assert [row.linear for row in chosen] == SHAPES[::-1][:count]
 
 
-@pytest.mark.parametrize("budget", [0.05, 0.15, 0.21, 0.37, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("budget", [0.05, 0.15, 0.21, 0.37, 0.5, 0.9, 0.99])
 def test_a_budget_of_flops_is_kept_and_used(budget: float) -> None:
     ranked = rank_linears(SHAPES, _errors(), "wgrad")
     chosen = select_bf16(ranked, budget, "flops")
