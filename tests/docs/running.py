@@ -96,8 +96,7 @@ class Session:
 
     def _in_here(self, script: str, arguments: list[str], world_size: int) -> tuple[int, str]:
         with self._captured() as output, pytest.MonkeyPatch.context() as patch:
-            for module in (assembly, pretrain):
-                patch.setattr(module, "CONFIGS", self.folder / "configs")
+            patch.setattr(assembly, "CONFIGS", self.folder / "configs")
             if world_size:
                 patch.setenv("WORLD_SIZE", str(world_size))
             code: object = 0
