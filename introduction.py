@@ -142,7 +142,8 @@ def say_what_differs(run: Run, resumed: Resumed) -> None:
         lines = [f"step {start} is read from the nodes' own disks, in {run.config.checkpoint.local_dir}"]
         run.log.found("resumed_locally", lines, path=str(resumed.path))
     if saved and (changes := drift.configuration_changes(saved, run.config)):
-        lines = [*drift.change_lines(changes), *drift.consequences(saved, run.config, switch, start)]
+        lines = drift.change_lines(changes) + drift.untrained_recipe(changes, run.config, switch, start)
+        lines += drift.consequences(saved, run.config, switch, start)
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
     if run.loader.changes:
         run.log.found("data", run.loader.changes, changes=run.loader.changes)

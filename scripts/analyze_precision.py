@@ -18,7 +18,6 @@ last layers stand out (appendix E.2).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import replace
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, build, check, plans_of, set_determinism
 from exchange.checkpoint import checkpoint_in
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest, read_trainer
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
@@ -128,7 +127,7 @@ def read_whole_manifest(folder: Path) -> Manifest:
 
 def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
     """The run's configuration with every linear quantized, and no switch. ConfigError if the recipe quantizes none."""
-    saved = json.loads((checkpoint / "trainer.json").read_text())["config"]
+    saved = read_trainer(checkpoint)["config"]
     config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS)
     if not recipe_from_config(config.precision).quantized:
         raise ConfigError(

@@ -26,7 +26,7 @@ from megatron_fp4.report.early_figures import early_loss, early_records, figures
 from megatron_fp4.report.final_gaps import FinalGaps
 from megatron_fp4.report.held_out import HeldOut, add_sources, read_groups, sources_note
 from megatron_fp4.report.metrics import records_of_run
-from megatron_fp4.report.paired import partners, unlike
+from megatron_fp4.report.paired import notes_below, partners
 from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
 from models.pattern import linear_shapes
@@ -65,7 +65,7 @@ def predict(options: argparse.Namespace) -> None:
     gaps = {name: found.percent[name].mean for name in points}
     ordered = correlations(points, gaps)
     print(correlation_table(ordered, by_chance(points, gaps), options.rows))
-    for line in [*([note] if note else []), *unlike(runs, points)]:
+    for line in notes_below(runs, points):
         print(line)
     if options.output:
         print(draw_correlations(ordered, points, found.percent, base, options.output, note))

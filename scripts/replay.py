@@ -18,7 +18,6 @@ Exit code: 0 all equal, 4 something differs, 2 wrong arguments or nothing to com
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -29,7 +28,15 @@ from typing import Any
 import torch
 
 from assembly import CONFIGS, build, check, set_determinism
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, folder_name, list_checkpoints, read_manifest, step_of
+from megatron_fp4.checkpoint.files import (
+    TRAINER,
+    DamagedCheckpointError,
+    folder_name,
+    list_checkpoints,
+    read_manifest,
+    read_trainer,
+    step_of,
+)
 from megatron_fp4.checkpoint.origin import origin_in
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
@@ -113,7 +120,7 @@ def replay(options: argparse.Namespace) -> int:
 def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
     """The checkpoint with the configuration, the steps done to begin with (0: initial weights), the run's folder."""
     given: Path = options.checkpoint
-    if (given / "trainer.json").is_file():
+    if (given / TRAINER).is_file():
         return given, read_manifest(given).step, given.absolute().parent.parent
     folders = sorted(list_checkpoints(given / "checkpoints"), key=step_of) if given.is_dir() else []
     if not folders:
@@ -129,7 +136,7 @@ def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
 
 def open_run(checkpoint: Path, overrides: list[str]) -> Run:
     """The run of a checkpoint, built anew. Raises ConfigError if its bits cannot be repeated here."""
-    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    trainer = read_trainer(checkpoint)
     config: Config = config_from_saved(trainer["config"], overrides, CONFIGS)
     if not config.run.deterministic:
         raise ConfigError("the run had run.deterministic=false, whose bits no start repeats")
@@ -156,7 +163,7 @@ def begin_as_then(run: Run, checkpoint: Path) -> None:
 
     checkpoint: of the run. Raises ConfigError if those weights are gone or other ones.
     """
-    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    trainer = read_trainer(checkpoint)
     if (begun := origin_in(trainer, "initialized_from")) is None:
         return
     parts = run.model, run.controller.clock

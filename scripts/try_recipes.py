@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -37,7 +36,7 @@ import torch.distributed as dist
 from assembly import device_type_of, set_determinism
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4 import __version__
-from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, read_manifest
+from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, read_manifest, read_trainer
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.launcher import place_in_run
@@ -102,7 +101,7 @@ def try_recipes(options: argparse.Namespace) -> int:
         check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
     manifest, ranks = read_manifest(checkpoint), place_in_run().world_size
-    trainer = json.loads((checkpoint / "trainer.json").read_text())
+    trainer = read_trainer(checkpoint)
     recipes = recipes_of(options.recipes, checkpoint, manifest, trainer, options.steps, ranks)
     names = [recipe.name for recipe in recipes]
     against = options.against or (names[1] if len(names) > 2 else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_fp4.config.environment import as_saved
@@ -66,18 +66,8 @@ def change_lines(changes: list[Change]) -> list[str]:
 
 
 def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
-    """What a change of the run's length, or of its recipe, does to the precision switch and the learning rate, behind
-    `start` steps."""
+    """What a change of the run's length does to the precision switch and the learning rate, behind `start` steps."""
     lines = []
-    settings, at_once = config.precision.switch, switch.at_step is not None and switch.at_step <= start
-    if switch.switched_at is None and at_once and start < config.train.steps and settings.scope == "both":
-        keys = [change.key for change in configuration_changes(saved, config)]
-        if any(key.startswith("precision.") and not key.startswith(_NO_RECIPE) for key in keys):
-            lines.append(
-                f"WARNING: no step is trained in the recipe {config.precision.name}, which is not the checkpoint's: "
-                f"precision.switch.when={settings.when} means before step {(switch.at_step or 0) + 1}, so all that is "
-                f"left is in {settings.target}. Set precision.switch.when=never, or begin from an earlier checkpoint"
-            )
     if switch.switched_at is not None and switch.at_step is not None and switch.at_step > start:
         lines.append(
             f"the precision switched before step {switch.switched_at + 1} and stays switched, although "
@@ -98,6 +88,22 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
             f"{now.lr(start):.2e} in step {start + 1}; it decays from step {now.decay_start_step + 1} now"
         )
     return lines
+
+
+def untrained_recipe(changes: Sequence[Change], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
+    """A warning if `changes` bring another recipe, and the precision switch leaves it no step behind `start`."""
+    settings = config.precision.switch
+    if switch.switched_at is not None or switch.at_step is None or settings.scope != "both":
+        return []
+    if not switch.at_step <= start < config.train.steps:
+        return []
+    if not any(key.startswith("precision.") and not key.startswith(_NO_RECIPE) for key, *_ in changes):
+        return []
+    return [
+        f"WARNING: no step is trained in the recipe {config.precision.name}, which is not the checkpoint's: "
+        f"precision.switch.when={settings.when} means before step {switch.at_step + 1}, so all that is left is in "
+        f"{settings.target}. Set precision.switch.when=never, or begin from an earlier checkpoint"
+    ]
 
 
 def _differences(prefix: str, fields: Any, before: Any, now: Any) -> Iterator[Change]:

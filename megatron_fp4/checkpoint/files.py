@@ -175,6 +175,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_folder(folder)
 
 
+def read_trainer(folder: Path) -> dict[str, Any]:
+    """The trainer state of the checkpoint in `folder`, unchecked. Raises OSError, and ValueError for no JSON."""
+    trainer: dict[str, Any] = json.loads((folder / TRAINER).read_text())
+    return trainer
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here; OSError."""
     try:

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_fp4.config.schema import Config
 
+NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
+"""Keys under `model` that are a label, and precision."""
 _ABSENT = "(absent)"
 
 
@@ -22,7 +24,7 @@ def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[st
     data_fingerprint: what data and tokenizer are, of JSON types, nested as one likes; it appears under `data.`.
     """
     model = dataclasses.asdict(config.model)
-    for name in ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks"):  # a label, and precision
+    for name in NOT_OF_THE_MODEL:
         del model[name]
     nested = {
         "model": model,

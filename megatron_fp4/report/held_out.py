@@ -113,7 +113,19 @@ def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
     folder = str(Path(run_dir).resolve())
     only = tuple(dict.fromkeys(sources)) if set(there) > set(sources) else ()
     return HeldOut(
-        seed, losses, by_source, data_seed, start, trunk, steps, final, lost, folder, only, known_as, settings
+        seed,
+        losses,
+        by_source,
+        data_seed,
+        start=start,
+        trunk=trunk,
+        steps=steps,
+        final=final,
+        lost=lost,
+        folder=folder,
+        only=only,
+        known_as=known_as,
+        settings=settings,
     )
 
 

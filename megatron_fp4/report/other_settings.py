@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_fp4.checkpoint.identity import NOT_OF_THE_MODEL
+
 _SECTIONS = {
     "model": None,
     "data": None,
@@ -19,7 +21,8 @@ _SECTIONS = {
 }
 """Section -> keys that count; None: all but those below."""
 _NO_MATTER = (
-    *("model.name", "model.nvfp4_bf16_blocks", "model.fp8_bf16_blocks", "optimizer.deoscillation"),
+    *(f"model.{key}" for key in NOT_OF_THE_MODEL),
+    "optimizer.deoscillation",
     *("data.cache_dir", "data.remote_cache", "data.num_workers", "data.prefetch", "data.max_epochs", "data.blends"),
 )
 

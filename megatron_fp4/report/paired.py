@@ -182,6 +182,12 @@ def unlike(groups: Mapping[str, Sequence[HeldOut]], names: Iterable[str] | None 
     return lines
 
 
+def notes_below(groups: Mapping[str, Sequence[HeldOut]], names: Iterable[str] | None = None) -> list[str]:
+    """What is to stand below a table of `groups`: `sources_note`, and `unlike` of `names`."""
+    note = sources_note(groups)
+    return [*([note] if note else []), *unlike(groups, names)]
+
+
 def _spelled(pair: Pair) -> str:
     return pair.start if pair.start == f"seed {pair.data_seed}" else f"{pair.start}, data seed {pair.data_seed}"
 
@@ -208,8 +214,7 @@ def table(groups: Mapping[str, Sequence[HeldOut]]) -> str:
             at = gap_of.get(name, {}).get(tokens)
             cells.append("-" if at is None else _cell(spread([gap.percent for gap in at.values()])))
         lines.append("| " + " | ".join(cells) + " |")
-    note = sources_note(groups)
-    if notes := [*([note] if note else []), *unlike(groups)]:
+    if notes := notes_below(groups):
         lines += ["", *notes]
     return "\n".join(lines)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from assembly import CONFIGS, build, configure, set_determinism
-from megatron_fp4.checkpoint.files import read_manifest
+from megatron_fp4.checkpoint.files import read_manifest, read_trainer
 from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
@@ -150,7 +149,7 @@ def trained_model(size: Size, overrides: list[str], checkpoint: Path | None) -> 
         if not checkpoint.is_dir():
             raise ValueError(f"--checkpoint {checkpoint} is no folder; name one like runs/a/checkpoints/step_00000300")
         steps = read_manifest(checkpoint).step
-        saved = json.loads((checkpoint / "trainer.json").read_text())["config"]
+        saved = read_trainer(checkpoint)["config"]
         config = config_from_saved(saved, [*overrides, "precision.switch.when=never"], CONFIGS)
     else:
         micro, length = size.tokens

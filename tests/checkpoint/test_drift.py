@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4.checkpoint.drift import Change, change_lines, configuration_changes, consequences
+from megatron_fp4.checkpoint.drift import (
+    Change,
+    change_lines,
+    configuration_changes,
+    consequences,
+    untrained_recipe,
+)
 from megatron_fp4.config.data_schema import DataConfig, PhaseConfig
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
@@ -59,7 +65,8 @@ def test_every_kind_of_value() -> None:
 def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:
     bf16, switches = PrecisionConfig(name="bf16"), SwitchConfig("before_decay")
     now = config(precision=PrecisionConfig(name="nvfp4", switch=switches))
-    [line] = consequences(saved(precision=bf16), now, PrecisionSwitch(switches, 255), 255)
+    changes = configuration_changes(saved(precision=bf16), now)
+    [line] = untrained_recipe(changes, now, PrecisionSwitch(switches, 255), 255)
     assert line.startswith("WARNING: no step is trained in the recipe nvfp4, which is not the checkpoint's: ")
     assert "when=before_decay means before step 256, so all that is left is in bf16." in line
     of_itself = saved(precision=PrecisionConfig(name="nvfp4"))  # a switch that is meant
@@ -71,7 +78,7 @@ def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:
         (saved(precision=bf16), config(precision=PrecisionConfig(switch=half)), PrecisionSwitch(half, 255), 255),
         (saved(precision=bf16), now, PrecisionSwitch(switches, 255), now.train.steps),
     ):
-        assert consequences(before, after, switch, start) == []
+        assert untrained_recipe(configuration_changes(before, after), after, switch, start) == []
 
 
 def test_what_belongs_to_a_start_is_no_change() -> None:
