@@ -3,7 +3,6 @@
 # make test    lint, types, tests
 # make test-fast   the tests without those marked slow, on all cores: less than two minutes on two
 # make lint    lint and types alone
-# make docs    what README and docs show, run as it stands or made short, and compared; minutes
 # make test-gpu   what needs a GPU, with the Python of .venv or else python3 (make test-gpu ARGS="--output results")
 
 PYTHON ?= python3
@@ -21,7 +20,7 @@ SAYS_TORCH := make: downloads torch and CUDA (2.7 GB; torch for CPUs: 0.2 GB) an
 SAYS_CPU := $(if $(filter-out 0,$(GPUS)),,make: no GPU here: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make ... takes torch for CPUs)
 SAYS_TESTS := make: downloads what tests need, 127 packages (0.3 GB), into $(VENV)
 
-.PHONY: setup train test all-tests test-fast test-gpu docs lint format
+.PHONY: setup train test all-tests test-fast test-gpu lint format
 
 setup: $(VENV)/.installed
 
@@ -72,9 +71,6 @@ all-tests: setup
 
 test-fast: setup
 	$(PYTEST) -m "not slow" $(ARGS)
-
-docs: setup
-	$(BIN)/python tests/docs/run_pages.py $(ARGS)
 
 # Without setup: on a GPU machine torch and the packages for CUDA are the image's.
 test-gpu:

@@ -21,7 +21,7 @@ from tests.composing import quick_composing
 LONGEST = """
     test_pretrain precision/test_demands distributed/test_checkpoint faults/test_endings
     distributed/test_local_checkpoint exchange/test_megatron exchange/test_megatron_foreign
-    distributed/test_equality planning/test_dry_run docs/test_blocks data/test_workers distributed/test_local_saves
+    distributed/test_equality planning/test_dry_run data/test_workers distributed/test_local_saves
     test_soak test_going_on data/test_remote config/test_compose test_spikes_run exchange/test_hf test_slurm
     planning/test_backend inference/test_agreement distributed/test_checkpoint_choice data/prepare/test_resume
     training/test_cuda_graphs test_exporting_run models/test_recompute measure/test_replay
@@ -33,7 +33,7 @@ LONGEST = """
 """
 
 # Whose tests are of composing and its errors.
-OF_COMPOSING = ("config", "docs", "test_configure.py", "test_refusals.py")
+OF_COMPOSING = ("config", "test_configure.py", "test_refusals.py")
 KNOWN: dict[Any, Any] = {}
 
 
