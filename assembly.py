@@ -28,8 +28,6 @@ from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
-from megatron_fp4.faults.exit_codes import is_users_to_mend
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.measure.machine import memory_size
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -43,6 +41,8 @@ from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.report.run_folder import check_baseline
 from megatron_fp4.report.run_log import RunLog
+from megatron_fp4.runtime.exit_codes import is_users_to_mend
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
 from megatron_fp4.training.deoscillation import Deoscillation, Windows

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before torch is imported, which takes seconds: a s
     from pathlib import Path
 
     from megatron_fp4.answers import answer
-    from megatron_fp4.faults.signals import stop_request
+    from megatron_fp4.runtime.signals import stop_request
 
     STOP = stop_request(sys.argv[1:])
     if (code := answer(sys.argv[1:], Path(__file__).with_name("configs"))) is not None:
@@ -46,14 +46,6 @@ from megatron_fp4.checkpoint.preview import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.faults.ending import SaidAtOnce, explain, run_program
-from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError
-from megatron_fp4.faults.flight_recorder import record_collectives
-from megatron_fp4.faults.orders import Orders
-from megatron_fp4.faults.progress import Progress
-from megatron_fp4.faults.run_lock import sole_run
-from megatron_fp4.faults.run_state import RunState
-from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
@@ -62,6 +54,14 @@ from megatron_fp4.precision import selftest
 from megatron_fp4.report.completion import REPORT_FILE, Missing, missing_of
 from megatron_fp4.report.summary import summarize
 from megatron_fp4.report.time_ledger import TimeLedger
+from megatron_fp4.runtime.ending import SaidAtOnce, explain, run_program
+from megatron_fp4.runtime.exit_codes import DivergedError, ExitCode, WrongNumbersError
+from megatron_fp4.runtime.flight_recorder import record_collectives
+from megatron_fp4.runtime.orders import Orders
+from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.runtime.run_lock import sole_run
+from megatron_fp4.runtime.run_state import RunState
+from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.training.autotuning import rehearsal
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.profiling import ProfileWindow, memory_history

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from megatron_fp4 import __version__
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def answer(arguments: list[str], config_dir: Path) -> int | None:

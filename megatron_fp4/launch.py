@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megatron_fp4.faults.signals import SIGNALS
+from megatron_fp4.runtime.signals import SIGNALS
 
 _PROC = Path("/proc")
 # `ExitCode.CRASHED` and `STOPPED`, whose module imports torch; this one has to listen before that.

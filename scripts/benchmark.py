@@ -40,12 +40,12 @@ from torch import Tensor, nn
 from assembly import CONFIGS, backend_of, execution_of, initialized_model
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.optimizer import build_optimizer
 from models.execution_choice import describe_execution
 from models.flops import parameter_count, training_flops_per_token

@@ -34,9 +34,9 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.metadata import Piece, Whole, metadata_of
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import build_model

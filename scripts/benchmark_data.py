@@ -29,7 +29,7 @@ from data.phase_lengths import Phase
 from data.phases import PhaseSchedule
 from data.samples import ORDERS, SampleSource
 from megatron_fp4.config.data_schema import DataConfig
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 class Result(NamedTuple):

@@ -20,7 +20,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
@@ -29,6 +28,7 @@ from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.fp4_cuda import FusedFP4
 from megatron_fp4.quantization.rounding import rounding_key
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 _X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
 _X_REST = Operand("nvfp4", (1, 16), mean="removed")

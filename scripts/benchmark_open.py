@@ -26,7 +26,7 @@ from data.index_file import HEADER, MAGIC, VERSION
 from data.indexed import open_source
 from data.indexed_dataset import index_path, tokens_path
 from data.source_lists import prefixes
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 _BLOCK = 1 << 22  # documents, or tokens, made at once
 _DTYPE_CODE, _ITEM_SIZE = 8, 2  # uint16

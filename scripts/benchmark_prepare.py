@@ -28,7 +28,7 @@ from pathlib import Path
 
 from data.prepare.ingest import Options, train_on
 from data.prepare.inputs import find_files, open_files
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts import prepare_data
 
 

@@ -17,7 +17,7 @@ import time
 
 from data.full_check import check_whole
 from data.source_lists import prefixes
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def main(arguments: list[str]) -> int:

@@ -22,7 +22,7 @@ from exchange.folder_check import Folder, check_folder
 from exchange.nvfp4 import PLANS, trained_plan
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def main(arguments: list[str]) -> int:

@@ -40,13 +40,13 @@ from assembly import (
 )
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import (
     end_process,
     leave_distributed,
 )
 from megatron_fp4.planning.dry_run import dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from models.execution import Execution
 from models.pattern import mixers_of
 from scripts.random_run import RandomRun, random_micro_batches

@@ -29,11 +29,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.final_gaps import draw_final, final_table, source_table
 from megatron_fp4.report.held_out import add_sources, read_groups
 from megatron_fp4.report.paired import draw, table
 from megatron_fp4.report.picture import check_target
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def main() -> None:

@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from assembly import build, configure, device_type_of, set_determinism
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.clock import RunClock
@@ -50,6 +49,7 @@ from megatron_fp4.precision.selftest import RECIPES
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.step import train_step
 
 NVFP4, FP8_FP32_SCALES, FP8 = rounded_to_nearest(RECIPES[0]), RECIPES[1], RECIPES[2]

@@ -28,7 +28,7 @@ from exchange.hf.importing import is_import
 from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.export import command, nvfp4
 
 DTYPES = ("bfloat16", "float32", "float16")

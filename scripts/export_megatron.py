@@ -24,7 +24,7 @@ from exchange.megatron.export import export_megatron, start_command
 from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.export import command
 
 

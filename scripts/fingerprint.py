@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_fp4.checkpoint.shards import CheckedReader
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 COMMON = (
     "train.steps=6 train.global_batch_size=4 train.micro_batch_size=1 train.sequence_length=64 "

@@ -44,9 +44,9 @@ from inference.sampling import Sampling
 from inference.weights import lower_weights, weights_as_trained
 from inference.writer import Writer, say, tokens_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from models.hybrid import HybridModel
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from assembly import CONFIGS
 from exchange.hf.importing import import_hf
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.export.command import import_and_describe
 
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.prepare.merge import merge
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ import os
 import sys
 
 import pretrain
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def main(arguments: list[str]) -> int:

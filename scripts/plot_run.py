@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.charts import plot_goodput
 from megatron_fp4.report.heatmap import plot_heatmap
 from megatron_fp4.report.plot import plot_loss
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
 def main() -> None:

@@ -21,7 +21,6 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_fp4.config.schema import ModelConfig
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.report.early_figures import early_loss, early_records, figures, of_recipe
 from megatron_fp4.report.final_gaps import FinalGaps
 from megatron_fp4.report.held_out import HeldOut, add_sources, read_groups, sources_note
@@ -29,6 +28,7 @@ from megatron_fp4.report.metrics import records_of_run
 from megatron_fp4.report.paired import notes_below, partners
 from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.prediction import by_chance, correlation_table, correlations, draw_correlations
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from models.pattern import linear_shapes
 
 

@@ -42,7 +42,7 @@ from data.prepare.work import work_path
 from data.tokenizer import KINDS, load_tokenizer
 from data.tokenizers.interface import END_OF_DOCUMENT
 from data.tokenizers.tiktoken_ranks import PREFIX
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 # The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.
 _VOCABULARY_MULTIPLE = 128

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_fp4.config.compose import ConfigError
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.random_run import RandomRun, random_micro_batches
 
 # The first that is found in a kernel's name.

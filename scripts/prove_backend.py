@@ -25,7 +25,6 @@ from assembly import CONFIGS, plans_of
 from assembly import check as check_config
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.precision.backend import Backend, BackendOperand
 from megatron_fp4.precision.backend_choice import BACKENDS, choose_backend
 from megatron_fp4.precision.clock import RunClock
@@ -36,6 +35,7 @@ from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.recipe import GEMMS, USES, Place, Recipe, recipe_from_config
 from megatron_fp4.precision.refusals import recipes_by_key
 from megatron_fp4.precision.selftest import Case, Finding, check, sample_tensors, transformed
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
 from scripts.prove.times import linear_times

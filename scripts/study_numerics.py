@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
-from megatron_fp4.faults.closed_pipe import end_without_reader
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.study.exactness import study_exactness
 from scripts.study.formats import study_formats
 from scripts.study.hadamard import study_hadamard

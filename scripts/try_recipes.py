@@ -41,8 +41,6 @@ from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.faults.closed_pipe import end_without_reader
-from megatron_fp4.faults.exit_codes import ExitCode
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.selftest import SelfTestError
 from megatron_fp4.report.other_settings import difference_line, differences, settings_of
@@ -50,6 +48,8 @@ from megatron_fp4.report.picture import check_target
 from megatron_fp4.report.run_files import check_place
 from megatron_fp4.report.trial_file import TrialFile
 from megatron_fp4.report.trials import draw_trials, first_steps, said, trial_table
+from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.runtime.exit_codes import ExitCode
 from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch
 from scripts.trial.recipes import recipes_of, trained_in

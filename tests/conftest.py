@@ -19,7 +19,7 @@ from tests.composing import quick_composing
 # Files that take longest, the longest first: each is run whole by one of the processes of `make test`, and what begins
 # last has to be short. The others follow as they are found.
 LONGEST = """
-    test_pretrain precision/test_demands distributed/test_checkpoint faults/test_endings
+    test_pretrain precision/test_demands distributed/test_checkpoint runtime/test_endings
     distributed/test_local_checkpoint exchange/test_megatron exchange/test_megatron_foreign
     distributed/test_equality planning/test_dry_run data/test_workers distributed/test_local_saves
     test_soak test_going_on data/test_remote config/test_compose test_spikes_run exchange/test_hf test_slurm
@@ -27,7 +27,7 @@ LONGEST = """
     training/test_cuda_graphs test_exporting_run models/test_recompute measure/test_replay
     data/tokenizers/test_kinds test_compare_repeats data/test_megatron_run distributed/test_gathered_codes
     test_initialized_run exchange/test_in_run parallel/test_mesh test_generate exchange/test_checkpoint
-    exchange/test_nvfp4_folders training/test_recheck_run exchange/test_errors faults/test_run_lock test_preflight
+    exchange/test_nvfp4_folders training/test_recheck_run exchange/test_errors runtime/test_run_lock test_preflight
     distributed/test_masked_documents test_replay_command test_try_recipes test_masked_run test_recipes
     test_benchmark test_packaging data/test_builtin
 """

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import pretrain
 from data.indexed_dataset import IndexedDatasetWriter
-from megatron_fp4.faults.exit_codes import DivergedError
-from megatron_fp4.faults.signals import StopRequest
+from megatron_fp4.runtime.exit_codes import DivergedError
+from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.test_pretrain import SMALL

@@ -12,8 +12,8 @@ import torch
 
 import assembly
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
 from models.hybrid import build_model
 from models.pattern import linear_shapes
 from tests.checks.composed import CONFIGS, composed

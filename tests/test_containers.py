@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fp4.faults.exit_codes import ExitCode
+from megatron_fp4.runtime.exit_codes import ExitCode
 from tests.dockerfile_lines import lines
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ FLOORS = [
     "megatron_fp4/quantization",
     "megatron_fp4/precision",
     "megatron_fp4/parallel",
-    "megatron_fp4/faults",
+    "megatron_fp4/runtime",
     "megatron_fp4/training",
     "megatron_fp4/checkpoint",
     "megatron_fp4/measure",

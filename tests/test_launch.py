@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A worker without torch: says that it listens; then ends as its run would.
 _WORKER = """
 import os, time
-from megatron_fp4.faults.signals import StopRequest
+from megatron_fp4.runtime.signals import StopRequest
 stop = StopRequest().listen()
 os.write(1, b"listening\\n")  # in one piece: two workers share the pipe
 while not stop.requested:

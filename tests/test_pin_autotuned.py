@@ -15,8 +15,8 @@ import torch
 
 import pretrain
 from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConfig
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training import autotuning
 from megatron_fp4.training.autotuning import KernelChoices
 from models.conv import fused_conv_silu

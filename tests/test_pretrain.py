@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.faults.exit_codes import ExitCode
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.runtime.exit_codes import ExitCode
 from run_parts import Run
 from tests.programs import ROOT, Program, as_child, environments_of_ranks
 
@@ -318,7 +318,7 @@ def test_check(capsys: pytest.CaptureFixture[str]) -> None:
 # pretrain.py up to its end, which is a refusal here: what has been imported, and whether garbage is collected.
 _AT_THE_END = """
 import gc, runpy, sys
-from megatron_fp4.faults import ending
+from megatron_fp4.runtime import ending
 
 def end(code):
     print("matplotlib" in sys.modules, gc.isenabled(), gc.get_freeze_count() > 100_000, flush=True)

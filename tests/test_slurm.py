@@ -24,7 +24,7 @@ def decide(run_dir: Path, *arguments: str) -> tuple[bool, str]:
 
 
 def write_state(run_dir: Path, state: str, reason: str = "") -> None:
-    """As megatron_fp4/faults/run_state.py lays it out; test_run_state.py reads one of its own by requeue.sh."""
+    """As megatron_fp4/runtime/run_state.py lays it out; test_run_state.py reads one of its own by requeue.sh."""
     record = {"state": state, "step": 7, "reason": reason, "pid": 1}
     (run_dir / "state.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -375,7 +375,7 @@ def _untestable(recipe: Recipe, backend_name: str, device: torch.device) -> str 
 
 
 if __name__ == "__main__":
-    from megatron_fp4.faults.closed_pipe import end_without_reader
+    from megatron_fp4.runtime.closed_pipe import end_without_reader
 
     end_without_reader()
     sys.exit(main(sys.argv[1:]))

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 from megatron_fp4 import __version__
-from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.report.metrics import METRICS_FILE
 from megatron_fp4.report.record_file import RecordFile, record_of
+from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.runtime.progress import Progress
 
 LEDGER_FILE = "goodput.jsonl"
 STARTUP, FIRST, STEPS, DATA, VALIDATION, SAVES, LOST = (

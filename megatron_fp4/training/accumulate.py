@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.data_parallel import without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.micro_batch import ALONE, GlobalBatch, MicroBatch
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.accumulate import MicroBatch, loss_of
 
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.gradients import (
@@ -38,7 +38,7 @@ from megatron_fp4.training.optimizer import can_skip_on_device, optimizer_parame
 class StepRequests(NamedTuple):
     """What ranks tell each other with a step: of one rank when given to `train_step`, of any rank in its result.
 
-    stop: to end after this step, with a checkpoint (faults/orders.py). save: a checkpoint now. save_failed: this
+    stop: to end after this step, with a checkpoint (runtime/orders.py). save: a checkpoint now. save_failed: this
     rank's last save in the background came to nothing.
     """
 

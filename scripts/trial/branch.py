@@ -12,10 +12,10 @@ from typing import cast
 from assembly import Run, build, configuration_errors
 from data.loader import MicroBatch
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.faults.exit_codes import DivergedError
 from megatron_fp4.measure.gradient_noise import gradient_noise
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.report.trials import Trial
+from megatron_fp4.runtime.exit_codes import DivergedError
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepResult, train_step
 from preflight import check_samples

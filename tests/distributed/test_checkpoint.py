@@ -24,8 +24,8 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.checkpoint.shards import _HashingFile
 from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from megatron_fp4.training.step import StepRequests, train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole

@@ -15,10 +15,10 @@ from inference.in_run import TextSample, text_samples
 from inference.sampling import Sampling
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import OptimizerConfig, ValidationConfig
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import build_plan
+from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.pattern import linear_shapes

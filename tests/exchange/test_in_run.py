@@ -25,7 +25,7 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import FileRecord, Manifest
 from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, RunConfig, TrainConfig
-from megatron_fp4.faults.progress import Progress
+from megatron_fp4.runtime.progress import Progress
 from scripts import export_hf
 from tests.checks.composed import composed
 from tests.training.harness import alone, launch

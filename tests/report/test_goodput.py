@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.faults.exit_codes import ExitCode
-from megatron_fp4.faults.progress import Progress
 from megatron_fp4.report import time_ledger
 from megatron_fp4.report.goodput import account, goodput_of
 from megatron_fp4.report.time_ledger import TimeLedger, last_step
+from megatron_fp4.runtime.exit_codes import ExitCode
+from megatron_fp4.runtime.progress import Progress
 
 
 class Clock:

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.faults.ending import code_for_launcher
-from megatron_fp4.faults.exit_codes import DivergedError, ExitCode, WrongNumbersError, exit_code_of
-from megatron_fp4.faults.progress import Progress
-from megatron_fp4.faults.run_lock import sole_run
-from megatron_fp4.faults.run_state import RunState, note_refusal, write_state
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.recheck import RecheckError
+from megatron_fp4.runtime.ending import code_for_launcher
+from megatron_fp4.runtime.exit_codes import DivergedError, ExitCode, WrongNumbersError, exit_code_of
+from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.runtime.run_lock import sole_run
+from megatron_fp4.runtime.run_state import RunState, note_refusal, write_state
 from megatron_fp4.training.nonfinite_guard import NonFiniteError
-from tests.faults.test_run_lock import holder
+from tests.runtime.test_run_lock import holder
 from tests.test_slurm import decide
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.faults.exit_codes import is_users_to_mend
 from megatron_fp4.parallel.mesh import EXIT_SECONDS
+from megatron_fp4.runtime.exit_codes import is_users_to_mend
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_fp4.faults.signals import StopRequest
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.runtime.signals import StopRequest
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4.faults import signals
-from megatron_fp4.faults.orders import Orders
-from megatron_fp4.faults.signals import SIGNALS, StopRequest
 from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.runtime import signals
+from megatron_fp4.runtime.orders import Orders
+from megatron_fp4.runtime.signals import SIGNALS, StopRequest
 from megatron_fp4.training.step import StepRequests, train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh
 
@@ -88,7 +88,7 @@ def test_nohup_is_respected_but_not_by_workers_of_torchrun(torchrun: bool, monke
 # Its main thread is in C code all the time, as in a collective that never ends.
 _STUCK = """
 import ctypes, sys
-from megatron_fp4.faults import signals
+from megatron_fp4.runtime import signals
 
 signals.SECOND_AFTER = float(sys.argv[1])
 assert "torch" not in sys.modules, "a signal while torch is imported would not be remembered"

@@ -21,9 +21,9 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
-from megatron_fp4.faults.progress import Progress
-from megatron_fp4.faults.run_lock import LOCK_FILE
+from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.runtime.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from megatron_fp4.faults.diagnosis import Report, diagnose, is_lowest_waiting, report_path
+from megatron_fp4.runtime.diagnosis import Report, diagnose, is_lowest_waiting, report_path
 
 T = TypeVar("T")
 

@@ -20,12 +20,12 @@ from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from megatron_fp4.faults.closed_pipe import EXIT_CODE as CLOSED_PIPE
-from megatron_fp4.faults.closed_pipe import ReaderLeftError
-from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
-from megatron_fp4.faults.run_state import note_refusal
-from megatron_fp4.faults.said_once import report_to_torchrun, say_once
 from megatron_fp4.parallel.mesh import end_process, leave_distributed
+from megatron_fp4.runtime.closed_pipe import EXIT_CODE as CLOSED_PIPE
+from megatron_fp4.runtime.closed_pipe import ReaderLeftError
+from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.runtime.run_state import note_refusal
+from megatron_fp4.runtime.said_once import report_to_torchrun, say_once
 
 # Seconds for a process group to end.
 PATIENCE = 10.0

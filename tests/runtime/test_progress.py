@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.faults import progress as module
-from megatron_fp4.faults.diagnosis import (
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.runtime import progress as module
+from megatron_fp4.runtime.diagnosis import (
     Report,
     diagnose,
     is_lowest_waiting,
@@ -25,8 +26,7 @@ from megatron_fp4.faults.diagnosis import (
     report_path,
     state_of_process,
 )
-from megatron_fp4.faults.progress import FOLDER, Progress
-from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.runtime.progress import FOLDER, Progress
 
 START = "now"
 
@@ -138,7 +138,7 @@ def test_the_lowest_rank_that_waits_speaks(tmp_path: Path, monkeypatch: pytest.M
         found = real(folder, rank, start)
         return found and found._replace(beat=len(reads))
 
-    monkeypatch.setattr("megatron_fp4.faults.diagnosis.read_report", read)
+    monkeypatch.setattr("megatron_fp4.runtime.diagnosis.read_report", read)
     assert not is_lowest_waiting(tmp_path, report(2), 60, interval=0.01)
     # A thousand ranks that wait read one file each, the first rank's, and that once more.
     write(tmp_path, report(0))

@@ -17,8 +17,8 @@ import pytest
 import torch.distributed as dist
 
 import pretrain
-from megatron_fp4.faults import orders
-from megatron_fp4.faults.diagnosis import state_of_process
+from megatron_fp4.runtime import orders
+from megatron_fp4.runtime.diagnosis import state_of_process
 from tests.programs import Program, run_program
 from tests.test_pretrain import ROOT, losses, records, small, start
 
@@ -161,8 +161,8 @@ def test_divergence_has_an_exit_code_of_its_own(small: list[str], tmp_path: Path
 _PROGRAM = """
 import sys, time
 import pretrain
-from megatron_fp4.faults import ending
-from megatron_fp4.faults.signals import StopRequest
+from megatron_fp4.runtime import ending
+from megatron_fp4.runtime.signals import StopRequest
 
 def wrong(*_):
     raise pretrain.selftest.SelfTestError("fprop is off by one")

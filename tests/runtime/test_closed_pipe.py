@@ -21,7 +21,7 @@ NO_COMMANDS = {
 }
 PROGRAM = """
 import sys
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 end_without_reader()
 try:

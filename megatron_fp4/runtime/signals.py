@@ -23,7 +23,7 @@ import time
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from megatron_fp4.faults.closed_pipe import end_without_reader
+from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 SECOND_AFTER = 5.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_fp4.faults.progress import FOLDER
+from megatron_fp4.runtime.progress import FOLDER
 
 
 def record_collectives(run_dir: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.faults import orders as module
-from megatron_fp4.faults.orders import Orders
-from megatron_fp4.faults.signals import StopRequest
+from megatron_fp4.runtime import orders as module
+from megatron_fp4.runtime.orders import Orders
+from megatron_fp4.runtime.signals import StopRequest
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.faults import run_lock
-from megatron_fp4.faults.exit_codes import ExitCode, exit_code_of
-from megatron_fp4.faults.run_lock import LOCK_FILE, sole_run
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.runtime import run_lock
+from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.runtime.run_lock import LOCK_FILE, sole_run
 from tests.training.harness import launch
 
 # Holds the lock of the folder argv[1] for argv[2] seconds, with a forked child that outlives it.
@@ -29,7 +29,7 @@ _HOLDER = """
 import os, sys, time
 from pathlib import Path
 from megatron_fp4.parallel.mesh import init_distributed
-from megatron_fp4.faults.run_lock import sole_run
+from megatron_fp4.runtime.run_lock import sole_run
 
 init_distributed("cpu", 10)
 with sole_run(Path(sys.argv[1])):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp4.faults import ending, said_once
-from megatron_fp4.faults.exit_codes import ExitCode
+from megatron_fp4.runtime import ending, said_once
+from megatron_fp4.runtime.exit_codes import ExitCode
 from tests.programs import fork_server
 
 LINE = "pretrain.py: train.stepz is not a key; did you mean train.steps?"
@@ -147,7 +147,7 @@ def test_of_several_machines_one_says_it(
 
 
 def test_signals_are_hushed_once_it_is_said(capfd: pytest.CaptureFixture[str]) -> None:
-    from megatron_fp4.faults.signals import StopRequest
+    from megatron_fp4.runtime.signals import StopRequest
 
     with StopRequest() as signals:
         signals.hush()
