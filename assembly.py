@@ -28,6 +28,8 @@ from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.run_folder import check_baseline
+from megatron_fp4.logging.run_log import RunLog
 from megatron_fp4.measure.machine import memory_size
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
@@ -39,8 +41,6 @@ from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.precision.switch import PrecisionSwitch
-from megatron_fp4.report.run_folder import check_baseline
-from megatron_fp4.report.run_log import RunLog
 from megatron_fp4.runtime.exit_codes import is_users_to_mend
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.autotuning import KernelChoices

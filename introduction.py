@@ -16,12 +16,12 @@ from megatron_fp4.checkpoint import drift
 from megatron_fp4.checkpoint.checkpointer import Resumed
 from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging import console as show
+from megatron_fp4.logging.completion import REPORT_FILE
+from megatron_fp4.logging.run_files import attempt
+from megatron_fp4.logging.summary import introduce
 from megatron_fp4.measure.machine import peak_tflops
 from megatron_fp4.precision.switch import PrecisionSwitch
-from megatron_fp4.report import console as show
-from megatron_fp4.report.completion import REPORT_FILE
-from megatron_fp4.report.run_files import attempt
-from megatron_fp4.report.summary import introduce
 from models.execution_choice import cost_of_determinism, describe_execution
 from models.flops import forward_flops_per_token, parameter_count
 from models.pattern import MIXERS
@@ -162,7 +162,7 @@ def say_all(config: Config, console: show.RunConsole) -> None:
     path = Path(config.run.dir) / REPORT_FILE
 
     def write() -> Path:
-        from megatron_fp4.report.page import write_report  # and with it matplotlib, for which no start has to wait
+        from megatron_fp4.logging.page import write_report  # and with it matplotlib, for which no start has to wait
 
         return write_report([config.run.dir], defaults=yaml.safe_load(to_yaml(compose_config([], CONFIGS))))
 

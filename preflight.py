@@ -38,12 +38,12 @@ from introduction import when_it_switches
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.preview import Preview, preview
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
+from megatron_fp4.logging.console import plan_shares
+from megatron_fp4.logging.words import counted, rounded_time
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.switch import PrecisionSwitch
-from megatron_fp4.report.console import plan_shares
-from megatron_fp4.report.words import counted, rounded_time
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.step import train_step

@@ -46,14 +46,14 @@ from megatron_fp4.checkpoint.preview import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.completion import REPORT_FILE, Missing, missing_of
+from megatron_fp4.logging.summary import summarize
+from megatron_fp4.logging.time_ledger import TimeLedger
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision import selftest
-from megatron_fp4.report.completion import REPORT_FILE, Missing, missing_of
-from megatron_fp4.report.summary import summarize
-from megatron_fp4.report.time_ledger import TimeLedger
 from megatron_fp4.runtime.ending import SaidAtOnce, explain, run_program
 from megatron_fp4.runtime.exit_codes import DivergedError, ExitCode, WrongNumbersError
 from megatron_fp4.runtime.flight_recorder import record_collectives

@@ -33,6 +33,7 @@ from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.run_files import check_place
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,
@@ -45,7 +46,6 @@ from megatron_fp4.measure.ranking import (
 )
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.recipe import recipe_from_config
-from megatron_fp4.report.run_files import check_place
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.accumulate import ALONE, accumulate
 from run_parts import Run

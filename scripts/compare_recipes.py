@@ -29,10 +29,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_fp4.report.final_gaps import draw_final, final_table, source_table
-from megatron_fp4.report.held_out import add_sources, read_groups
-from megatron_fp4.report.paired import draw, table
-from megatron_fp4.report.picture import check_target
+from analysis.final_gaps import draw_final, final_table, source_table
+from analysis.held_out import add_sources, read_groups
+from analysis.paired import draw, table
+from megatron_fp4.logging.picture import check_target
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 

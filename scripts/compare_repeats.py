@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from data.cache import default_cache_dir
 from megatron_fp4.checkpoint.shards import CheckedReader
-from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
+from megatron_fp4.logging.metrics import METRICS_FILE, read_metrics
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 PRETRAIN = Path(__file__).resolve().parent.parent / "pretrain.py"

@@ -12,9 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_fp4.report.comparison import comparison_rows, comparison_table, plot_comparison, read_runs
-from megatron_fp4.report.held_out import add_sources
-from megatron_fp4.report.picture import check_target
+from analysis.held_out import add_sources
+from megatron_fp4.logging.comparison import comparison_rows, comparison_table, plot_comparison, read_runs
+from megatron_fp4.logging.picture import check_target
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 

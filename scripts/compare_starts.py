@@ -18,9 +18,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_fp4.report.picture import check_target
-from megatron_fp4.report.starts import Starts, draw_starts, read_starts, starts_table
-from megatron_fp4.report.trials import first_steps
+from analysis.starts import Starts, draw_starts, read_starts, starts_table
+from analysis.trials import first_steps
+from megatron_fp4.logging.picture import check_target
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 

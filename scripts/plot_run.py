@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from megatron_fp4.report.charts import plot_goodput
-from megatron_fp4.report.heatmap import plot_heatmap
-from megatron_fp4.report.plot import plot_loss
+from megatron_fp4.logging.charts import plot_goodput
+from megatron_fp4.logging.heatmap import plot_heatmap
+from megatron_fp4.logging.plot import plot_loss
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 

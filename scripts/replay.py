@@ -41,8 +41,8 @@ from megatron_fp4.checkpoint.origin import origin_in
 from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.metrics import METRICS_FILE, read_metrics
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
-from megatron_fp4.report.metrics import METRICS_FILE, read_metrics
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from pretrain import pin_autotuned
 from run_parts import Run

@@ -16,7 +16,7 @@ import yaml
 
 from assembly import CONFIGS
 from megatron_fp4.config.compose import compose_config, to_yaml
-from megatron_fp4.report.page import write_report
+from megatron_fp4.logging.page import write_report
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 

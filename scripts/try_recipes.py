@@ -8,7 +8,7 @@
 Every recipe begins with the checkpoint's weights, moments and step, and reads the tokens that its run would read next,
 at its run's learning rates; it trains as `pretrain.py checkpoint.resume=CHECKPOINT` would, to the last bit. All is done
 in one process after the other, and nothing is written into the run's folder. The table has the mean gap of the training
-loss to the first recipe, paired by step, with its standard error (megatron_fp4/report/trials.py), whether it is beyond
+loss to the first recipe, paired by step, with its standard error (analysis/trials.py), whether it is beyond
 the noise, the same against another recipe, and the time of a step; --picture draws the gaps.
 
 A recipe is the name of a precision config or NAME=OVERRIDES (overrides separated as in a shell; without `precision=`
@@ -33,6 +33,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from analysis.trial_file import TrialFile
+from analysis.trials import draw_trials, first_steps, said, trial_table
 from assembly import device_type_of, set_determinism
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4 import __version__
@@ -41,13 +43,11 @@ from megatron_fp4.checkpoint.together import CheckpointError
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.logging.other_settings import difference_line, differences, settings_of
+from megatron_fp4.logging.picture import check_target
+from megatron_fp4.logging.run_files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.selftest import SelfTestError
-from megatron_fp4.report.other_settings import difference_line, differences, settings_of
-from megatron_fp4.report.picture import check_target
-from megatron_fp4.report.run_files import check_place
-from megatron_fp4.report.trial_file import TrialFile
-from megatron_fp4.report.trials import draw_trials, first_steps, said, trial_table
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.exit_codes import ExitCode
 from megatron_fp4.training.schedule import WSDSchedule

@@ -41,7 +41,7 @@ PRELOAD = [
     "torch._inductor.config",
     "torch.utils.tensorboard",
     "megatron_fp4.checkpoint.checkpointer",
-    "megatron_fp4.report.page",
+    "megatron_fp4.logging.page",
     "megatron_fp4.planning.dry_run",
     "tests.all_imported",
 ]

@@ -21,13 +21,13 @@ FLOORS = [
     "megatron_fp4/training",
     "megatron_fp4/checkpoint",
     "megatron_fp4/measure",
-    "megatron_fp4/report",
+    "megatron_fp4/logging",
 ]
 # What each room may import besides itself.
 BELOW = {
     **{room: set(FLOORS[:i]) for i, room in enumerate(FLOORS)},
     "megatron_fp4/quantization": set(),
-    "megatron_fp4/report": {*FLOORS, "megatron_fp4/__version__"} - {"megatron_fp4/report"},
+    "megatron_fp4/logging": {*FLOORS, "megatron_fp4/__version__"} - {"megatron_fp4/logging"},
     # Checking a configuration asks the rooms that know what fits.
     "megatron_fp4/checks": {
         f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel", "training")
@@ -38,6 +38,7 @@ BELOW = {
     "models": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel")},
     "exchange": {*FLOORS, "models", "data", "megatron_fp4/__version__"},
     "inference": {*FLOORS, "models", "data", "exchange"},
+    "analysis": {*FLOORS},
 }
 
 
@@ -46,6 +47,7 @@ TOP = {
     "models",
     "exchange",
     "inference",
+    "analysis",
     "assembly",
     "introduction",
     "preflight",
@@ -110,7 +112,7 @@ def test_imports_go_down(room: str) -> None:
 
 def test_every_folder_is_a_room() -> None:
     folders = {f"megatron_fp4/{path.parent.name}" for path in (ROOT / "megatron_fp4").glob("*/__init__.py")}
-    assert folders | {"data", "models", "exchange", "inference"} == BELOW.keys()
+    assert folders | {"data", "models", "exchange", "inference", "analysis"} == BELOW.keys()
 
 
 def test_an_arrow_up_would_be_seen() -> None:
@@ -127,7 +129,7 @@ def test_only_a_program_is_above_its_room() -> None:
 
 
 def test_no_file_is_imported_by_what_it_imports() -> None:
-    rooms = ("megatron_fp4", "models", "data", "exchange", "inference", "scripts")
+    rooms = ("megatron_fp4", "models", "data", "exchange", "inference", "analysis", "scripts")
     paths = [*ROOT.glob("*.py"), *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     found = arrows({name: path.read_text() for name, path in zip(names, paths, strict=True)})

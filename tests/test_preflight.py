@@ -18,7 +18,7 @@ from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.report.words import rounded_time
+from megatron_fp4.logging.words import rounded_time
 from tests.test_going_on import FEW, checkpoint, cut, data, flip
 
 __all__ = ["data"]

@@ -13,10 +13,10 @@ import pytest
 import pretrain
 from introduction import say_all
 from megatron_fp4.config.schema import Config, RunConfig
-from megatron_fp4.report.completion import REPORT_FILE
-from megatron_fp4.report.console import RunConsole
-from megatron_fp4.report.goodput import goodput_of
-from megatron_fp4.report.run_folder import open_run
+from megatron_fp4.logging.completion import REPORT_FILE
+from megatron_fp4.logging.console import RunConsole
+from megatron_fp4.logging.goodput import goodput_of
+from megatron_fp4.logging.run_folder import open_run
 from scripts import report_run
 from tests.programs import ROOT, Program
 from tests.test_going_on import write_text
@@ -122,7 +122,7 @@ def test_a_page_that_fails_is_one_warning(
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr("megatron_fp4.report.page.write_report", fails)
+    monkeypatch.setattr("megatron_fp4.logging.page.write_report", fails)
     say_all(Config(run=RunConfig(dir=str(tmp_path))), RunConsole(1, active=False))
     (record,) = caplog.records
     assert f"{tmp_path}/report.html" in record.message and "RuntimeError: no fonts" in record.message

@@ -15,9 +15,9 @@ import yaml
 
 import pretrain
 from megatron_fp4.checkpoint import files
-from megatron_fp4.report import plot as report_plot
-from megatron_fp4.report import record_file
-from megatron_fp4.report.metrics import read_metrics
+from megatron_fp4.logging import plot as report_plot
+from megatron_fp4.logging import record_file
+from megatron_fp4.logging.metrics import read_metrics
 from tests.test_pretrain import SMALL, run
 
 pytestmark = pytest.mark.slow

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import pretrain
+from analysis.trials import Trial
 from assembly import CONFIGS, Run, build
 from data.indexed_dataset import IndexedDatasetWriter
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved
-from megatron_fp4.report.trials import Trial
 from megatron_fp4.training.step import StepResult
 from scripts import try_recipes
 from scripts.trial import branch

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from exchange.checkpoint import Checkpoint
-from megatron_fp4.report.metrics import last_validation
+from megatron_fp4.logging.metrics import last_validation
 from models.flops import parameter_count
 
 

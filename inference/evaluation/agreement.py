@@ -25,10 +25,10 @@ from inference.evaluation.scoring import Progress, Row, Scorer
 from inference.evaluation.table import markdown
 from inference.weights import lower_weights
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
-from megatron_fp4.report.metrics import last_validation
 
 TOLERANCE = 1e-5
 # Windows whose pieces transformers scores together, in batches by length.

@@ -8,13 +8,13 @@ from rich import box
 from rich.table import Table
 
 from megatron_fp4.config.schema import Config
+from megatron_fp4.logging import console as show
+from megatron_fp4.logging.console import RunConsole
+from megatron_fp4.logging.words import counted, long_time, with_unit
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, step_time
 from megatron_fp4.precision.plan import Plan, recipes_in
-from megatron_fp4.report import console as show
-from megatron_fp4.report.console import RunConsole
-from megatron_fp4.report.words import counted, long_time, with_unit
 from models.execution_choice import describe_execution
 from models.flops import parameter_count, training_flops_per_token
 

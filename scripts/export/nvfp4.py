@@ -14,8 +14,8 @@ from exchange.nvfp4 import PLANS, trained_plan
 from exchange.nvfp4_encoder import NVFP4Encoder
 from exchange.nvfp4_layouts import LAYOUTS, layout_named
 from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.logging.words import counted
 from megatron_fp4.parallel.mesh import leave_distributed
-from megatron_fp4.report.words import counted
 
 FORMATS = ("nvfp4", *(f"nvfp4-{name}" for name in LAYOUTS))
 ACTIVATIONS = ("bf16", "calibrated")

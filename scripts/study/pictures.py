@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from megatron_fp4.logging.picture import BLACK, legend_below, look, open_frame, picture
 from megatron_fp4.precision.recipe import GEMMS
-from megatron_fp4.report.picture import BLACK, legend_below, look, open_frame, picture
 from scripts.study.errors import FORMATS, UNCOMMON
 from scripts.study.tables import short
 

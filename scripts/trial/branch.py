@@ -9,12 +9,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import cast
 
+from analysis.trials import Trial
 from assembly import Run, build, configuration_errors
 from data.loader import MicroBatch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.measure.gradient_noise import gradient_noise
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.report.trials import Trial
 from megatron_fp4.runtime.exit_codes import DivergedError
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import StepResult, train_step

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_fp4.report.metrics import read_metrics
+from megatron_fp4.logging.metrics import read_metrics
 from megatron_fp4.training.autotuning import choices_in, live_autotuners, record_of
 from scripts import compare_repeats
 

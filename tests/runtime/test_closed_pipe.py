@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.test_starts import STARTS, written
+from tests.analysis.test_starts import STARTS, written
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_COMMANDS = {

@@ -1,0 +1,34 @@
+"""Records of steps that no run computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
+
+
+def metrics(step: int, loss: float = 3.0, skipped: bool = False) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        tokens=step * 4096,
+        loss=loss,
+        lr=1e-3,
+        grad_norm=1.5,
+        tokens_per_second=40e3,
+        model_tflops=0.02,
+        step_time=0.1,
+        skipped=skipped,
+        phase="broad",
+        plan="nvfp4",
+        data_wait=0.01,
+    )
+
+
+def write(run_dir: Path, start: int, end: int, **options: Any) -> MetricsWriter:
+    """The records of the steps after `start` up to `end`; the writer is closed."""
+    with MetricsWriter(run_dir, resume_step=start, **{"tensorboard": False, **options}) as writer:
+        writer.run(start, total_steps=10)
+        for step in range(start + 1, end + 1):
+            writer.step(metrics(step, loss=10.0 - step))
+    return writer
