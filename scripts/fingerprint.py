@@ -5,9 +5,10 @@
     diff before.txt after.txt                           a refactoring changes nothing
 
 A line has the run's name, its last loss, and hashes of what it did: losses, gradient norms and validation losses of
-all steps; weights and moments of its last checkpoint; what diagnostics, gradient noise and rechecks measured. Runs take
-seconds each and use the GPU if there is one; lines of different machines are not to be compared. --tree names another
-checkout to run, for example a worktree of the commit before. Exit code: 0, or 1 if a run failed.
+all steps; weights and moments of its last checkpoint; what diagnostics, gradient noise and rechecks measured, the text
+it generated and the weights it exported. Runs take seconds each and use the GPU if there is one; lines of different
+machines are not to be compared. --tree names another checkout to run, for example a worktree of the commit before. A
+case with more ranks than there are GPUs is left out. Exit code: 0, or 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -25,7 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -37,7 +41,7 @@ COMMON = (
     "model.pattern=M-*-M-M- model.nvfp4_bf16_blocks.last=1 schedule.decay_fraction=0.5 validation.interval=3 "
     "validation.num_samples=3 checkpoint.interval=3 logging.interval=1 logging.tensorboard=false data.num_workers=0"
 )
-# name -> (ranks, overrides)
+# name -> (ranks, overrides). {first}: the folder of the first case's run; {corpus}: `write_corpus`'s files.
 CASES: dict[str, tuple[int, str]] = {
     "nvfp4": (1, "precision=nvfp4"),
     "bf16": (1, "precision=bf16"),
@@ -50,6 +54,7 @@ CASES: dict[str, tuple[int, str]] = {
     "switch forward": (1, "precision.switch.scope=forward precision.switch.when=3"),
     "switch backward": (1, "experiment=qaf"),
     "switch to mxfp8": (1, "precision.switch.target=mxfp8 precision.switch.when=0.5"),
+    "nvfp4_quartet2": (1, "precision=nvfp4_quartet2 train.sequence_length=128"),
     "four over six, 1x16 weights": (
         1,
         "precision.fprop.weight.four_over_six=true precision.fprop.weight.block=1x16 "
@@ -75,6 +80,27 @@ CASES: dict[str, tuple[int, str]] = {
     "masked documents, no boundary loss": (2, "data.documents=masked data.boundary_loss=false"),
     "data parallel, resharded": (2, "parallel.reshard=true train.activation_checkpointing=selective"),
     "data parallel, reduced each": (2, "parallel.reduce_gradients=each"),
+    "hybrid sharding": (4, "parallel.replicate=2"),
+    "resumed": (1, "checkpoint.resume={first}/checkpoints/step_00000003"),
+    "resumed on two ranks": (2, "checkpoint.resume={first}/checkpoints/step_00000003"),
+    "resumed, tensor parallel": (2, "checkpoint.resume={first}/checkpoints/step_00000003 parallel.tensor=2"),
+    "Megatron's order": (
+        1,
+        "data=indexed data.order=megatron model.vocab_size=512 data.sources={{a:{corpus}_a,b:{corpus}_b}} "
+        "data.phases=[{{name:main,blend:{{a:0.7,b:0.3}}}}] validation.interval=0 data.cache_dir={corpus}_cache",
+    ),
+    "own files": (
+        2,
+        "data=indexed model.vocab_size=512 data.sources={{a:{corpus}_a,b:{corpus}_b}} "
+        "data.validation={{held_out:{corpus}_c}} data.phases=[{{name:main,blend:tokens}}]",
+    ),
+    "phases of other lengths": (
+        1,
+        "data.phases=[{{name:short,steps:3,blend:{{code:1}}}},"
+        "{{name:long,sequence_length:32,global_batch_size:8,blend:{{prose:1}}}}]",
+    ),
+    "prompts": (1, "validation.prompts=[def,The] validation.prompt_tokens=8"),
+    "export": (1, "checkpoint.export_at_end=true"),
 }
 
 
@@ -88,25 +114,54 @@ def main(arguments: list[str]) -> int:
     names = [name for name in CASES if options.only in name]
     if not names:
         parser.error(f"--only {options.only}: no case's name contains that; there are {', '.join(CASES)}")
-    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
-        # The first alone: it prepares the corpus that all read.
-        lines = [fingerprint(names[0], options.tree, Path(scratch) / "0")]
-        print(lines[0], flush=True)
-        folders = [Path(scratch) / str(i) for i in range(1, len(names))]
-        for line in pool.map(lambda name, folder: fingerprint(name, options.tree, folder), names[1:], folders):
+    if gpus := torch.cuda.device_count():
+        names = [name for name in names if CASES[name][0] <= gpus]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        scratch = Path(folder)
+        write_corpus(scratch)
+        # The first case alone: it prepares the corpus that all read, and others resume from its checkpoint.
+        first = next(iter(CASES))
+        lines = [fingerprint(first, options.tree, scratch)]
+        if first in names:
+            print(lines[0], flush=True)
+        for line in pool.map(lambda name: fingerprint(name, options.tree, scratch), [n for n in names if n != first]):
             lines.append(line)
             print(line, flush=True)
     return int(any("FAILED" in line for line in lines))
 
 
-def fingerprint(name: str, tree: Path, run_dir: Path) -> str:
-    """The line of one case, run in `run_dir` by the pretrain.py of `tree`."""
-    ranks, overrides = CASES[name]
+def write_corpus(scratch: Path) -> None:
+    """Three small datasets in Megatron's format, written here byte by byte: scratch/corpus_a, _b, _c."""
+    generator = np.random.default_rng(0)
+    for name, documents in (("a", 60), ("b", 40), ("c", 12)):
+        lengths = generator.integers(5, 200, documents).astype(np.int32)
+        tokens = generator.integers(0, 512, lengths.sum()).astype(np.int32)
+        ends = np.cumsum(lengths, dtype=np.int64) * 4
+        int32_code, version = 4, 1
+        header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", version, int32_code, documents, documents + 1)
+        starts, document_index = np.concatenate(([0], ends[:-1])), np.arange(documents + 1, dtype=np.int64)
+        index = header + lengths.tobytes() + starts.astype(np.int64).tobytes() + document_index.tobytes()
+        (scratch / f"corpus_{name}.idx").write_bytes(index)
+        (scratch / f"corpus_{name}.bin").write_bytes(tokens.tobytes())
+
+
+def arguments_of(name: str, scratch: Path) -> list[str]:
+    """The command line of a case: `COMMON`, its overrides, its folder."""
+    names = list(CASES)
+    places = {"first": scratch / "0", "corpus": scratch / "corpus"}
+    overrides = CASES[name][1].format(**places)
+    return [*COMMON.split(), *overrides.split(), f"run.dir={scratch / str(names.index(name))}"]
+
+
+def fingerprint(name: str, tree: Path, scratch: Path) -> str:
+    """The line of one case, run in a folder of `scratch` by the pretrain.py of `tree`."""
+    ranks, arguments = CASES[name][0], arguments_of(name, scratch)
+    run_dir = Path(arguments[-1].removeprefix("run.dir="))
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    command = [sys.executable, "pretrain.py", *COMMON.split(), *overrides.split(), f"run.dir={run_dir}"]
+    command = [sys.executable, "pretrain.py", *arguments]
     processes = []
     for rank in range(ranks):
         # The tree's own packages, whichever are installed.
@@ -130,6 +185,8 @@ def fingerprint(name: str, tree: Path, run_dir: Path) -> str:
         if r["kind"] == "validation"
     ]
     measured = [r for r in records if r["kind"] in ("diagnostics", "gradient_noise")]
+    measured += [r["samples"] for r in records if r.get("event") == "text"]
+    measured += [tensors_digest(load_file(path)) for path in sorted(run_dir.glob("exports/*/*.safetensors"))]
     # When a save in the background has ended is a matter of timing, and with it the order of these lines.
     events = sorted((r["step"], r["event"]) for r in records if r["kind"] == "event")
     newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
@@ -153,6 +210,11 @@ def state_digest(checkpoint: Path) -> str:
     }
     with warnings.catch_warnings(action="ignore"):  # that this is one process, which it is
         load(tensors, storage_reader=reader, no_dist=True)
+    return tensors_digest(tensors)
+
+
+def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
+    """Of names, dtypes, shapes and bytes."""
     of_tensors = {
         name: (str(t.dtype), hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
         for name, t in tensors.items()
