@@ -22,7 +22,6 @@ from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
-from megatron_fp4.checks.deoscillation import validate_deoscillation
 from megatron_fp4.checks.precision import refuse_nothing_quantized, validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.launcher import place_in_run
@@ -45,7 +44,6 @@ from megatron_fp4.runtime.exit_codes import is_users_to_mend
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
-from megatron_fp4.training.deoscillation import Deoscillation, Windows
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
@@ -93,7 +91,7 @@ def check(config: Config, ranks: int, device_type: str) -> None:
         plans = _plans(config)
         for (key, precision), plan in zip(_precisions(config).items(), plans, strict=True):
             refuse_nothing_quantized(plan, precision, config, key)
-        validate_deoscillation(config, [plan for plan in _with_switch(config, plans) if plan is not None])
+        _with_switch(config, plans)
     check_resume(config)
 
 
@@ -208,33 +206,6 @@ def initialized_model(
     return model, controller
 
 
-def open_deoscillation(
-    config: Config,
-    mesh: ParallelMesh,
-    model: HybridModel,
-    controller: PrecisionController,
-    optimizer: torch.optim.Optimizer,
-    checkpointer: Checkpointer,
-    say: Callable[[str], None],
-) -> Deoscillation:
-    """What resets the oscillating weights of `model`, its sums in the checkpoints of `checkpointer`. say: as
-    `Deoscillation` has it."""
-    settings, steps = config.optimizer.deoscillation, config.train.steps
-    decay_start = WSDSchedule.of(config).decay_start_step
-    checkpointer.deoscillation = Deoscillation(
-        Windows.of(settings, steps, decay_start) if settings.interval else None,
-        settings.ratio,
-        dict(model.linears()),
-        controller,
-        mesh,
-        getattr(torch, config.precision.compute_dtype),
-        optimizer,
-        checkpointer.before_change,
-        say,
-    )
-    return checkpointer.deoscillation
-
-
 def open_graphs(
     config: Config, mesh: ParallelMesh, model: HybridModel, controller: PrecisionController, warn: Callable[[str], None]
 ) -> MicroBatchGraphs | None:
@@ -283,9 +254,6 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         backend=backend,
         schedule=WSDSchedule.of(config),
         optimizer=optimizer,
-        deoscillation=open_deoscillation(
-            config, mesh, model, controller, optimizer.optimizer, checkpointer, log.console.text
-        ),
         bundle=bundle,
         loader=loader,
         validation=validation,

@@ -65,7 +65,6 @@ def introduce_run(run: Run, start: int) -> None:
         "kernels": describe_execution(model.execution, pattern, masked),
         "activation checkpointing": model.execution.recompute,
         "CUDA graphs": run.graphs_choice,
-        "de-oscillation": run.deoscillation.description,
         "optimizer": run.optimizer.name,
     }
     slower = config.run.deterministic and run.mesh.device.type == "cuda"

@@ -37,6 +37,7 @@ from data.validation import fewer_windows
 from introduction import when_it_switches
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.checkpoint.preview import Preview, preview
+from megatron_fp4.config.gone import refuse_gone
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.logging.console import plan_shares
 from megatron_fp4.logging.words import counted, rounded_time
@@ -121,6 +122,7 @@ def take_up(config: Config, found: Preview | None, loader: MicroBatchLoader) -> 
         return 0
     start = found.manifest.step
     with configuration_errors(f"checkpoint.resume={config.checkpoint.resume} starts from step {start}: "):
+        refuse_gone(found.trainer.get("config", {}))
         loader.load_state_dict(found.trainer["loader"])
         check_samples(loader.schedule, start, loader.consumed_samples)
     return start

@@ -207,7 +207,6 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
     if orders.agreed(mesh):  # nothing is new that would have to be saved
         log.stop(start, orders.why_stop)
         return start, losses
-    owed = False  # a local checkpoint, which waits for the end of a window of de-oscillation
     batches = run.progress.loading(run.loader.steps(start, steps := config.train.steps), start + 1)
     for step, batch in enumerate(batches, start=start):
         began, done = time.perf_counter() - run.loader.data_wait, step + 1
@@ -217,7 +216,6 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if controller.before_step(step, lambda: measurements.gradient_noise(step, batch).ratio):  # noqa: B023
             log.switch(step)
         run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
-        run.deoscillation.before_step(step)
         run.progress.at(done, "replay")
         measurements.replay(step, batch)
         with measurements.of(step), window.step(step):
@@ -231,26 +229,21 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
                 **run.step_settings(step),
             )
-        run.progress.waited(result.data_wait)
+        run.progress.waited(run.loader.data_wait)
         measurements.write(step)
         run.guard.observe(result, done, lambda: run.beside_graphs(diagnose_nonfinite, batch))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())
         if spike := run.spikes.observe(result, done, run.checkpointer.last_step):
             answer_spike(run, spike, lambda: run.beside_graphs(diagnose_spike, batch, result))  # noqa: B023
-        if resets := run.deoscillation.after_step(done):
-            log.resets(resets)
         if done == steps or is_due(config.validation.interval, done):
             losses = validate(run, done)
         take_note_of_saves(run, result.requests.save_failed)
         ordered = result.requests.stop or result.requests.save
-        owed = owed or is_due(config.checkpoint.local_interval, done)
         if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
             save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
-            owed = False
-        elif owed and not run.deoscillation.open:
+        elif is_due(config.checkpoint.local_interval, done):
             save(run, done, local=True)
-            owed = False
         if result.requests.stop and done < steps:
             log.stop(done, orders.why_stop)
             return done, losses

@@ -17,6 +17,7 @@ from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.origin import origin_state
 from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.gone import refuse_gone
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.logging.run_log import RunLog
@@ -27,7 +28,6 @@ from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs
-from megatron_fp4.training.deoscillation import Deoscillation
 from megatron_fp4.training.micro_batch import MicroBatch
 from megatron_fp4.training.nonfinite_guard import NonFiniteGuard
 from megatron_fp4.training.optimizer import BuiltOptimizer
@@ -49,7 +49,6 @@ class Run:
     backend: BackendChoice
     schedule: WSDSchedule
     optimizer: BuiltOptimizer
-    deoscillation: Deoscillation
     bundle: DataBundle
     loader: MicroBatchLoader
     validation: list[ValidationSet]
@@ -130,7 +129,6 @@ class Run:
         else:
             resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
         self.controller.load_state_dict(resumed.trainer["switch"])
-        self.deoscillation.load_state_dict(resumed.trainer.get("deoscillation"))
         self.spikes.rolled_back(resumed.trainer.get("spikes"))
         self.guard.rolled_back(step, resumed.step)
         return resumed.step
@@ -149,7 +147,6 @@ class Run:
             "reshard": self.config.parallel.reshard,
             "accept": self.spikes.accept,
             "progress": self.progress,
-            "data_wait": self.loader.data_wait,
             "graphs": self.graphs,
         }
 
@@ -171,7 +168,7 @@ class Run:
             skipped=result.skipped,
             phase=self.phase(step),
             plan=self.plan_name,
-            data_wait=result.data_wait,
+            data_wait=self.loader.data_wait,
             epochs=self.epochs(step + 1) if now_and_then else {},
             mfu=None if peak is None else tflops / peak,
             peak_memory_gib=peak_memory(self.mesh.device) if now_and_then or first else None,
@@ -188,8 +185,9 @@ class Run:
         return {"version": __version__, **state, "plan": plan, "config": as_saved(self.config), **origins}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data or behind a switch that this
-        run does not have."""
+        """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data, after a switch that this
+        run does not have, or of a run with an ability that is gone."""
+        refuse_gone(state.get("config", {}))
         for name, part in self._parts().items():
             part.load_state_dict(state.get(name))
 
@@ -197,7 +195,6 @@ class Run:
         return {
             "loader": self.loader,
             "switch": self.controller,
-            "deoscillation": self.deoscillation,  # behind the switch, which says whose plan it is
             "skipped": self.guard,
             "spikes": self.spikes,
             "wandb_run_id": self.log,

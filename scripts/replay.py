@@ -196,7 +196,6 @@ def compare(
         run.spikes.observe(result, done, lambda: None)
         if done in went_back and done < last:
             run.roll_back(done, went_back[done])
-        run.deoscillation.after_step(done)
     return differing
 
 

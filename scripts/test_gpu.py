@@ -86,7 +86,6 @@ STEPS = (
         "test_ms_eden",
         "test_group_means",
         "test_linear_cuda",
-        "test_deoscillation_cuda",
     ),
     tests("GPU tests: whole short runs", "test_runs"),
     tests("GPU tests: runs that recheck themselves", "test_recheck_cuda", but="test_the_proof_of_this_machine"),

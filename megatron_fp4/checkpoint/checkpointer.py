@@ -39,7 +39,6 @@ from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.training.deoscillation import Deoscillation
 
 logger = logging.getLogger(__name__)
 _PATIENCE = datetime.timedelta(hours=6)
@@ -103,8 +102,6 @@ class Checkpointer:
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self.initialized_from: Origin | None = None
         """The checkpoint whose weights, and nothing else, this run began with; its trainer state keeps it too."""
-        self.deoscillation: Deoscillation | None = None
-        """Whose sums are saved and loaded with model and optimizer."""
         self._together = Together(root, timeout)
         # A shared disk may hang for hours while training goes on; its recovery must find the group alive.
         in_background = Together(root, max(timeout, _PATIENCE)) if asynchronous else self._together
@@ -124,8 +121,7 @@ class Checkpointer:
         if self.local is not None:
             self.local.clear_unfinished()
         if self._asynchronous:
-            sums = self.deoscillation.most_tensors() if self.deoscillation is not None else {}
-            pieces = own_pieces(state_of(model, optimizer, sums), self._mesh.rank, everything=self.local is not None)
+            pieces = own_pieces(state_of(model, optimizer), self._mesh.rank, everything=self.local is not None)
             needed = sum(piece.values.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             problems = self._together.collect("look for memory", lambda: host_memory_error(needed))
             if problem := self._together.first("look for memory", lambda: next(filter(None, problems), None)):
@@ -160,7 +156,7 @@ class Checkpointer:
         self.saves.end()
         began = time.perf_counter()
         trainer_json = json.dumps(dict(trainer), indent=1)
-        state = state_of(model, optimizer, self.deoscillation.tensors() if self.deoscillation is not None else {})
+        state = state_of(model, optimizer)
         manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
         pieces = own_pieces(state, self._mesh.rank, everything=local)
         generators = capture_random_state(self._mesh.device)
@@ -170,7 +166,7 @@ class Checkpointer:
         return final
 
     def before_change(self) -> None:
-        """Let the device wait for a save's copies before weights or sums change outside of an update."""
+        """Let the device wait for a save's copies before weights change outside of an update."""
         if self.saves.staging is not None:
             self.saves.staging.before_update()
 
@@ -346,9 +342,7 @@ class Checkpointer:
     def _load(
         self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        return load_checkpoint(
-            folder, manifest, model, optimizer, self._together, self._mesh.device, self.deoscillation
-        )
+        return load_checkpoint(folder, manifest, model, optimizer, self._together, self._mesh.device)
 
     def _check_identity(self, folder: Path, manifest: files.Manifest, allow_mismatch: bool) -> None:
         refuse_weights_only(folder, manifest)

@@ -16,9 +16,8 @@ from torch import nn
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.random_state import restore_random_state, unpack
-from megatron_fp4.checkpoint.shards import SUMS, check_names, read_shards, state_of, verify
+from megatron_fp4.checkpoint.shards import check_names, read_shards, state_of, verify
 from megatron_fp4.checkpoint.together import Together
-from megatron_fp4.training.deoscillation import Deoscillation
 
 
 def check_files(
@@ -36,9 +35,8 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     together: Together,
     device: torch.device,
-    deoscillation: Deoscillation | None,
 ) -> dict[str, Any]:
-    """Read a checkpoint into model, optimizer, the sums of `deoscillation` and generators; returns the trainer's state.
+    """Read a checkpoint into model, optimizer and generators; returns the trainer's state.
 
     device: whose generators these are. Raises DamageError on all ranks if it is not whole (what was read into must then
     be read into again), CheckpointError if it cannot be read or is of another model, ValueError if it is of another
@@ -47,13 +45,7 @@ def load_checkpoint(
     records = manifest.files
     content = together.first("read it", lambda: files.read_checked(folder, METADATA, _record(records, METADATA)))
     metadata = together.each("read it", lambda: read_metadata(content))
-    sums = {}
-    if deoscillation is not None:
-        names = metadata.state_dict_metadata
-        sums = deoscillation.tensors_for(
-            [name.removeprefix(f"{SUMS}.") for name in names if name.startswith(f"{SUMS}.")]
-        )
-    state = state_of(model, optimizer, sums)
+    state = state_of(model, optimizer)
     together.each("load it", lambda: check_names(metadata, state))
     read = together.each("load it", lambda: read_shards(folder, metadata, records, state))
     generators: list[bytes] = []  # rank 0's

@@ -13,7 +13,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,6 @@ from megatron_fp4.training.optimizer import optimizer_state
 _CHUNK = 1 << 24
 _FILE_BYTES = 1 << 30
 _MAX_FILES = 4
-SUMS = "deoscillation"
 
 
 class OwnPiece(NamedTuple):
@@ -52,16 +51,10 @@ class OwnPiece(NamedTuple):
     common: bool = False
 
 
-def state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, sums: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
-    """The live tensors of a run, sharded: writing into them changes the run.
-
-    sums: of a window of de-oscillation that is open (training/deoscillation.py).
-    """
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The live tensors of a run, sharded: writing into them changes the run."""
     # In this order: asking an FSDP model for its state leaves it sharded, which optimizer_state needs.
-    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
-    return {**state, SUMS: dict(sums)} if sums else state
+    return {"model": model.state_dict(), "optimizer": optimizer_state(model, optimizer)}
 
 
 def wholes_of(state: dict[str, Any]) -> list[Whole]:

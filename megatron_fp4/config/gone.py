@@ -10,19 +10,35 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# key -> (the value that always holds now, why, with the remedy)
+# key or section -> (the value that always holds now, None: none does; why, with the remedy)
 _GONE = {
     "optimizer.implementation": (
         "torch",
         "is no key any more: torch's fused AdamW, faster than Transformer Engine's where both were measured, is the "
         "only one; leave it out",
     ),
+    "optimizer.deoscillation": (None, "is no key any more: master weights are never reset; leave it out"),
 }
+# Abilities that are gone: key -> the value under which a run did without it. A run that used one cannot resume.
+_ABILITIES = {"optimizer.deoscillation.interval": 0}
 
 
 def why_gone(key: str) -> str | None:
     """What to say of a dotted key that an earlier version had; None for every other key."""
-    return f"{key} {_GONE[key][1]}" if key in _GONE else None
+    for gone, (_, why) in _GONE.items():
+        if key == gone or key.startswith(f"{gone}."):
+            return f"{key} {why}"
+    return None
+
+
+def refuse_gone(saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run that was saved with this configuration used an ability that no run has any more."""
+    for key, off in _ABILITIES.items():
+        if (value := _value(saved, key)) is not None and value != off:
+            raise ValueError(
+                f"its run had {key}={value}, which this version cannot do; resume it with the version that wrote it or "
+                "begin a new run with its weights (checkpoint.initialize_from)"
+            )
 
 
 def without_gone(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,8 +57,12 @@ def without_gone(saved: Mapping[str, Any]) -> dict[str, Any]:
 def gone_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(key, its value in `saved`, the value that holds now) where these differ."""
     for key, (now, _) in _GONE.items():
-        value: Any = saved
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if value is not None and value != now:
+        if now is not None and (value := _value(saved, key)) is not None and value != now:
             yield key, value, now
+
+
+def _value(saved: Mapping[str, Any], key: str) -> Any:
+    value: Any = saved
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

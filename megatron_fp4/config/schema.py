@@ -150,29 +150,11 @@ class SpikesConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class DeoscillationConfig:
-    """Weights that flip between two codes are set to the one that they have (training/deoscillation.py has the rule).
-
-    interval: steps from one such reset to the next, 0: none.
-    window: a reset looks at the so many steps before it; at most `interval`.
-    ratio: an element is reset if its quantized value has moved more than so many times as far as it itself.
-    start: where the first window begins: `before_decay` (the step at which the learning rate starts to decay), a
-        fraction of the run such as `0.65`, or a step such as `8000`.
-    """
-
-    interval: AtLeastZero = 0
-    window: AtLeastOne = 50
-    ratio: Positive = 8.0
-    start: str = "before_decay"
-
-
-@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     """AdamW; 1-D parameters and biases are not decayed.
 
     lr: the peak learning rate. beta1, beta2, eps: of Adam. weight_decay: decoupled, multiplied with the learning rate.
     clip_norm: the gradient's norm over all parameters is scaled down to it; 0: never.
-    deoscillation: of the masters of quantized weights, beside what Adam does.
     """
 
     lr: LearningRate = 2e-3
@@ -181,7 +163,6 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.1
     clip_norm: NotNegative = 1.0
-    deoscillation: DeoscillationConfig = field(default_factory=DeoscillationConfig)
 
 
 @dataclass(frozen=True, config=STRICT)

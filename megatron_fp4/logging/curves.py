@@ -11,7 +11,6 @@ diagnostics are named where they are made (measure/diagnostics.py, measure/gradi
     data            tokens, epochs_<source>
     quantization_*  what FP4 does to operands and GEMMs: the median over all linears, and the worst of them
     gradient_noise  what it does to gradients
-    deoscillation   share, of quantized weights that were reset
     text            what the model says
 """
 

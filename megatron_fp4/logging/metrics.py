@@ -10,9 +10,6 @@
                 whose bytes of text are known
     diagnostics, gradient_noise
                 measurements of what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
-    deoscillation
-                weights that were reset after a window, see training/deoscillation.py: `reset` of `elements`, `share`,
-                and by linear
     event       `event` (switch, checkpoint, skip, stop, text, ...) and its details; a switch belongs to the first step
                 that it changes
 

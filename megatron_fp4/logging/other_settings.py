@@ -1,7 +1,7 @@
 """In which settings two compared runs differ besides the recipe: what those do is in their gap, too.
 
 Left out is what changes no loss, or nothing but its rounding (mesh, kernels, micro-batches, loader processes), and what
-is itself a recipe (`precision`, `optimizer.deoscillation`, which blocks a model keeps in BF16).
+is itself a recipe (`precision`, which blocks a model keeps in BF16).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _SECTIONS = {
 """Section -> keys that count; None: all but those below."""
 _NO_MATTER = (
     *(f"model.{key}" for key in NOT_OF_THE_MODEL),
-    "optimizer.deoscillation",
     *("data.cache_dir", "data.remote_cache", "data.num_workers", "data.prefetch", "data.max_epochs", "data.blends"),
 )
 

@@ -21,7 +21,6 @@ from megatron_fp4.logging.console import RunConsole
 from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
 from megatron_fp4.logging.run_files import attempt, replace_text
 from megatron_fp4.logging.wandb_view import known_run_id
-from megatron_fp4.training.deoscillation import Resets
 from megatron_fp4.training.spikes import Spike
 
 
@@ -114,12 +113,6 @@ class RunLog:
         switch = self.config.precision.switch
         self.metrics.event(step + 1, "switch", scope=switch.scope, target=switch.target)
         self.console.event(step, f"precision switches to {switch.target} ({switch.scope})")
-
-    def resets(self, resets: Resets) -> None:
-        """Oscillating weights were set to their quantized values."""
-        scalars = {"deoscillation/share": resets.share}
-        self.metrics.record(resets.step, "deoscillation", resets.as_record(), scalars)
-        self.console.event(resets.step, str(resets))
 
     def step(self, metrics: StepMetrics, skipped: dict[str, int]) -> None:
         """A training step is done. skipped: the counts of skipped steps, recorded where this is one."""

@@ -16,7 +16,7 @@ class StepMetrics:
     something was not finite or the step was a spike.
     phase: name of the data phase. plan: name of the precision plan in effect. epochs: how often the run has been
     through each source so far; empty in most steps.
-    data_wait: seconds for which the rank that waited longest waited for its micro-batches (`StepResult`).
+    data_wait: seconds for which the first rank waited for its micro-batches.
     mfu: model_tflops over what the device could do in BF16; None where that is not known. peak_memory_gib: of the first
     rank since it began (measure/machine.py); None in most steps.
     """

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_fp4.config.schema import Config
-from megatron_fp4.parallel.layers import QuantizedLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.backend import planned_gpu
@@ -32,7 +31,6 @@ from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.packed_weight import codes_of
-from megatron_fp4.training.deoscillation import watched
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
@@ -53,8 +51,7 @@ class RankMemory:
     those that are only rounded too. activations: what one micro-batch's forward pass leaves for its backward pass.
     unreduced_gradients: FP32 gradients of the rank's whole tensor-parallel slice while micro-batches add up (0 with
     one micro-batch a step, where each is reduced at once, and with one data-parallel rank, where they are
-    `gradients`). deoscillation: while a window of it is open (training/deoscillation.py). workspaces: of cuBLAS, which
-    PyTorch allocates for it.
+    `gradients`). workspaces: of cuBLAS, which PyTorch allocates for it.
     peak: the most at any moment of a step, temporaries included.
     """
 
@@ -66,7 +63,6 @@ class RankMemory:
     quantized_weights: int
     activations: int
     unreduced_gradients: int
-    deoscillation: int
     workspaces: int
     peak: int
 
@@ -129,15 +125,9 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
             model.to_empty(device=mesh.device)
             optimizer = build_optimizer(model, config.optimizer).optimizer
-            oscillating = _oscillating(model, controller) if config.optimizer.deoscillation.interval else []
-
-            def update() -> None:
-                """It works in place on a GPU; torch makes copies of fake tensors."""
-                _ = [weight.clone() for weight in oscillating]
-
-            optimizer.step = update  # type: ignore[method-assign, assignment]
+            # The update works in place on a GPU; of fake tensors torch makes copies.
+            optimizer.step = lambda: None  # type: ignore[method-assign, assignment]
             watch = _Watch(model, controller.linears, ledger, optimizer)
-            watch.window = [torch.empty_like(w, dtype=t) for w in oscillating for t in (torch.float32, torch.bfloat16)]
 
             def step(number: int, count: int) -> None:
                 train_step(
@@ -166,13 +156,6 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
         parts = [_named(ledger.messages.get(index, {}), names) for index in range(shown)]
         first, middle, last = {1: [*parts, {}, {}], 2: [parts[0], {}, parts[-1]], 3: parts}[shown]
         return DryRun(memory, max(numbers), first, middle, last, _ends(ledger.order, names))
-
-
-def _oscillating(model: nn.Module, controller: PrecisionController) -> list[Tensor]:
-    """Of the masters that de-oscillation watches, what the rank holds."""
-    names = set(watched(controller.plans))
-    linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    return [local_part(linear.weight) for linear in linears if linear.context.name in names]
 
 
 def _named(messages: Mapping[Message, int], names: Mapping[str, str]) -> dict[Message, int]:
@@ -243,7 +226,6 @@ class _Watch:
         self.parameters = optimizer_parameters(optimizer)
         self.shards = [local_part(p) for p in self.parameters]
         self.state = [value for state in optimizer.state.values() for value in state.values()]
-        self.window: list[Tensor] = []
         self._before: dict[int, int] = {}
         model.register_forward_pre_hook(lambda *_: self._start())
         model.register_forward_hook(lambda *_: self._end())
@@ -288,7 +270,6 @@ class _Watch:
             quantized_weights=last.quantized,
             activations=last.activations,
             unreduced_gradients=unreduced if accumulates else 0,
-            deoscillation=sum(map(_num_bytes, self.window)),
             workspaces=_WORKSPACES,
             peak=peak + _WORKSPACES,
         )

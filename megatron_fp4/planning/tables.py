@@ -57,7 +57,6 @@ def memory_facts(config: Config, world_size: int, dry: DryRun) -> dict[str, obje
         f"gathered parameters ({config.precision.compute_dtype})": memory.gathered,
         "quantized weights": memory.quantized_weights,
         "activations of a micro-batch": memory.activations,
-        **({"de-oscillation, in a window": memory.deoscillation} if memory.deoscillation else {}),
         "workspaces of cuBLAS": memory.workspaces,
         "peak, temporaries included": memory.peak,
     }

@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Observer(Protocol):
-    """Who wants to hear of every phase as it begins, and of the wait for a step's data (`StepResult.data_wait`)."""
+    """Who wants to hear of every phase as it begins, and of the wait for a step's data."""
 
     def at(self, step: int, phase: str) -> None:
         """As `Progress.at`."""

@@ -57,8 +57,7 @@ class StepResult:
     loss: mean NLL in nats over the targets of the global batch that count, before the update. grad_norm: global L2 norm
     before clipping.
     skipped: weights and optimizer are as they were, because loss or norm was not finite or, with `spike`, was refused.
-    requests: of any rank. data_wait: seconds for which the rank that waited longest waited for its micro-batches; of
-    many ranks within a tenth (`_longest`).
+    requests: of any rank.
     """
 
     loss: float
@@ -66,7 +65,6 @@ class StepResult:
     skipped: bool
     requests: StepRequests = NO_REQUESTS
     spike: bool = False
-    data_wait: float = 0.0
 
 
 def train_step(
@@ -83,7 +81,6 @@ def train_step(
     requests: StepRequests = NO_REQUESTS,
     accept: Callable[[float, float], bool] | None = None,
     progress: Progress | None = None,
-    data_wait: float = 0.0,
     graphs: MicroBatchGraphs | None = None,
 ) -> StepResult:
     """Update `model` once, with the mean gradient over the global batch (accumulate.py says what that is).
@@ -92,14 +89,14 @@ def train_step(
     many and equally large on all ranks. step: from 0. clip_norm: 0 for none. reshard: also free gathered
     parameters between micro-batches. requests: this rank's. accept: of finite loss and norm (`StepResult`), the same on
     all ranks, whether to update; None: always. progress: is told where in the step this rank is.
-    data_wait: seconds for which this rank waited for them. graphs: as for `accumulate`.
+    graphs: as for `accumulate`.
     FSDP must add gradients up over ranks (`apply_data_parallel` sees to that).
     """
     parameters = optimizer_parameters(optimizer)
     assert micro_batches and (isinstance(model, FSDPModule) or mesh.dp_size == 1)
 
     clock.step, progress = step, progress or Progress()
-    told = _on_device([*map(float, requests), *_powers(data_wait)], mesh.device)
+    told = _on_device([*map(float, requests)], mesh.device)
     loss = accumulate(model, micro_batches, mesh, clock, reshard=reshard, progress=progress, graphs=graphs)
     progress.at(step + 1, "sums over all ranks")
     sum_replicated_gradients(parameters, mesh)
@@ -115,7 +112,7 @@ def train_step(
         clip_gradients_on_device(parameters, norm, clip_norm)
         set_lr(optimizer, lr)
         step_unless(optimizer, (~(totals[0].isfinite() & norm.isfinite())).to(torch.float32))
-    mean_loss, squared_norm, *counts, low, high = totals_on_host.wait()
+    mean_loss, squared_norm, *counts = totals_on_host.wait()
 
     progress.at(step + 1, "update")
     grad_norm = math.sqrt(squared_norm)
@@ -129,9 +126,7 @@ def train_step(
     if not skipped:
         clock.weights_version += 1
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(
-        mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike, _longest(low, high)
-    )
+    return StepResult(mean_loss, grad_norm, skipped, StepRequests(*(count > 0 for count in counts)), spike)
 
 
 def _on_device(numbers: list[float], device: torch.device) -> Tensor:
@@ -155,21 +150,3 @@ class _Copy:
             self._arrived.synchronize()
         numbers: list[float] = self._copy.tolist()
         return numbers
-
-
-# A maximum out of sums, so that the step's one all-reduce gives it too: of positive numbers, the sum of their 57th
-# powers over that of their 56th (Lehmer's mean) is never more than the largest, and it itself where it stands alone or
-# all are equal; of 1,024 numbers it is at worst 8% less. The powers of 10 us to 10,000 s and their sums fit into FP64.
-_POWER = 56
-_LEAST_WAIT, _MOST_WAIT = 1e-5, 1e4
-
-
-def _powers(seconds: float) -> tuple[float, float]:
-    """What a rank gives to the sums."""
-    at_hand = min(max(seconds, _LEAST_WAIT), _MOST_WAIT)
-    return at_hand**_POWER, at_hand ** (_POWER + 1)
-
-
-def _longest(low: float, high: float) -> float:
-    """The largest number, from the sums of `_powers` over ranks."""
-    return high / low if high / low > 1.01 * _LEAST_WAIT else 0.0

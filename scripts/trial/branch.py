@@ -52,7 +52,6 @@ def branch(config: Config, checkpoint: Path, mesh: ParallelMesh, start: int, ste
             except DivergedError as error:
                 ended = f"ended after step {done:,}: {str(error).strip()}"
                 break
-            run.deoscillation.after_step(done)
     held_out: dict[str, float] = {}
     if validate and ended is None:
         if run.graphs is not None:
@@ -79,7 +78,7 @@ def begin(run: Run, checkpoint: Path, start: int) -> None:
 def one_step(run: Run, step: int, batch: list[MicroBatch]) -> tuple[StepResult, bool]:
     """Train `step` (from 0) as pretrain.py does, without its records; also whether the precision switched before it.
 
-    What spikes and de-oscillation do behind the step is left to the caller. Collective.
+    What spikes do after the step is left to the caller. Collective.
     """
     controller, reshard = run.controller, run.config.parallel.reshard
     if run.graphs is not None and controller.switch.measures(step):
@@ -88,7 +87,6 @@ def one_step(run: Run, step: int, batch: list[MicroBatch]) -> tuple[StepResult, 
         step, lambda: gradient_noise(run.model, batch, run.mesh, controller, step=step, reshard=reshard).ratio
     )
     run.spikes.enter(f"{run.phase(step)}, {run.plan_name}")
-    run.deoscillation.before_step(step)
     parts = run.model, run.optimizer.optimizer, batch, run.mesh, controller.clock
     return train_step(*parts, step=step, **run.step_settings(step)), switched
 

@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, to_yaml
 from megatron_fp4.config.data_schema import PhaseConfig
 from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.gone import refuse_gone
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.precision_schema import ComposedException, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.schema import Config, ConfigError
@@ -413,3 +414,9 @@ def test_what_was_saved_with_a_key_that_is_gone_is_read(value):
     saved["optimizer"]["implementation"] = value
     assert config_from_saved(saved, ["train.steps=7"], CONFIGS).train.steps == 7
     assert saved["optimizer"]["implementation"] == value
+
+
+def test_a_run_that_used_an_ability_that_is_gone_is_refused():
+    refuse_gone({"optimizer": {"deoscillation": {"interval": 0, "window": 50}}})
+    with pytest.raises(ValueError, match=r"its run had optimizer\.deoscillation\.interval=200"):
+        refuse_gone({"optimizer": {"deoscillation": {"interval": 200}}})

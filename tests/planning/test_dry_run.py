@@ -98,15 +98,8 @@ def tp2_dp4():
 
 
 @pytest.fixture(scope="module")
-def dp4_and_deoscillating():
-    settings = ("interval=10", "window=5", "start=0")
-    overrides = tuple(f"optimizer.deoscillation.{setting}" for setting in settings)
-    return run_each(4, [configured(), configured(overrides=overrides)])
-
-
-@pytest.fixture(scope="module")
-def dp4(dp4_and_deoscillating):
-    return dp4_and_deoscillating[0]
+def dp4():
+    return run(4)
 
 
 def test_shards_of_parameters_and_moments(tp2_dp4):
@@ -197,14 +190,6 @@ def test_reducing_each_micro_batch_sends_more_and_holds_less(dp4):
     assert each.memory.parameters == dp4.memory.parameters
     # Instead of the whole slice it holds the sums of its shard, a quarter, and one unit at a time.
     assert each.memory.peak < dp4.memory.peak - 0.3 * dp4.memory.unreduced_gradients
-
-
-def test_a_window_of_deoscillation_keeps_six_bytes_for_each_element_of_a_quantized_weight(dp4_and_deoscillating):
-    dp4, dry = dp4_and_deoscillating
-    linears = 64 * (2 * 128 + 2 * 64 + 8) + 64 * 128 + 64 * (8 + 4 + 4) * 16 + 64 * 128 + 2 * 64 * 128
-    assert dp4.memory.deoscillation == 0 and dry.memory.deoscillation == 6 * linears // 4
-    assert dry.memory.peak - dp4.memory.peak == pytest.approx(dry.memory.deoscillation, rel=0.01)
-    assert dry.messages == dp4.messages
 
 
 def test_one_micro_batch_a_step(dp4):

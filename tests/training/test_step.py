@@ -13,7 +13,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import rounded_part
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.step import StepRequests, StepResult, _longest, _powers, train_step
+from megatron_fp4.training.step import StepRequests, StepResult, train_step
 from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, whole
 
 
@@ -92,30 +92,6 @@ def test_the_clock_the_loss_and_the_clipped_update() -> None:
         assert train_step(
             model, optimizer, batches, mesh, clock, step=8, lr=0.5, clip_norm=0.0, requests=StepRequests(stop=True)
         ).requests.stop
-
-
-def _waits(rank: int, waits: list[list[float]]) -> list[float]:
-    mesh = toy_mesh()
-    model, optimizer = toy(mesh)
-    settings = {"lr": 1e-2, "clip_norm": 1.0}
-    return [
-        train_step(
-            model, optimizer, toy_batches(step, mesh), mesh, RunClock(0), step=step, data_wait=wait[rank], **settings
-        ).data_wait
-        for step, wait in enumerate(waits)
-    ]
-
-
-def test_the_longest_wait_for_data_is_that_of_any_rank() -> None:
-    waits = [[0.0, 0.0], [0.5, 0.0], [0.0, 30.0], [2.0, 2.0], [1.0, 0.9], [0.0, 1e9]]
-    for measured in launch(_waits, 2, waits):
-        assert measured == pytest.approx([0.0, 0.5, 30.0, 2.0, 1.0, 1e4], rel=0.01)
-
-
-def test_the_longest_wait_of_many_ranks_is_off_by_less_than_a_tenth() -> None:
-    for other in [0.0, 1e-6, *(share / 100 for share in range(100))]:
-        powers = [_powers(1.0), *[_powers(other)] * 1023]
-        assert 0.9 < _longest(*map(sum, zip(*powers, strict=True))) <= 1.0
 
 
 def _one_bad(rank: int, bad_rank: int) -> dict[str, Any]:
