@@ -83,6 +83,7 @@ def _settings(q_bshd: Tensor, k_bsgd: Tensor, begins_bs: Tensor | None, tiles: T
         "DOCUMENTS": begins_bs is not None,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
+        "enable_fp_fusion": True,
     }
 
 

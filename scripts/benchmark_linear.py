@@ -26,7 +26,7 @@ from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS
-from megatron_fp4.quantization.fp4_cuda import FusedFP4
+from megatron_fp4.quantization.fp4 import FusedFP4
 from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 8192, 16
+_BLOCK = 8192
+_OPTIONS = {"num_warps": 16, "enable_fp_fusion": True}
 
 
 def row_statistics(logits_tv: Tensor, index_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,7 +23,7 @@ def row_statistics(logits_tv: Tensor, index_t: Tensor) -> tuple[Tensor, Tensor, 
     assert logits_tv.is_contiguous() and index_t.is_contiguous()
     statistics = torch.empty(3, rows, dtype=torch.float32, device=logits_tv.device)
     with torch.cuda.device(logits_tv.device):
-        _statistics_kernel[(rows,)](logits_tv, index_t, statistics, rows, words, BLOCK=_BLOCK, num_warps=_WARPS)
+        _statistics_kernel[(rows,)](logits_tv, index_t, statistics, rows, words, BLOCK=_BLOCK, **_OPTIONS)
     return statistics[0], statistics[1], statistics[2]
 
 
@@ -31,7 +32,7 @@ def to_gradient_(logits_tv: Tensor, index_t: Tensor, maximum_t: Tensor, total_t:
     rows, words = logits_tv.shape
     assert logits_tv.is_contiguous() and maximum_t.is_contiguous() and total_t.is_contiguous()
     with torch.cuda.device(logits_tv.device):
-        _gradient_kernel[(rows,)](logits_tv, index_t, maximum_t, total_t, words, BLOCK=_BLOCK, num_warps=_WARPS)
+        _gradient_kernel[(rows,)](logits_tv, index_t, maximum_t, total_t, words, BLOCK=_BLOCK, **_OPTIONS)
 
 
 @triton.jit

@@ -42,7 +42,9 @@ class AllocatingGPU(cuda.NvidiaGPU):
         """By themselves: of many made at once, the rest would outlive a fake tensor's mode."""
         return torch.zeros(2, dtype=torch.int32, device=device)
 
-    def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def start(
+        self, kernel: cuda.Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
         """Nothing."""
 
 

@@ -8,7 +8,7 @@ cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
-`quantization/` (`fp4_cuda.py`, `ms_eden_cuda.py`, ...) and cuBLAS; for operands that those do not make
+`quantization/kernels` and cuBLAS; for operands that those do not make
 (four-over-six in square blocks, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on
 that device, slower by tens of times. The codes are the same bits everywhere; a warning says once why a device does
 without the kernels.
@@ -39,10 +39,10 @@ from megatron_fp4.precision.packed_weight import (
 )
 from megatron_fp4.precision.recipe import Operand, Recipe
 from megatron_fp4.precision.token_messages import Gather
-from megatron_fp4.quantization import cuda, square_blocks, square_blocks_cuda
+from megatron_fp4.quantization import cuda, square_blocks
 from megatron_fp4.quantization.cuda import Fused, Side
 from megatron_fp4.quantization.formats import FORMATS, format_of
-from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8
+from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.square_blocks import RowBlocks
@@ -137,10 +137,7 @@ class EmulatedBackend:
 
     def rows_maxima(self, x: Tensor, blocks: RowBlocks, out: Tensor | None, *, dtype: torch.dtype) -> Tensor:
         """`square_blocks.block_maxima` of FP32 rows that count as rounded to `dtype`; into `out`, if given."""
-        if dtype == torch.bfloat16:
-            return square_blocks_cuda.block_maxima(x, blocks, out)
-        maxima = square_blocks.block_maxima(x.to(dtype), blocks)
-        return maxima if out is None else out.copy_(maxima)
+        return square_blocks.block_maxima(x, blocks, out, dtype=dtype)
 
     def pack_rows(
         self,
@@ -153,11 +150,7 @@ class EmulatedBackend:
         dtype: torch.dtype,
     ) -> None:
         """`square_blocks.quantize_rows` of FP32 rows that count as rounded to `dtype`, into the first rows of `out`."""
-        if dtype == torch.bfloat16:
-            square_blocks_cuda.quantize_rows(x, blocks, maxima, amax, out)
-            return
-        for part, whole in zip(square_blocks.quantize_rows(x.to(dtype), blocks, maxima, amax), out, strict=True):
-            whole[: len(part)].copy_(part)
+        square_blocks.quantize_rows(x, blocks, maxima, amax, out, dtype=dtype)
 
     def gathered_weight(self, gathered: CodesOfWeight) -> GemmOperand:
         """Codes, or values where these are kept."""

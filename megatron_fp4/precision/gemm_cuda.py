@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.backend import RowGroups, added
-from megatron_fp4.quantization.fp4_cuda import scale_and_cast
+from megatron_fp4.quantization.fp4 import scale_and_cast
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_fp4.precision.packed_weight import PackedWeight
 from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.cuda import Packed
-from megatron_fp4.quantization.fp4_cuda import PackedColumns, PackedRows
-from megatron_fp4.quantization.fp8_cuda import BlockScaled
+from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
+from megatron_fp4.quantization.fp8 import BlockScaled
 
 Packing = Callable[[Tensor, Tensor], Packed]
 

@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor
 from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.elements import E4M3_MAX
-from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
-from megatron_fp4.quantization.square_blocks_cuda import block_maxima, quantize_rows, unpack_rows
+from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
 from megatron_fp4.quantization.tensor import tensor_decode_scale
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ Only the order of accumulation is the chip's.
     block scales         E4M3, k / 16 columns                         UE8M0, k / 32 columns
     tensor scale         FP32 0-dim, amax / 2688                      none
 
-k is along the dot product; block scales lie in cuBLAS's tiles (quantization/swizzle.py); cuBLAS multiplies both tensor
+k is along the dot product; block scales lie in cuBLAS's tiles (quantization/tensor.py); cuBLAS multiplies both tensor
 scales into the FP32 sum. Such a GEMM reads both sides along the dot product ("TN"). An operand along the rows of a
 tensor is therefore quantized there, as ever, and its bytes are transposed. Square blocks have the same codes along both
 dimensions: these are made once and exchanged. cuBLAS wants whole 16 of output columns, which whole blocks are, and
@@ -52,8 +52,7 @@ from megatron_fp4.quantization.cuda import Fused, Side
 from megatron_fp4.quantization.elements import pack_codes, unpack_codes
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
-from megatron_fp4.quantization.swizzle import swizzle_scales, unswizzle_scales
-from megatron_fp4.quantization.tensor import QuantizedTensor
+from megatron_fp4.quantization.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -55,8 +55,7 @@ from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
-from megatron_fp4.quantization.swizzle import unswizzle_scales
-from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor
+from megatron_fp4.quantization.tensor import NVFP4Tensor, QuantizedTensor, unswizzle_scales
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,8 +1,8 @@
 """What the fused quantizers share: what they take, what they give, and how their kernels start.
 
-`Fused` is the interface of a format's kernels (`fp4_cuda.py`, `fp8_cuda.py`, `mxfp8_cuda.py`; the table is
-`formats.py`). All kernels of this room start by `launch`, which checks the grid and asks the GPU of `on`: whoever wants
-the program without the device, as a dry run on fake tensors does, puts another one there.
+`Fused` is the interface of a format's kernels (`FusedFP4`, `FusedFP8`, ...; the table is `formats.py`). The kernels are
+in `kernels/`; beside their launches each has a `Kernel`, which says how it is compiled. All start by `launch`, which
+checks the grid and asks the GPU of `on`: a dry run on fake tensors puts another one there.
 
 Triton is imported when a kernel first starts: a machine without an NVIDIA GPU never needs it.
 """
@@ -30,8 +30,37 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ROOM = "megatron_fp4.quantization"
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel of `kernels/` and how it is compiled: its numbers and its speed depend on these, so each names them.
+
+    name: `module.function`. num_warps, num_stages, enable_fp_fusion: Triton's options; fusion of a product and a sum
+        into one rounding is off wherever a kernel has the reference's bits.
+    types: of the run-time arguments, of a kernel that specializes on no integer and gets aligned pointers: a dtype for
+        a pointer to it, 1 for an integer, None for pairs of BF16 in 32 bits, or of FP32 in 64. Its constants alone
+        choose among its compiled variants. Triton's own launch looks at every argument to choose, which takes longer
+        than the smaller kernels run. None: by Triton's own launch.
+    """
+
+    name: str
+    num_warps: int = 4
+    num_stages: int = 3
+    enable_fp_fusion: bool = False
+    types: tuple[torch.dtype | int | None, ...] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton is told."""
+        return {name: getattr(self, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The kernel itself."""
+        module, name = self.name.split(".")
+        return getattr(importlib.import_module(f"megatron_fp4.quantization.kernels.{module}"), name)
 
 
 @dataclass(frozen=True)
@@ -147,18 +176,20 @@ class NvidiaGPU:
             left.extend(torch.zeros(_ZEROS, 4, dtype=torch.int32, device=device)[:, :2].unbind())
         return left.pop()
 
-    def start(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def start(
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+    ) -> None:
         """Start a kernel as `launch` describes it."""
         device = arguments[0].device
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self.start(kernel, grid, arguments, constants)
-        elif kernel in _UNSPECIALIZED:
+        elif kernel.types is not None:
             fp32 = arguments[0].dtype == torch.float32
             compiled, values = _compiled(kernel, device.index, fp32, tuple(constants), tuple(constants.values()))
             compiled[(*grid, 1, 1)[:3]](*arguments, *values)
         else:
-            _kernel(kernel)[grid](*arguments, **constants)
+            kernel.function[grid](*arguments, **constants, **kernel.options)
 
 
 gpu = NvidiaGPU()
@@ -175,17 +206,16 @@ def on(other: NvidiaGPU) -> Iterator[None]:
         gpu = before
 
 
-def launch(kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    """Launch a kernel of this room on the device of its first argument.
+def launch(kernel: Kernel, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    """Launch a kernel on the device of its first argument.
 
-    kernel: `module.name`. arguments: tensors and numbers in the order of its signature. constants: by their names
-    there, and Triton's options.
+    arguments: tensors and numbers in the order of its signature. constants: by their names there.
     Raises ValueError for more programs than CUDA starts.
     """
     if max(grid) > _MOST_PROGRAMS[-1]:  # seldom: the limits themselves take longer to compare with
         for programs, most in zip(grid, _MOST_PROGRAMS, strict=False):
             if programs > most:
-                raise ValueError(f"{kernel}: {programs} programs along one axis, and CUDA starts at most {most}")
+                raise ValueError(f"{kernel.name}: {programs} programs along one axis, and CUDA starts at most {most}")
     gpu.start(kernel, grid, arguments, constants)
 
 
@@ -201,21 +231,6 @@ def kernels_unavailable(device: torch.device) -> str | None:
     return None
 
 
-# Kernels that specialize on no integer and get aligned pointers, by the types of their arguments (1: an integer; None:
-# pairs of BF16 in 32 bits, or of FP32 in 64). Their constants alone choose among compiled variants, and Triton's own
-# launch, which looks at every argument to choose, takes longer than the smaller ones run.
-_U8, _I16, _I32, _F32 = torch.uint8, torch.int16, torch.int32, torch.float32
-_UNSPECIALIZED: dict[str, tuple[torch.dtype | int | None, ...]] = {
-    "triton_fp4.measure_kernel": (None, _I32, _I32, *([1] * 6), _I32, _I32),
-    "triton_fp4.quantize_columns_kernel": (None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3)),
-    "triton_fp4.quantize_rows_kernel": (None, _I32, _I16, _F32, _F32, _I32, *([1] * 3)),
-    "triton_fp4.unpack_kernel": (_I32, _I16, _I32, *([1] * 4)),
-    "triton_square_blocks.maxima_kernel": (None, _F32, *([1] * 7)),
-    "triton_square_blocks.quantize_kernel": (None, _F32, _F32, _U8, _U8, *([1] * 7)),
-    "triton_square_blocks.unpack_kernel": (_U8, _U8, _I32, *([1] * 4)),
-}
-
-_WARPS = {"triton_fp4.quantize_rows_kernel": 2}  # others have 4
 _ZEROS = 512  # pairs at once
 
 
@@ -234,21 +249,16 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _compiled(
-    kernel: str, device_index: int, fp32: bool, given: tuple[str, ...], constants: tuple[Any, ...]
+    kernel: Kernel, device_index: int, fp32: bool, given: tuple[str, ...], constants: tuple[Any, ...]
 ) -> tuple[Any, tuple[Any, ...]]:
     """A kernel compiled for the current device, whose index is a key like the constants, and these in its order.
 
     given: the names of `constants`.
     """
-    jitted, named = _kernel(kernel), dict(zip(given, constants, strict=True))
-    types = [(torch.int64 if fp32 else _I32) if of is None else of for of in _UNSPECIALIZED[kernel]]
-    names = list(inspect.signature(jitted.fn).parameters)[len(types) :]
-    assert named.keys() == set(names), f"{kernel} has the constants {names}, not {list(named)}"
+    assert kernel.types is not None
+    named = dict(zip(given, constants, strict=True))
+    types = [(torch.int64 if fp32 else torch.int32) if of is None else of for of in kernel.types]
+    names = list(inspect.signature(kernel.function.fn).parameters)[len(types) :]
+    assert named.keys() == set(names), f"{kernel.name} has the constants {names}, not {list(named)}"
     values = tuple(named[name] for name in names)
-    options = {"num_warps": _WARPS.get(kernel, 4), "enable_fp_fusion": False}
-    return jitted.warmup(*types, *values, grid=(1,), **options), values
-
-
-def _kernel(kernel: str) -> Any:
-    module, name = kernel.split(".")
-    return getattr(importlib.import_module(f"{_ROOM}.{module}"), name)
+    return kernel.function.warmup(*types, *values, grid=(1,), **kernel.options), values

@@ -13,15 +13,11 @@ import torch
 
 from megatron_fp4.quantization.cuda import Fused, Side
 from megatron_fp4.quantization.elements import E2M1_MAX, E4M3_MAX
-from megatron_fp4.quantization.four_over_six_cuda import FusedFourOverSix
-from megatron_fp4.quantization.fp4_cuda import FusedFP4
-from megatron_fp4.quantization.fp8 import FP8_BLOCKS, encode_fp8
-from megatron_fp4.quantization.fp8_cuda import FusedFP8
-from megatron_fp4.quantization.ms_eden import encode_ms_eden
-from megatron_fp4.quantization.ms_eden_cuda import FusedMSEden
+from megatron_fp4.quantization.fp4 import FusedFourOverSix, FusedFP4
+from megatron_fp4.quantization.fp8 import FP8_BLOCKS, FusedFP8, encode_fp8
+from megatron_fp4.quantization.ms_eden import FusedMSEden, encode_ms_eden
 from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS, encode_mxfp4
-from megatron_fp4.quantization.mxfp8 import MXFP8_BLOCKS, encode_mxfp8
-from megatron_fp4.quantization.mxfp8_cuda import FusedMXFP8
+from megatron_fp4.quantization.mxfp8 import MXFP8_BLOCKS, FusedMXFP8, encode_mxfp8
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS, encode_nvfp4
 from megatron_fp4.quantization.tensor import Encoded
 

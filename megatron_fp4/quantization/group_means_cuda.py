@@ -1,4 +1,4 @@
-"""Means over groups of tokens and what is left without them, by the kernel of `triton_group_means.py` on a GPU.
+"""Means over groups of tokens and what is left without them, by the kernel of `kernels/group_means.py` on a GPU.
 
 Where the kernel does not run, and for what it does not make (FP32, a last group that is shorter), the reference does
 the same in PyTorch, on any device, with the same bits.
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.cuda import launch
+from megatron_fp4.quantization.cuda import Kernel, launch
 from megatron_fp4.quantization.group_means import group_means, without_means
 
 _COLUMNS = 128  # of a program
+_SPLIT = Kernel("group_means.split_kernel")
 
 
 def split_means(x: Tensor, size: int, *, only_means: bool = False) -> tuple[Tensor, Tensor]:
@@ -26,6 +27,6 @@ def split_means(x: Tensor, size: int, *, only_means: bool = False) -> tuple[Tens
     groups, features = x.shape[0] // size, x.shape[1]
     means, rest = x.new_empty(groups, features), x if only_means else torch.empty_like(x)
     grid = (groups * -(-features // _COLUMNS),)
-    constants = {"SIZE": size, "COLUMNS": _COLUMNS, "REST": not only_means, "num_warps": 4, "enable_fp_fusion": False}
-    launch("triton_group_means.split_kernel", grid, (x, means, rest, features, 1 / size), constants)
+    constants = {"SIZE": size, "COLUMNS": _COLUMNS, "REST": not only_means}
+    launch(_SPLIT, grid, (x, means, rest, features, 1 / size), constants)
     return means, rest

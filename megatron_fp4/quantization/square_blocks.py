@@ -7,7 +7,7 @@ so one packed copy serves fprop and dgrad:
     scales  uint8 [rows, columns / block]    the block's E4M3 (MXFP4: UE8M0) scale, repeated in each of its rows
 
 0.5625 (0.53) bytes an element, besides NVFP4's one FP32 scale of the tensor. Rows are whole: those of several parts of
-a weight, laid one behind another, are those of the weight. Parts may begin anywhere: what a row needs besides itself is
+a weight, laid one after another, are those of the weight. Parts may begin anywhere: what a row needs besides itself is
 the largest magnitude of its block, whose other rows another rank may hold, and that of the tensor. So it goes in
 three passes,
 
@@ -22,8 +22,9 @@ Blocks are counted in padded rows: a weight may consist of equal groups of rows 
 padded with zeros to whole blocks, so that no block lies in two groups. The padding is never stored; `unpack_rows` puts
 it in.
 
-Here is the reference in PyTorch; on an NVIDIA GPU `square_blocks_cuda.py` does the same. What it does not do:
-stochastic rounding, transforms, four-over-six (whose choice sums errors over a block).
+On an NVIDIA GPU rows in BF16, or FP32 rows that count as rounded to BF16, go through the kernels of
+`kernels/square_blocks.py`; everything else goes through PyTorch, with the same bits. Not here: stochastic rounding,
+transforms, four-over-six (whose choice sums errors over a block).
 """
 
 from __future__ import annotations
@@ -34,12 +35,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.cuda import Kernel, launch
 from megatron_fp4.quantization.elements import E2M1_VALUES
 from megatron_fp4.quantization.mxfp4 import encode_mxfp4
 from megatron_fp4.quantization.nvfp4 import encode_nvfp4
 from megatron_fp4.quantization.tensor import block_amax, scale_values
 
 BLOCKS = {"nvfp4": 16, "mxfp4": 32}
+
+_U8, _I32, _F32 = torch.uint8, torch.int32, torch.float32
+_MAXIMA = Kernel("square_blocks.maxima_kernel", types=(None, _F32, *([1] * 7)))
+_QUANTIZE = Kernel("square_blocks.quantize_kernel", types=(None, _F32, _F32, _U8, _U8, *([1] * 7)))
+_UNPACK = Kernel("square_blocks.unpack_kernel", types=(_U8, _U8, _I32, *([1] * 4)))
+# Columns that a program does side by side.
+_COLUMNS, _UNPACK_COLUMNS = 512, 2048
 
 
 @dataclass(frozen=True)
@@ -88,36 +98,69 @@ class RowBlocks:
         return group * self.blocks_per_group + inside // self.block - self.first_block
 
 
-def block_maxima(x: Tensor, blocks: RowBlocks) -> Tensor:
+def block_maxima(
+    x: Tensor, blocks: RowBlocks, out: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
     """FP32 [blocks, columns / block]: the largest magnitude of each block among the part's rows `x` [rows, columns].
 
-    x counts as rounded to BF16 already, or is FP32 of a run in FP32. NaN wins over every number.
+    x counts as rounded to `dtype`. out: to write it into. NaN wins over every number.
     """
     shape = (blocks.num_blocks, x.shape[1] // blocks.block)
-    maxima = torch.zeros(shape, dtype=torch.float32, device=x.device)
-    if not shape[0]:
+    if _by_kernels(x, dtype):
+        maxima = torch.empty(shape, device=x.device) if out is None else out
+        if blocks.num_blocks:
+            x = _aligned(x)
+            _launch(_MAXIMA, x, blocks, (x, maxima))
         return maxima
-    of_rows = block_amax(x.to(torch.float32), (1, blocks.block))
+    maxima = torch.zeros(shape, dtype=torch.float32, device=x.device) if out is None else out.zero_()
+    if not blocks.num_blocks:
+        return maxima
+    of_rows = block_amax(x.to(dtype).to(torch.float32), (1, blocks.block))
     index = blocks.local_blocks(x.device)[:, None].expand_as(of_rows)
     return maxima.scatter_reduce_(0, index, of_rows, "amax")
 
 
-def quantize_rows(x: Tensor, blocks: RowBlocks, maxima: Tensor, amax: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor,
+    blocks: RowBlocks,
+    maxima: Tensor,
+    amax: Tensor | None,
+    out: tuple[Tensor, Tensor] | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor]:
     """Codes and scales of the part's rows `x` [rows, columns], as the top of this file has them.
 
-    maxima: FP32 as `block_maxima` makes them, of all of a block's rows. amax: FP32 0-dim, of the tensor; None for
-    MXFP4.
+    x counts as rounded to `dtype`. maxima: FP32 as `block_maxima` makes them, of all of a block's rows. amax: FP32
+    0-dim, of the tensor; None for MXFP4. out: contiguous codes and scales, of which the first rows are written.
     """
-    rows, of_rows = x.to(torch.float32), maxima[blocks.local_blocks(x.device)]
+    if out is None:
+        rows, columns = x.shape
+        codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
+        out = codes, torch.empty(rows, columns // blocks.block, dtype=torch.uint8, device=x.device)
+    if _by_kernels(x, dtype):
+        if blocks.num_blocks:
+            x = _aligned(x)
+            _launch(_QUANTIZE, x, blocks, (x, maxima, maxima if amax is None else amax, *out))
+        return out
+    values, of_rows = x.to(dtype).to(torch.float32), maxima[blocks.local_blocks(x.device)]
     if blocks.format == "nvfp4":
-        encoded = encode_nvfp4(rows, (16, 16), None, amax=amax, maxima=of_rows)
+        encoded = encode_nvfp4(values, (16, 16), None, amax=amax, maxima=of_rows)
     else:
-        encoded = encode_mxfp4(rows, (32, 32), None, maxima=of_rows)
-    return encoded.codes(), encoded.scales.view(torch.uint8)
+        encoded = encode_mxfp4(values, (32, 32), None, maxima=of_rows)
+    for made, whole in zip((encoded.codes(), encoded.scales.view(torch.uint8)), out, strict=True):
+        whole[: len(made)].copy_(made)
+    return out
 
 
 def unpack_rows(codes: Tensor, scales: Tensor, blocks: RowBlocks) -> Tensor:
-    """BF16 `code * scale` [padded rows, columns] of whole groups of rows, zeros where padding is."""
+    """BF16 `code * scale` [padded rows, columns] of whole groups of rows, zeros where padding is.
+
+    codes, scales: contiguous.
+    """
+    if cuda.gpu.available(codes.device):
+        groups = (codes.shape[0] // blocks.group_rows, blocks.group_rows, -1)
+        return _unpacked(codes.view(groups), scales.view(groups), blocks.padded_group_rows, blocks.block)
     table = _pairs_of_codes(codes.device)
     pairs = table[codes.to(torch.int32)].flatten(-2)  # FP32 [rows, columns]
     if blocks.format == "nvfp4":
@@ -128,6 +171,49 @@ def unpack_rows(codes: Tensor, scales: Tensor, blocks: RowBlocks) -> Tensor:
     if not extra:
         return values
     return torch.nn.functional.pad(values.unflatten(0, (-1, blocks.group_rows)), (0, 0, 0, extra)).flatten(0, 1)
+
+
+def unpack_parts(codes: Tensor, scales: Tensor) -> Tensor:
+    """BF16 `code * scale` [parts x rows, columns] of codes [parts, rows, columns / 2] and scales [parts, rows,
+    columns / block], each part in one piece; blocks may be of single rows."""
+    parts, rows, width = codes.shape
+    block = 2 * width // scales.shape[2]
+    if cuda.gpu.available(codes.device):
+        return _unpacked(codes, scales, rows, block)
+    form = next(name for name, size in BLOCKS.items() if size == block)
+    whole = RowBlocks(form, parts * rows, parts * rows, 0, parts * rows)
+    return unpack_rows(codes.flatten(0, 1), scales.flatten(0, 1), whole)
+
+
+def _by_kernels(x: Tensor, dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and cuda.gpu.available(x.device)
+
+
+def _unpacked(codes: Tensor, scales: Tensor, padded_rows: int, block: int) -> Tensor:
+    """codes, scales: [groups, rows, ...], a group in one piece; padded_rows: of a group in what is returned."""
+    (num_groups, rows, width), per_program = codes.shape, _UNPACK_COLUMNS // block
+    pairs = padded_rows * width
+    values = torch.empty(num_groups * padded_rows, 2 * width, dtype=torch.bfloat16, device=codes.device)
+    grid = (-(-pairs // (_UNPACK_COLUMNS // 2)), num_groups)
+    sizes = (rows * 2 * width // block, 2 * pairs // block, codes.stride(0) * 2 // block, scales.stride(0))
+    arguments = (codes, scales, values, *sizes)
+    launch(_UNPACK, grid, arguments, {"BLOCK": block, "GROUPS": per_program})
+    return values
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The kernels load 16 bytes at a time."""
+    x = x.contiguous()
+    return x if cuda.gpu.aligned(x) else x.clone()
+
+
+def _launch(kernel: Kernel, x: Tensor, blocks: RowBlocks, tensors: tuple[Tensor, ...]) -> None:
+    """A program for each of the part's blocks of rows and each `_COLUMNS` columns."""
+    num_groups, groups = x.shape[1] // blocks.block, _COLUMNS // blocks.block
+    grid = (-(-num_groups // groups) * blocks.num_blocks,)
+    rows = (blocks.first, blocks.end, blocks.group_rows, blocks.blocks_per_group, blocks.first_block, blocks.num_blocks)
+    constants = {"BLOCK": blocks.block, "FP32": x.dtype == torch.float32, "GROUPS": groups}
+    launch(kernel, grid, (*tensors, num_groups, *rows), constants)
 
 
 @functools.cache

@@ -189,7 +189,7 @@ def test_codes_are_sent_as_the_kernels_pack_them(tensor, keeps, one_in_bf16):
     of_row = [(SCATTER, 2 * dy), (GATHER, dy * 9 // 16), (GATHER, dy * 9 // 16)]
     assert sent == 2 * of_columns + of_row
     # The column-parallel linears' x, of the row-parallel one dy, and its x where that waits as codes.
-    columns, rows = (unpacked.count(f"triton_{name}") for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
+    columns, rows = (unpacked.count(name) for name in ("square_blocks.unpack_kernel", "fp4.unpack_kernel"))
     # Of every operand a second time by the test's own look.
     assert (columns, rows) == (2 * 3, 2 * (3 if keeps else 4))
 

@@ -19,7 +19,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.quantization.cuda import Side
-from megatron_fp4.quantization.fp4_cuda import FusedFP4
+from megatron_fp4.quantization.fp4 import FusedFP4
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer

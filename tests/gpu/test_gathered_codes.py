@@ -23,7 +23,7 @@ from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.packed_weight import PackedWeight
-from megatron_fp4.quantization import square_blocks, square_blocks_cuda
+from megatron_fp4.quantization import square_blocks
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -79,10 +79,10 @@ def test_kernels(form: str, place: str, dtype: torch.dtype) -> None:
 def test_what_is_not_finite_poisons(form: str, values: tuple[float, ...]) -> None:
     w = spoiled(normal(64, 64), *values).to(torch.bfloat16).cuda()
     blocks = RowBlocks(form, 64, 64, 0, 64)
-    maxima = square_blocks_cuda.block_maxima(w, blocks)
+    maxima = square_blocks.block_maxima(w, blocks)
     assert not maxima[0, 0].isfinite()
     amax = maxima.view(torch.int32).amax().view(torch.float32)
-    values_of = square_blocks_cuda.unpack_rows(*square_blocks_cuda.quantize_rows(w, blocks, maxima, amax), blocks)
+    values_of = square_blocks.unpack_rows(*square_blocks.quantize_rows(w, blocks, maxima, amax), blocks)
     if form == "mxfp4":
         assert not values_of[3, :32].isfinite().any()
         assert values_of[40:].isfinite().all()
@@ -95,21 +95,19 @@ def check(w: Tensor, blocks: RowBlocks, what: str) -> None:
     rounded = w.to(torch.bfloat16)
     whole_blocks = RowBlocks(blocks.format, blocks.group_rows, blocks.padded_group_rows, 0, len(w))
     of_whole = square_blocks.block_maxima(rounded, whole_blocks)
-    on_gpu = square_blocks_cuda.block_maxima(w.cuda(), whole_blocks)
+    on_gpu = square_blocks.block_maxima(w.cuda(), whole_blocks)
     assert torch.equal(on_gpu.cpu(), of_whole), what
     part, first = slice(blocks.first, blocks.end), blocks.first_block
     maxima = of_whole[first : first + blocks.num_blocks]
-    own = square_blocks_cuda.block_maxima(w[part].cuda(), blocks)
+    own = square_blocks.block_maxima(w[part].cuda(), blocks)
     assert torch.equal(own.cpu(), square_blocks.block_maxima(rounded[part], blocks)), what
     amax = rounded.abs().amax().float() if blocks.format == "nvfp4" else None
     expected = square_blocks.quantize_rows(rounded[part], blocks, maxima, amax)
-    found = square_blocks_cuda.quantize_rows(
-        w[part].cuda(), blocks, maxima.cuda(), None if amax is None else amax.cuda()
-    )
+    found = square_blocks.quantize_rows(w[part].cuda(), blocks, maxima.cuda(), None if amax is None else amax.cuda())
     for one, other, part_name in zip(found, expected, ("codes", "scales"), strict=True):
         assert torch.equal(one.cpu(), other), (what, part_name)
     codes, scales = square_blocks.quantize_rows(rounded, whole_blocks, of_whole, amax)
-    values = square_blocks_cuda.unpack_rows(codes.cuda(), scales.cuda(), whole_blocks)
+    values = square_blocks.unpack_rows(codes.cuda(), scales.cuda(), whole_blocks)
     assert torch.equal(values.cpu(), square_blocks.unpack_rows(codes, scales, whole_blocks)), what
 
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.elements import unpack_codes
-from megatron_fp4.quantization.four_over_six_cuda import FusedFourOverSix
+from megatron_fp4.quantization.fp4 import FusedFourOverSix
 from megatron_fp4.quantization.hadamard import random_hadamard_transform, random_signs
-from megatron_fp4.quantization.ms_eden import quantize_ms_eden
-from megatron_fp4.quantization.ms_eden_cuda import FusedMSEden
+from megatron_fp4.quantization.ms_eden import FusedMSEden, quantize_ms_eden
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 from megatron_fp4.quantization.tensor import NVFP4Tensor

@@ -7,13 +7,11 @@ from torch import Tensor
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.elements import unpack_codes
 from megatron_fp4.quantization.formats import FORMATS
-from megatron_fp4.quantization.fp4_cuda import FusedFP4, PackedColumns
-from megatron_fp4.quantization.fp8 import quantize_fp8
-from megatron_fp4.quantization.fp8_cuda import BlockScaled, matmul_fp8, quantize_fp8_fused
+from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns
+from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8, quantize_fp8, quantize_fp8_fused
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp4 import quantize_mxfp4
-from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
-from megatron_fp4.quantization.mxfp8_cuda import PackedMXFP8, mxfp8_bytes, quantize_mxfp8_fused
+from megatron_fp4.quantization.mxfp8 import PackedMXFP8, mxfp8_bytes, quantize_mxfp8, quantize_mxfp8_fused
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 

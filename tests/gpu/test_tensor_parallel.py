@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.quantization.cuda import Side
-from megatron_fp4.quantization.fp4_cuda import FusedFP4
+from megatron_fp4.quantization.fp4 import FusedFP4
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.distributed.test_linear_codes import calls_on, check_codes
 from tests.gpu.test_linear_cuda import RECIPES

@@ -35,7 +35,7 @@ from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
 from megatron_fp4.precision.sizes import check_sizes
 from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.fp8_cuda import quantize_fp8_fused
+from megatron_fp4.quantization.fp8 import quantize_fp8_fused
 from megatron_fp4.training.cuda_graphs import made_by_pytorch
 from models.hybrid import build_model
 from tests.planning.gpu_path import without_launches
@@ -387,12 +387,12 @@ def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe)
 
 def test_more_programs_than_cuda_starts_are_refused() -> None:
     with mock.patch.object(cuda, "gpu") as gpu:
-        cuda.launch("triton_fp4.unpack_kernel", (2**31 - 1,), (), {})
+        cuda.launch(cuda.Kernel("fp4.unpack_kernel"), (2**31 - 1,), (), {})
         assert gpu.start.called
         with pytest.raises(ValueError, match="CUDA starts at most 2147483647"):
-            cuda.launch("triton_fp4.unpack_kernel", (2**31,), (), {})
+            cuda.launch(cuda.Kernel("fp4.unpack_kernel"), (2**31,), (), {})
         with pytest.raises(ValueError, match="at most 65535"):
-            cuda.launch("triton_fp4.measure_kernel", (1, 65536), (), {})
+            cuda.launch(cuda.Kernel("fp4.measure_kernel"), (1, 65536), (), {})
     with FakeTensorMode(), without_launches(), pytest.raises(ValueError, match="quantize_fp8_kernel: 65536 programs"):
         rows = torch.empty(65535 * 128 + 1, 128, dtype=torch.bfloat16)
         quantize_fp8_fused(rows, 1, along_rows=False, power_of_two_scales=False, keep=False)

@@ -19,7 +19,7 @@ from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
 from megatron_fp4.precision.refusals import needed_release
 from megatron_fp4.precision.selftest import Case, check
 from megatron_fp4.quantization.rounding import rounding_key
-from megatron_fp4.quantization.swizzle import unswizzle_scales
+from megatron_fp4.quantization.tensor import unswizzle_scales
 from tests.precision import reference as ref
 from tests.precision import te_stand_in as stand_in
 from tests.recipes import changed

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import NvidiaGPU, Side
+from megatron_fp4.quantization.cuda import Kernel, NvidiaGPU, Side
 from megatron_fp4.quantization.elements import unpack_codes
-from megatron_fp4.quantization.fp4_cuda import FusedFP4, PackedColumns, PackedRows
+from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns, PackedRows
 from megatron_fp4.quantization.group_means import group_means, without_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
@@ -82,15 +82,15 @@ class UnpackingKernels(NvidiaGPU):
     def overlaps(self, device: torch.device) -> bool:
         return False
 
-    def start(self, kernel: str, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
+    def start(self, kernel: Kernel, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
         codes, scales, values, *_ = arguments
-        self.launched.append(kernel)
+        self.launched.append(kernel.name)
         assert codes[0].is_contiguous() and scales[0].is_contiguous() and constants["BLOCK"] == 16
-        if kernel == "triton_square_blocks.unpack_kernel":
+        if kernel.name == "square_blocks.unpack_kernel":
             codes, scales = codes.flatten(0, 1), scales.flatten(0, 1)
             values.copy_(QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), (1, 16)).block_values())
         else:
-            assert kernel == "triton_fp4.unpack_kernel"
+            assert kernel.name == "fp4.unpack_kernel"
             along_rows = PackedColumns(codes, scales).transposed()
             scales = along_rows[1].contiguous().view(torch.float8_e4m3fn)
             values.copy_(QuantizedTensor(along_rows[0], scales, (1, 16)).block_values().t())
@@ -102,10 +102,10 @@ class MXFP8Kernels(NvidiaGPU):
     def __init__(self, launched: list[Any]) -> None:
         self.launched = launched
 
-    def start(self, kernel: str, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
-        if kernel == "triton_group_means.split_kernel":
+    def start(self, kernel: Kernel, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
+        if kernel.name == "group_means.split_kernel":
             return _split_means(grid, *arguments, **constants)
-        assert kernel == "triton_mxfp8.quantize_mxfp8_kernel"
+        assert kernel.name == "fp8.quantize_mxfp8_kernel"
         x, out, scales, *size = arguments
         block = constants["BLOCK_ROWS"], constants["BLOCK_COLUMNS"]
         assert constants["CODES"] and tuple(size) == tuple(x.shape) and x.is_contiguous() and out.shape == x.shape

@@ -20,14 +20,14 @@ from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
+from megatron_fp4.quantization.cuda import Kernel
 from megatron_fp4.quantization.formats import FORMATS, format_of
-from megatron_fp4.quantization.fp4_cuda import scale_and_cast
+from megatron_fp4.quantization.fp4 import scale_and_cast
 from megatron_fp4.quantization.group_means_cuda import split_means
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.planning.gpu_path import without_launches
 
 ROOM = Path(cuda.__file__).parent
-OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}  # Triton's own
 ALONG = ("columns", "rows")
 KEY = rounding_key("draws")
 SET = {"four_over_six_error": {"four_over_six": True, "four_over_six_error": "squared"}}
@@ -79,7 +79,7 @@ def test_backends_know_no_other_formats() -> None:
 def signatures() -> dict[str, tuple[list[str], list[str]]]:
     """Kernel -> its run-time arguments and its constants, read off its source (Triton may not be there)."""
     found = {}
-    for path in ROOM.glob("triton_*.py"):
+    for path in (ROOM / "kernels").glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 constants = [arg.arg for arg in node.args.args if arg.annotation is not None]
@@ -90,16 +90,16 @@ def signatures() -> dict[str, tuple[list[str], list[str]]]:
 
 
 @contextmanager
-def launches() -> Iterator[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+def launches() -> Iterator[list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]]]:
     """The way of a GPU on fake tensors; kernels that would have started, with their arguments and constants."""
-    started: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    started: list[tuple[Kernel, tuple[Any, ...], dict[str, Any]]] = []
     with FakeTensorMode(), without_launches(), mock.patch.object(AllocatingGPU, "start") as start:
         start.side_effect = lambda kernel, _, arguments, constants: started.append((kernel, arguments, constants))
         yield started
 
 
 def test_every_launch_is_what_its_kernel_takes() -> None:
-    known, seen = signatures(), set()
+    known, seen = signatures(), set[Kernel]()
     with launches() as started:
         x = torch.empty(128, 128, dtype=torch.bfloat16)
         for operand in operands():
@@ -124,13 +124,21 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
         for only_means in (False, True):
             split_means(x, 64, only_means=only_means)
         for kernel, arguments, constants in started:
-            names, wanted = known[kernel]
+            names, wanted = known[kernel.name]
             assert len(arguments) == len(names), kernel
-            assert constants.keys() - OPTIONS == set(wanted), kernel
-            if kernel in cuda._UNSPECIALIZED:
-                assert list(constants) == wanted and len(arguments) == len(cuda._UNSPECIALIZED[kernel]), kernel
+            assert constants.keys() == set(wanted), kernel
+            if kernel.types is not None:
+                assert list(constants) == wanted and len(arguments) == len(kernel.types), kernel
             seen.add(kernel)
-    assert seen == known.keys()
+        # How each is compiled: a kernel's numbers depend on fusion, its speed on warps.
+        assert {kernel.name for kernel in seen if kernel.enable_fp_fusion} == {"fp8.matmul_fp8_kernel"}
+        warps = {kernel.name: kernel.num_warps for kernel in seen if kernel.num_warps != 4}
+        assert warps == {"fp4.quantize_rows_kernel": 2, "fp4.scale_cast_kernel": 8, "fp8.quantize_fp8_kernel": 8}
+        assert {kernel.name for kernel in seen if kernel.types is not None} == {
+            *(f"fp4.{name}_kernel" for name in ("measure", "quantize_columns", "quantize_rows", "unpack")),
+            *(f"square_blocks.{name}_kernel" for name in ("maxima", "quantize", "unpack")),
+        }
+    assert {kernel.name for kernel in seen} == known.keys()
 
 
 def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
@@ -144,11 +152,9 @@ def test_a_compiled_kernel_gets_its_constants_in_its_own_order() -> None:
         warmup = mock.Mock(return_value=compiled)
 
     cuda._compiled.cache_clear()
-    x, kernel = torch.empty(1), "triton_fp4.unpack_kernel"
-    with (
-        mock.patch.object(cuda, "_kernel", lambda _: Jitted),
-        mock.patch.object(torch.cuda, "current_device", lambda: None),
-    ):
+    x, kernel = torch.empty(1), Kernel("fp4.unpack_kernel", types=(torch.int32, torch.int16, torch.int32, *[1] * 4))
+    vars(kernel)["function"] = Jitted
+    with mock.patch.object(torch.cuda, "current_device", lambda: None):
         for constants in ({"BLOCK": 16, "GROUPS": 32}, {"GROUPS": 32, "BLOCK": 16}):
             cuda.launch(kernel, (3,), (x, x, x, 16, 1, 2, 3), constants)
             compiled.__getitem__.assert_called_with((3, 1, 1))
@@ -168,9 +174,9 @@ def test_sides_of_one_format_are_measured_once() -> None:
         for columns, rows, measures in ((x_wanted, x_wanted, 1), (w_wanted, w_wanted, 2), (x_wanted, other, 1)):
             started.clear()
             EMULATED.operands(x, columns, rows, dtype=x.dtype)
-            assert [kernel for kernel, *_ in started] == ["triton_fp4.measure_kernel"] * measures
+            assert [kernel.name for kernel, *_ in started] == ["fp4.measure_kernel"] * measures
     # Four over six along the columns and anything along the rows are made by different kernels.
     with launches() as started:
         x = torch.empty(64, 64, dtype=torch.bfloat16)
         EMULATED.operands(x, OperandRequest(Operand("nvfp4", row, four_over_six=True)), x_wanted, dtype=x.dtype)
-        assert [kernel for kernel, *_ in started] == ["triton_fp4.measure_kernel"] * 2
+        assert [kernel.name for kernel, *_ in started] == ["fp4.measure_kernel"] * 2

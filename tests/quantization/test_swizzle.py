@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_fp4.quantization.swizzle import swizzle_scales, swizzled_size, unswizzle_scales
+from megatron_fp4.quantization.tensor import swizzle_scales, swizzled_size, unswizzle_scales
 
 SIZES = [(1, 1), (16, 1), (127, 3), (128, 4), (129, 5), (32, 9), (400, 17), (256, 64), (1040, 12)]
 

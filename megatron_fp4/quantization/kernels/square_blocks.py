@@ -9,7 +9,7 @@ works on one block of rows, cut off where the part or its group of rows ends, by
 be FP32, and count as rounded to BF16 then. `unpack` sees codes and scales as flat: a block's columns are PAIRS bytes of
 codes and one scale, whichever row they are in.
 
-As in `triton_fp4.py`: IEEE division, no flushing of subnormals, no contraction into FMA; sums that round are written as
+As in `fp4.py`: IEEE division, no flushing of subnormals, no contraction into FMA; sums that round are written as
 the reference's.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.quantization.triton_arithmetic import (
+from megatron_fp4.quantization.kernels.arithmetic import (
     as_long,
     block_scale,
     even_of,

@@ -1,13 +1,17 @@
-"""The 4-bit quantizers on an NVIDIA GPU: NVFP4 and MXFP4 by the kernels of `triton_fp4.py`.
+"""NVFP4 and MXFP4 on an NVIDIA GPU, by the kernels of `kernels/fp4.py`.
 
 The numbers are those of `quantize_nvfp4` and `quantize_mxfp4` on a CPU, bit for bit, stochastic rounding included.
 `FusedFP4.makes` says where the kernels do not apply; PyTorch on the GPU then computes the same numbers, slowly.
+
+Codes and block scales of an operand lie side by side in one buffer: ranks send each other one message, not two. A
+tensor of several ranks' slices is then [ranks, codes | scales], and codes and scales are views of it whose first
+dimension is the rank; the kernels that unpack them read them where they lie.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp4.quantization import cuda
-from megatron_fp4.quantization.code_buffers import message_of, new_pair, split_messages
-from megatron_fp4.quantization.cuda import Fused, Side, launch
+from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.hadamard import fixed_signs
 from megatron_fp4.quantization.mxfp4 import MXFP4_BLOCKS
 from megatron_fp4.quantization.nvfp4 import NVFP4_BLOCKS
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.square_blocks_cuda import unpack_parts
+from megatron_fp4.quantization.square_blocks import unpack_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +37,55 @@ _MEASURE_COLUMNS, _QUANTIZE_COLUMNS, _QUANTIZE_SQUARES, _UNPACK_COLUMNS = 512, 1
 _QUANTIZE_ROWS_COLUMNS = {16: 256, 32: 128}  # by the block, of which a thread has all rows
 _MEASURE_PROGRAMS, _QUANTIZE_PROGRAMS, _MAX_TILES = 16, 24, 4
 _ROWS = 8  # of a tile of blocks of one row
+_FOUR_OVER_SIX_BLOCKS = 128  # of a program, one in a thread
+
+_U8, _I16, _I32, _F32 = torch.uint8, torch.int16, torch.int32, torch.float32
+_MEASURE = Kernel("fp4.measure_kernel", types=(None, _I32, _I32, *([1] * 6), _I32, _I32))
+_QUANTIZE_ALONG_COLUMNS = Kernel(
+    "fp4.quantize_columns_kernel", types=(None, _I32, _U8, _U8, _F32, _F32, _I32, *([1] * 3))
+)
+_QUANTIZE_ALONG_ROWS = Kernel(
+    "fp4.quantize_rows_kernel", num_warps=2, types=(None, _I32, _I16, _F32, _F32, _I32, *([1] * 3))
+)
+_UNPACK = Kernel("fp4.unpack_kernel", types=(_I32, _I16, _I32, *([1] * 4)))
+_SCALE_CAST = Kernel("fp4.scale_cast_kernel", num_warps=8)
+_FOUR_OVER_SIX = Kernel("fp4.four_over_six_kernel")
+
+
+def new_pair(
+    codes: tuple[Sequence[int], torch.dtype], scales: tuple[Sequence[int], torch.dtype], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Uninitialized codes and scales of these shapes and dtypes in one buffer; both begin on 16 bytes if the codes are
+    whole 16 bytes."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in (codes, scales)]
+    buffer = torch.empty(1, sum(sizes), dtype=torch.uint8, device=device)
+    first, second = split_messages(buffer, codes, scales)
+    return first[0], second[0]
+
+
+def message_of(codes: Tensor, scales: Tensor) -> Tensor:
+    """uint8 [1, bytes]: contiguous codes and scales one after the other, without a copy if `new_pair` made them."""
+    first, second = (part.view(torch.uint8).flatten() for part in (codes, scales))
+    size = first.numel() + second.numel()
+    neighbours = second.storage_offset() == first.storage_offset() + first.numel()
+    if neighbours and first.untyped_storage()._cdata == second.untyped_storage()._cdata:
+        return first.as_strided((1, size), (size, 1))
+    return torch.cat((first, second))[None]
+
+
+def split_messages(
+    messages: Tensor, codes: tuple[Sequence[int], torch.dtype], scales: tuple[Sequence[int], torch.dtype]
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales [ranks, ...] as views of uint8 [ranks, bytes], of which each row is a `message_of`.
+
+    codes, scales: shape and dtype on one rank.
+    """
+    parts, start = [], 0
+    for shape, dtype in (codes, scales):
+        end = start + math.prod(shape) * dtype.itemsize
+        parts.append(messages[:, start:end].view(dtype).unflatten(1, tuple(shape)))
+        start = end
+    return parts[0], parts[1]
 
 
 class _Packed:
@@ -72,7 +124,7 @@ class PackedRows(_Packed):
 
 @dataclass(frozen=True)
 class PackedColumns(_Packed):
-    """The operand along the rows of a tensor [rows, columns] as 4-bit codes, in the kernels' order (`triton_fp4.py`).
+    """The operand along the rows of a tensor [rows, columns] as 4-bit codes, in the kernels' order (`kernels/fp4.py`).
 
     codes: int32 [rows / block, block / 4, columns / 2]; scales: int16 [rows / block, columns / 2]. Or of several ranks
     [ranks, rows / ranks / block, ...], each rank's in one piece.
@@ -108,7 +160,7 @@ class PackedColumns(_Packed):
         grid = (-(-columns // block // groups) * (rows // block),)
         sizes = (columns // block, codes.shape[1], codes.stride(0), scales.stride(0))
         constants = {"BLOCK": block, "GROUPS": groups}
-        launch("triton_fp4.unpack_kernel", grid, (codes, scales, values, *sizes), constants)
+        launch(_UNPACK, grid, (codes, scales, values, *sizes), constants)
         return values.t()
 
 
@@ -172,7 +224,7 @@ class FusedFP4(Fused):
         on_device = [None if key is None else key.device for key in (columns_key, rows_key)]
         keys = [self._hashes if key is None else key for key in on_device]
         launch(
-            "triton_fp4.measure_kernel",
+            _MEASURE,
             (column_programs, min(row_programs, self.size[0] // self.block)),
             (self.x, self._amax, self._hashes, *self.size, *starts, *keys),
             {
@@ -213,7 +265,7 @@ class FusedFP4(Fused):
         groups = (_QUANTIZE_SQUARES if square else _QUANTIZE_COLUMNS) // self.block
         grid, tiles = self._grid(groups, rows := self.block if square else _ROWS)
         launch(
-            "triton_fp4.quantize_columns_kernel",
+            _QUANTIZE_ALONG_COLUMNS,
             grid,
             (self.x, values, codes, scales, self._amax, decode, self._hashes, *self.size, tiles),
             {
@@ -250,7 +302,7 @@ class FusedFP4(Fused):
         assert self.rows is not None
         grid, tiles = self._grid(groups := _QUANTIZE_ROWS_COLUMNS[self.block] // self.block, self.block)
         launch(
-            "triton_fp4.quantize_rows_kernel",
+            _QUANTIZE_ALONG_ROWS,
             grid,
             (self.x, out, scales, self._amax, self._or_x(self.rows_scale), self._hashes, *self.size, tiles),
             {
@@ -274,11 +326,49 @@ class FusedFP4(Fused):
         return (column_programs * -(-row_tiles // tiles),), tiles
 
 
+class FusedFourOverSix(FusedFP4):
+    """`FusedFP4` of four over six, for its operand along the columns: the kernel writes codes, and values are unpacked
+    from them."""
+
+    @staticmethod
+    def makes(side: Side, along: str) -> bool:
+        """Untransformed blocks of one row, rounded to nearest, along the columns."""
+        plain = side.four_over_six and not side.hadamard and side.key is None
+        return plain and side.block[0] == 1 and along == "columns"
+
+    def along_columns(self, *, keep: bool = False) -> Tensor | PackedRows:
+        """BF16 values [rows, k = columns], or with `keep` their codes."""
+        packed = PackedRows(*self.packed_columns())
+        return packed if keep else packed.values()
+
+    def packed_columns(self) -> tuple[Tensor, Tensor]:
+        """Code bytes [rows, columns / 2], the even column in the low nibble, and scale bytes [rows, columns / 16]."""
+        assert self.columns is not None and self.columns_scale is not None
+        rows, columns = self.x.shape
+        sizes = ((rows, columns // 2), torch.uint8), ((rows, columns // 16), torch.uint8)
+        codes, scales = new_pair(*sizes, self.x.device)
+        blocks = self.x.numel() // 16
+        launch(
+            _FOUR_OVER_SIX,
+            (-(-blocks // _FOUR_OVER_SIX_BLOCKS),),
+            (
+                self.x.to(torch.bfloat16).view(torch.int32),
+                codes.view(torch.int64),
+                scales,
+                self._amax.view(torch.float32),
+                self.columns_scale,
+                blocks,
+            ),
+            {"SQUARED": self.columns.four_over_six_error == "squared", "BLOCKS": _FOUR_OVER_SIX_BLOCKS},
+        )
+        return codes, scales
+
+
 def scale_and_cast(x: Tensor, alpha: Tensor, dtype: torch.dtype) -> Tensor:
     """`(x * alpha).to(dtype)` of contiguous FP32 `x` in one pass, `alpha` FP32 0-dim on the device."""
     out = torch.empty_like(x, dtype=dtype)
     grid = (-(-x.numel() // 4096),)
-    launch("triton_fp4.scale_cast_kernel", grid, (x, alpha, out, x.numel()), {"SIZE": 4096, "num_warps": 8})
+    launch(_SCALE_CAST, grid, (x, alpha, out, x.numel()), {"SIZE": 4096})
     return out
 
 

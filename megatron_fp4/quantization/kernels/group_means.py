@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.quantization.triton_arithmetic import as_long
+from megatron_fp4.quantization.kernels.arithmetic import as_long
 
 
 @triton.jit(do_not_specialize=["share"])

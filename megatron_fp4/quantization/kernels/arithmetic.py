@@ -1,6 +1,6 @@
 """The arithmetic of the 4-bit kernels: tiles of pairs, scales, rounding, and single instructions.
 
-See `triton_fp4.py` for what they make up and for what keeps their bits equal to the PyTorch reference.
+See `fp4.py` beside it for what they make up and for what keeps their bits equal to the PyTorch reference.
 """
 
 # mypy: disable-error-code="assignment"

@@ -11,7 +11,7 @@ order, and nothing is exchanged between threads:
 
 Some 9 instructions an element measure and 25 quantize; the 128 numbers of a thread stay in registers. The transform is
 computed twice, which takes less time than writing and reading its result. Values and packed codes are laid out as by
-the kernels of `triton_fp4.py`, which unpack these, too, and what keeps bits equal is what it is there.
+the kernels of `fp4.py`, which unpack these, too, and what keeps bits equal is what it is there.
 """
 
 # ruff: noqa: D103 (kernels are documented by their arguments)
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_fp4.quantization.triton_arithmetic import (
+from megatron_fp4.quantization.kernels.arithmetic import (
     GOLDEN,
     MIX_A,
     MIX_B,
