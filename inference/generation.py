@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inference.sampling import GREEDY, NOT_FINITE, Draws, Sampling, choose
-from megatron_fp4.parallel.collectives import all_gather_tokens
+from megatron_fp4.parallel.layers import all_gather_tokens
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
 

@@ -14,15 +14,14 @@ batch before its backward pass, so that this pass is the same whichever rank com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
 from megatron_fp4.parallel.gathered_codes import WholeWeight, gather_codes, gather_in_fp32
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import Rounding, set_rounding
@@ -83,9 +82,49 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)
 
 
+class FSDPHooks:
+    """The hooks with which FSDP2 gathers parameters and adds gradients up: a tenth of a second of the host's time for a
+    small model's micro-batch.
+
+    In a micro-batch that is neither the first of a step nor the last, with parameters that stay gathered, they have
+    nothing to do: gradients collect in the gathered parameters by themselves. A module does not know whose a hook is,
+    so what is new after each `fully_shard` is written down.
+    """
+
+    KINDS = ("_forward_pre_hooks", "_forward_hooks")
+
+    def __init__(self) -> None:
+        self._found: list[tuple[nn.Module, dict[str, list[int]]]] = []
+
+    @contextmanager
+    def of(self, module: nn.Module) -> Iterator[None]:
+        """A context in which `fully_shard` and what goes with it put their hooks on `module`."""
+        before = {name: set(getattr(module, name)) for name in self.KINDS}
+        yield
+        new = {name: [key for key in getattr(module, name) if key not in before[name]] for name in self.KINDS}
+        self._found.append((module, new))
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Inside, modules run without them. Others' hooks stay; none may come or go."""
+        kept = []
+        for module, found in self._found:
+            for name, keys in found.items():
+                hooks = getattr(module, name)
+                kept.append((hooks, hooks.copy()))
+                for key in keys:
+                    del hooks[key]
+        try:
+            yield
+        finally:
+            for hooks, as_before in reversed(kept):
+                hooks.clear()
+                hooks.update(as_before)
+
+
 def without_fsdp_hooks(model: nn.Module) -> AbstractContextManager[None]:
     """A context for a micro-batch between the first and the last of a step, of a model whose parameters stay gathered:
-    FSDP2's hooks would find nothing to do (parallel/fsdp_hooks.py). Those of a model that was not sharded here stay."""
+    FSDP2's hooks would find nothing to do. Those of a model that was not sharded here stay."""
     hooks: FSDPHooks | None = getattr(model, "_fsdp_hooks", None)
     return nullcontext() if hooks is None else hooks.left_out()
 

@@ -7,7 +7,13 @@
 
 Both linears are quantized by the recipe of the plan. No layer has a bias. With sequence parallelism the linears' own
 function gathers and scatters tokens beside its GEMMs (precision/linear.py); all other collectives are in the forward
-passes below.
+passes below:
+
+    enter_tensor_parallel   before a column-parallel layer: all tokens, whole features
+    leave_tensor_parallel   after a row-parallel layer: partial sums are added up over the ranks
+
+Between layers a rank holds either all tokens, or with sequence parallelism a contiguous slice of them. Sums are taken
+in the tensor's dtype (BF16 in training, as the paper has it).
 
 Row order: where a projection packs several things (the query, key and value heads; Mamba-2's z, x, B, C, dt), its rows
 are ordered by *group* (all rows that belong to KV head or state group 0, then 1, ...). Splitting the rows evenly over
@@ -18,15 +24,17 @@ weight is still one quantized tensor.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fp4.parallel.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.token_messages import start_all_gather, start_reduce_scatter
 
 
 class QuantizedLinear(nn.Module):
@@ -137,3 +145,85 @@ class OutputHead(nn.Module):
         if loss is not None:
             return loss(x_td, self.weight)
         return quantized_linear(x_td if only is None else x_td[only], self.weight, self.context)
+
+
+def enter_tensor_parallel(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    """All tokens on every rank.
+
+    With sequence parallelism: all-gather over tokens, and reduce-scatter of the gradient. Without: the tensor itself,
+    and all-reduce of the gradient.
+    """
+    if mesh.tp_size == 1:
+        return x_td
+    return _GatherTokens.apply(x_td, mesh) if mesh.sequence_parallel else _SumGradient.apply(x_td, mesh)  # type: ignore[return-value]
+
+
+def leave_tensor_parallel(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    """The sum of the ranks' partial results.
+
+    With sequence parallelism: reduce-scatter over tokens, and all-gather of the gradient. Without: all-reduce, and
+    the gradient as it is.
+    """
+    if mesh.tp_size == 1:
+        return y_td
+    return _ScatterSum.apply(y_td, mesh) if mesh.sequence_parallel else _Sum.apply(y_td, mesh)  # type: ignore[return-value]
+
+
+def all_gather_tokens(x_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    """[tokens / tp, dim] -> [tokens, dim], ranks in order."""
+    return start_all_gather(x_td, mesh.tp_group, beside=False).wait()
+
+
+def reduce_scatter_tokens(y_td: Tensor, mesh: ParallelMesh) -> Tensor:
+    """[tokens, dim] partial sums -> [tokens / tp, dim] sums."""
+    return start_reduce_scatter(y_td, mesh.tp_group, beside=False).wait()
+
+
+def all_reduce_sum(x: Tensor, mesh: ParallelMesh) -> Tensor:
+    """The sum over tensor-parallel ranks, in a new tensor."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=mesh.tp_group)
+    return out
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: ParallelMesh) -> Tensor:
+        ctx.mesh = mesh
+        return all_gather_tokens(x, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_tokens(grad_outputs[0], ctx.mesh), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, mesh: ParallelMesh) -> Tensor:
+        ctx.mesh = mesh
+        return reduce_scatter_tokens(y, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return all_gather_tokens(grad_outputs[0], ctx.mesh), None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: ParallelMesh) -> Tensor:
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return all_reduce_sum(grad_outputs[0], ctx.mesh), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, mesh: ParallelMesh) -> Tensor:
+        return all_reduce_sum(y, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None

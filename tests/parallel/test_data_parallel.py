@@ -12,8 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.parallel.data_parallel import apply_data_parallel, shard, without_fsdp_hooks
-from megatron_fp4.parallel.fsdp_hooks import FSDPHooks
+from megatron_fp4.parallel.data_parallel import FSDPHooks, apply_data_parallel, shard, without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part, rounding_of
