@@ -203,7 +203,5 @@ def inverse_tensor_scale(tensor: NVFP4Tensor) -> Tensor:
 
 
 def activations_in_fp4(trained: TrainedPlan) -> bool:
-    """Whether fprop multiplies NVFP4 activations by every NVFP4 weight, and nothing else: where they are without their
-    means, it adds these, and no engine does."""
-    operands = [row.recipe[FPROP_ACTIVATION] for row in trained.fp4().values()]
-    return all(operand.format == "nvfp4" and not operand.removes_mean for operand in operands)
+    """Whether fprop multiplies NVFP4 activations by every NVFP4 weight."""
+    return all(row.recipe[FPROP_ACTIVATION].format == "nvfp4" for row in trained.fp4().values())

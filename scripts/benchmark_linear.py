@@ -31,13 +31,11 @@ from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 _X, _W, _DY = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16)), Operand("nvfp4", (1, 16), "stochastic")
-_X_REST = Operand("nvfp4", (1, 16), mean="removed")
 _MX, _MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), "stochastic")
 _F8, _F8_W = Operand("fp8", (1, 128)), Operand("fp8", (128, 128))
 RECIPES = {
     "bf16": BF16,
     "nvfp4": Recipe("nvfp4", Gemm(_X, _W), Gemm(_DY, _W), Gemm(_DY, _X, 16)),
-    "nvfp4_means": Recipe("nvfp4_means", Gemm(_X_REST, _W), Gemm(_DY, _W), Gemm(_DY, _X_REST, 16)),
     "mxfp4": Recipe("mxfp4", Gemm(_MX, _MX), Gemm(_MX_DY, _MX), Gemm(_MX_DY, _MX, 32)),
     "fp8": Recipe("fp8", Gemm(_F8, _F8_W), Gemm(_F8, _F8_W), Gemm(_F8, _F8)),
     "all_the_way": Recipe("all_the_way", Gemm(_X, _X), Gemm(_DY, _X), Gemm(_DY, _DY)),

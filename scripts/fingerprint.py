@@ -64,7 +64,6 @@ CASES: dict[str, tuple[int, str]] = {
         1,
         "precision.wgrad.rht=0 precision.wgrad.activation.reuse_fprop=true precision.dgrad.weight.reuse_fprop=true",
     ),
-    "means": (1, "precision=nvfp4_mean_removed precision.mean_group=32"),
     "fresh signs everywhere": (1, "precision.rht_signs=fresh precision.fprop.rht=16 precision.dgrad.rht=16"),
     "FP32": (1, "precision.compute_dtype=float32"),
     "odd sizes": (1, "train.sequence_length=48 model.num_query_heads=4 precision=mxfp4"),

@@ -31,7 +31,6 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fair_rounding import Draws, fairness
 from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.recipe import GEMMS, USES, Place, Recipe, recipe_from_config
 from megatron_fp4.precision.refusals import recipes_by_key
 from megatron_fp4.precision.selftest import Case, Finding, check, sample_tensors, transformed
@@ -199,8 +198,7 @@ def fairness_of(backend: Backend, case: Case, device: torch.device) -> dict[str,
                 assert made is not None
                 return made()
 
-            source = without_means(plain, place, tensor)
-            rows = transformed(source.t() if index else source, plain, place).contiguous()
+            rows = transformed(tensor.t() if index else tensor, plain, place).contiguous()
             found[place.name] = fairness(rows, Draws(make, _FAIRNESS_DRAWS), operand)
     return found
 

@@ -64,25 +64,6 @@ def test_a_targets_list_is_named_by_the_target(configs: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["precision.switch.target", "precision.exceptions[0].precision"])
-def test_what_is_said_of_a_files_means_can_be_done(configs: Path, key: str) -> None:
-    def overrides(name: str, sequence_length: int) -> list[str]:
-        length = f"train.sequence_length={sequence_length}"
-        if "target" in key:
-            return ["precision.switch.when=0.5", f"precision.switch.target={name}", length]
-        return [f"precision.exceptions=[{{names: ['*.up_proj'], precision: {name}}}]", length]
-
-    theirs = "defaults: [nvfp4_mean_removed, _self_]\nexceptions: []\n"
-    (configs / "precision" / "theirs.yaml").write_text(theirs)
-    message = refused(*overrides("theirs", 192))
-    assert message.startswith(f"{key}=theirs: precision.mean_group=128 does not divide train.sequence_length=192, and ")
-    said = "use a multiple of 128, or instead of theirs name a file of your own under configs/precision with "
-    assert message.endswith(said + "defaults: [theirs, _self_] and mean_group: 64")
-    assembly.configure(overrides("theirs", 256))
-    (configs / "precision" / "mine.yaml").write_text("defaults: [theirs, _self_]\nmean_group: 64\n")
-    assembly.configure(overrides("mine", 192))
-
-
 def test_a_linear_must_be_able_to_switch() -> None:
     backward = [*FRESH, "precision.switch.scope=backward"]
     message = refused(*backward)

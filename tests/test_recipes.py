@@ -16,7 +16,6 @@ NVFP4_KINDS = (
     "nvfp4_4over6_1x16",
     "nvfp4_all_the_way",
     "nvfp4_best",
-    "nvfp4_mean_removed",
     "nvfp4_nemotron_3",
     "nvfp4_quartet2",
 )
@@ -33,7 +32,6 @@ GRADIENT_ERROR = {
     "nvfp4_4over6_1x16": 0.6,
     "nvfp4_best": 0.6,
     "nvfp4_quartet2": 0.6,
-    "nvfp4_mean_removed": 0.6,
 }
 
 

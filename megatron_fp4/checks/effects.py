@@ -3,10 +3,9 @@
 Only values that are not the default are refused, and not what an override naturally leaves behind:
 
     refused                                                         accepted
-    `rounding`, `block`, `mean`, `rht` or BF16 blocks of a recipe   of a BF16 operand or GEMM in another recipe: they
-      that quantizes nothing                                          went with the format that was replaced
-    `rht_signs` without a transform, `amax` without nvfp4,          `amax=shard` without tensor parallelism
-      `mean_group` without an operand whose mean is removed
+    `rounding`, `block`, `rht` or BF16 blocks of a recipe that      of a BF16 operand or GEMM in another recipe: they
+      quantizes nothing                                               went with the format that was replaced
+    `rht_signs` without a transform, `amax` without nvfp4           `amax=shard` without tensor parallelism
     `diagnostics` of a run that never quantizes
     `recheck_action` without rechecks, `replay_action` without
       replays
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig, OperandConfig, PrecisionConfig, SwitchConfig
 from megatron_fp4.config.schema import Config, ConfigError, RunConfig, SpikesConfig, ValidationConfig
-from megatron_fp4.precision.recipe import GEMMS, Recipe, uses_amax, uses_means, uses_signs
+from megatron_fp4.precision.recipe import GEMMS, Recipe, uses_amax, uses_signs
 
 
 def validate_effects(precision: PrecisionConfig, recipes: Sequence[Recipe], key: str) -> None:
@@ -43,11 +42,6 @@ def validate_effects(precision: PrecisionConfig, recipes: Sequence[Recipe], key:
     if precision.amax != PrecisionConfig().amax and not uses_amax(recipe.gemms.values()):
         raise ConfigError(
             f"{key}.amax={precision.amax} has no effect: only nvfp4 operands have a tensor maximum; leave it at global"
-        )
-    if precision.mean_group != PrecisionConfig().mean_group and not uses_means(recipe.gemms.values()):
-        raise ConfigError(
-            f"{key}.mean_group={precision.mean_group} has no effect: no quantized operand is without its mean; leave "
-            f"it at {PrecisionConfig().mean_group}, or set {key}.fprop.activation.mean=removed"
         )
     if not any(other.quantized for other in recipes):
         _unquantized(precision, key)
@@ -126,7 +120,7 @@ def _unquantized_gemms(precision: PrecisionConfig, key: str) -> None:
         given = {f"{gemm}.rht": (getattr(precision, gemm).rht, 0)}
         for name in names:
             operand = getattr(getattr(precision, gemm), name)
-            for option in ("rounding", "block", "mean"):
+            for option in ("rounding", "block"):
                 given[f"{gemm}.{name}.{option}"] = getattr(operand, option), getattr(OperandConfig(), option)
         for option, (value, default) in given.items():
             if value != default:

@@ -5,12 +5,10 @@ Options without effect are for `checks/effects.py`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
-from typing import get_args
 
 from megatron_fp4.checks.effects import validate_effects
-from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig, TokenGroup
+from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.schema import Bf16BlocksDefault, Config, ConfigError
 from megatron_fp4.precision.plan import Plan, recipe_of
 from megatron_fp4.precision.recipe import PLACES, Place
@@ -29,7 +27,6 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
         for place, operand in _operands(of_part):
             _operand(operand, f"{where}.{place.key}")
             _ms_eden(of_part, place, operand, where)
-            _mean(of_part, place, operand, where, config)
         _reuse(of_part, where)
         _source(of_part, where)
     recipes = recipes_by_key(precision, key)
@@ -160,42 +157,6 @@ def _ms_eden(config: PrecisionConfig, place: Place, operand: OperandConfig, key:
         )
 
 
-def _mean(precision: PrecisionConfig, place: Place, operand: OperandConfig, key: str, config: Config) -> None:
-    """Means are over tokens of one sequence, and an operand made of fprop's codes is without those that fprop's is."""
-    if operand.format == "bf16":
-        return
-    where = f"{key}.{place.key}"
-    if place.tensor == "weight" and operand.mean == "removed":
-        raise ConfigError(f"{where}.mean=removed: means are over tokens, and a weight has none; set it to kept")
-    source: OperandConfig = getattr(precision.fprop, place.tensor, OperandConfig())
-    if operand.source == "forward" and source.format != "bf16" and operand.mean != source.mean:
-        raise ConfigError(
-            f"{where}.mean={operand.mean} with source=forward, but {key}.fprop.{place.tensor}.mean={source.mean}, and "
-            "its codes stand for the tensor as fprop had it; make them equal, or set source to tensor"
-        )
-    if operand.mean == "kept":
-        return
-    lengths = {"train.sequence_length": config.train.sequence_length}
-    for index, phase in enumerate(config.data.phases):
-        if phase.sequence_length is not None:
-            lengths[f"data.phases[{index}].sequence_length"] = phase.sequence_length
-    for name, length in lengths.items():
-        if length % precision.mean_group:
-            # Lengths are multiples of 16 by now (checks/combinations.py), and so is this power of two.
-            fitting = math.gcd(*lengths.values(), max(get_args(TokenGroup)))
-            file, _, own = key.rpartition(": ")
-            remedy = f"set {key}.mean_group={fitting}"
-            if file:  # which a switch or an exception names: no override reaches into it
-                base = file.rpartition("=")[2]
-                of_yours = f"defaults: [{base}, _self_] and mean_group: {fitting}"
-                remedy = f"instead of {base} name a file of your own under configs/precision with {of_yours}"
-            raise ConfigError(
-                f"{key}.mean_group={precision.mean_group} does not divide {name}={length}, and {own}.{place.key}."
-                f"mean=removed takes means of tokens of one sequence; use a multiple of {precision.mean_group}, or "
-                f"{remedy}"
-            )
-
-
 def _source(config: PrecisionConfig, key: str) -> None:
     """`source: forward` asks for codes of the untransformed tensor that fprop makes, and that BF16 holds."""
     for place, operand in _operands(config):
@@ -281,5 +242,4 @@ def _switch(precision: PrecisionConfig, key: str) -> None:
 
 def _described(operand: OperandConfig) -> str:
     flags = [name for name in ("four_over_six", "power_of_two_scales") if getattr(operand, name)]
-    means = ["without mean"] if operand.mean == "removed" else []
-    return " ".join([operand.format, operand.block, operand.rounding, *flags, *means])
+    return " ".join([operand.format, operand.block, operand.rounding, *flags])

@@ -10,6 +10,11 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_NO_MEANS = "is no key any more: operands are never without their means; leave it out"
+_MEANS = tuple(
+    f"precision.{operand}.mean"
+    for operand in "fprop.activation fprop.weight dgrad.gradient dgrad.weight wgrad.gradient wgrad.activation".split()
+)
 # key or section -> (the value that always holds now, None: none does; why, with the remedy)
 _GONE = {
     "optimizer.implementation": (
@@ -17,10 +22,12 @@ _GONE = {
         "is no key any more: torch's fused AdamW, faster than Transformer Engine's where both were measured, is the "
         "only one; leave it out",
     ),
+    "precision.mean_group": (None, _NO_MEANS),
+    **{key: ("kept", _NO_MEANS) for key in _MEANS},
     "optimizer.deoscillation": (None, "is no key any more: master weights are never reset; leave it out"),
 }
 # Abilities that are gone: key -> the value under which a run did without it. A run that used one cannot resume.
-_ABILITIES = {"optimizer.deoscillation.interval": 0}
+_ABILITIES = {"optimizer.deoscillation.interval": 0, **dict.fromkeys(_MEANS, "kept")}
 
 
 def why_gone(key: str) -> str | None:

@@ -10,7 +10,6 @@ from pydantic.dataclasses import dataclass
 from megatron_fp4.config.strict import STRICT, AtLeastOne, AtLeastZero, Positive
 
 TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
-TokenGroup = Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -31,9 +30,6 @@ class OperandConfig:
     source: `tensor`; or `forward`: quantize what fprop's codes of the same tensor stand for, transposed, instead of the
         tensor. Of dgrad's weight and wgrad's activation; the forward pass then keeps codes alone.
     four_over_six_error: which error of a block decides: the sum of `absolute` or of `squared` errors.
-    mean: `removed`: of every feature the mean over each group of `mean_group` tokens is subtracted before the operand
-        is transformed and quantized, and its part of the product is added in BF16 (Averis, arXiv 2603.10444). Of
-        activations and gradients; `kept`: the operand is quantized as it is.
     """
 
     format: str = "bf16"
@@ -44,7 +40,6 @@ class OperandConfig:
     reuse_fprop: bool = False
     source: Literal["tensor", "forward"] = "tensor"
     four_over_six_error: Literal["absolute", "squared"] = "absolute"
-    mean: Literal["kept", "removed"] = "kept"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -106,14 +101,11 @@ class RecipeConfig:
     amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
         `shard` is Transformer Engine's per-shard behaviour.
     rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
-    mean_group: tokens of one sequence, one after another, that share the mean which `mean: removed` subtracts; it
-        divides the sequence length.
     """
 
     name: str = "bf16"
     amax: Literal["global", "shard"] = "global"
     rht_signs: Literal["fixed", "none", "fresh"] = "fixed"
-    mean_group: TokenGroup = 128
     fprop: FpropConfig = field(default_factory=FpropConfig)
     dgrad: DgradConfig = field(default_factory=DgradConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)

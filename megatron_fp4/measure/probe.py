@@ -43,7 +43,6 @@ from megatron_fp4.measure.statistics import (
 from megatron_fp4.precision.emulated import gemm
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.gemm_operand import GemmOperand
-from megatron_fp4.precision.means import without_means
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
@@ -192,7 +191,7 @@ class ProbedCall:
         call, x = self.call, self.x
         assert x is not None
         weight = call.pad_rows(call.weight)
-        self._operand(FPROP_ACTIVATION, without_means(call, FPROP_ACTIVATION, call.pad_tokens(x)), x.numel())
+        self._operand(FPROP_ACTIVATION, call.pad_tokens(x), x.numel())
         self._operand(FPROP_WEIGHT, weight, call.weight.numel())
         if call.recipe[DGRAD_WEIGHT].reuse_fprop or call.same_weight_codes:
             self.probe.repeat(call.context.name, DGRAD_WEIGHT, of=FPROP_WEIGHT)
@@ -207,15 +206,14 @@ class ProbedCall:
         assert x is not None, "a graph that is walked through twice cannot be measured"
         padded = call.pad(dy)
         if dx is not None:
-            self._operand(DGRAD_GRADIENT, without_means(call, DGRAD_GRADIENT, padded), dy.numel())
+            self._operand(DGRAD_GRADIENT, padded, dy.numel())
             self._product("dgrad", dy, call.weight.t(), dx, self._ranks_that_shard_weight(0))
         if dw is not None:
-            self._operand(WGRAD_GRADIENT, without_means(call, WGRAD_GRADIENT, padded).t(), dy.numel())
+            self._operand(WGRAD_GRADIENT, padded.t(), dy.numel())
             if call.recipe[WGRAD_ACTIVATION].reuse_fprop:
                 self.probe.repeat(call.context.name, WGRAD_ACTIVATION, of=FPROP_ACTIVATION)
             else:
-                rest = without_means(call, WGRAD_ACTIVATION, call.pad_tokens(x))
-                source, unit = self._source(WGRAD_ACTIVATION, rest)
+                source, unit = self._source(WGRAD_ACTIVATION, call.pad_tokens(x))
                 self._operand(WGRAD_ACTIVATION, source.t(), x.numel(), unit)
             self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
         self.x = None

@@ -22,9 +22,6 @@ A slice is quantized before it is gathered, by the maximum of the whole tensor a
 its codes are those of the whole, a quarter of the bytes and each rank's share of the work. x waits for the backward
 pass as the rank's own slice. Slices that are no whole blocks, and backends that cannot join operands, gather first.
 
-Operands may be without their means over groups of tokens: what that takes from the products is added behind each GEMM
-(precision/means.py).
-
 The function takes the weight as a DTensor and returns its gradient as an FP32 one (precision/fp32_gradients.py). Where
 a backend's GEMM can add to a gradient, that of the second and later micro-batches goes into the weight's `.grad` from
 inside the function, which then returns None: `.backward()` sees no difference, `torch.autograd.grad` would.
@@ -42,7 +39,6 @@ from megatron_fp4.precision.backend import BackendOperand
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, gradient_of
 from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.means import add_means, add_products_of_means, adds_means, means_of_all, split
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     FPROP_ACTIVATION,
@@ -78,17 +74,14 @@ class _QuantizedLinear(torch.autograd.Function):
         reuse, keeps = call.recipe[WGRAD_ACTIVATION].reuse_fprop, needs_wgrad and context.keeps_input
         again = needs_wgrad and not keeps and call.requantizes("activation")
         x_tokens = call.pad_tokens(call.gathered_unless_sliced(x, "activation"))
-        means, rest = split(call, "activation", x_tokens, needs_wgrad)
         make_fprop, make_wgrad = call.prepare(
             FPROP_ACTIVATION,
             WGRAD_ACTIVATION if needs_wgrad and not (reuse or keeps or again) else None,
             x_tokens,
             keep_columns=again,
             keep_rows=True,
-            rest=rest,
         )
-        del x_tokens, rest
-        means = means_of_all(call, "activation", means)
+        del x_tokens
         x_kept = None
         if again and make_fprop is not None:  # fprop's codes wait for the backward pass, of this rank's tokens
             x_kept = make_fprop()
@@ -98,9 +91,7 @@ class _QuantizedLinear(torch.autograd.Function):
         if make_wgrad is not None and "activation" in call.slices:
             x_wgrad = make_wgrad()  # while the codes for fprop travel
         x_fprop = receive_fprop()
-        y = call.backend.gemm(x_fprop, w_fprop, x.dtype)
-        add_means(call, FPROP_ACTIVATION, y, means, w_fprop)
-        y = call.result(y)
+        y = call.result(call.backend.gemm(x_fprop, w_fprop, x.dtype))
         if needs_wgrad and reuse and not keeps:
             x_wgrad = call.transposed(x_fprop)
         del x_fprop
@@ -114,9 +105,7 @@ class _QuantizedLinear(torch.autograd.Function):
             x_wgrad = make_wgrad()  # while y is summed
         x_wgrad = x_kept if x_wgrad is None else x_wgrad
         operands = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
-        ctx.adds_means = needs_wgrad and adds_means(call.recipe)
-        kept = [x] * keeps + [means] * ctx.adds_means
-        ctx.save_for_backward(*(tensor for operand in operands for tensor in operand.tensors()), *kept)
+        ctx.save_for_backward(*(tensor for operand in operands for tensor in operand.tensors()), *[x] * keeps)
         ctx.call, ctx.layouts, ctx.keeps = call, [operand.layout for operand in operands], keeps
         ctx.weight = weight
         return y if scattered is None else scattered.wait()
@@ -129,35 +118,28 @@ class _QuantizedLinear(torch.autograd.Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         dx = dw = scattered = make_x = None
         # Maxima first: their exchange would wait for larger messages.
-        x_means = saved[-1] if ctx.adds_means else None
         if needs_wgrad and ctx.keeps:
             make_x = call.wgrad_activation(call.pad_tokens(call.gathered_unless_sliced(saved[3], "activation")))
         elif needs_wgrad:
             make_x = functools.partial(call.wgrad_operand, saved[3:6], ctx.layouts[1])
         dy_tokens = call.pad(call.gathered_unless_sliced(grad_outputs[0], "gradient"))
-        dy_means, rest = split(call, "gradient", dy_tokens, needs_wgrad)
         make_dgrad, make_wgrad = call.prepare(
-            DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None, dy_tokens, rest=rest
+            DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None, dy_tokens
         )
-        del dy_tokens, rest
-        dy_means = means_of_all(call, "gradient", dy_means)
+        del dy_tokens
         receive_x = call.send(make_x, WGRAD_ACTIVATION)
         receive_dgrad, receive_wgrad = call.send(make_dgrad, DGRAD_GRADIENT), call.send(make_wgrad, WGRAD_GRADIENT)
         # Each operand is as large as dy; one at a time.
         if receive_dgrad is not None:
             w_dgrad = call.dgrad_weight(backend.operand_from_saved(saved[:3], ctx.layouts[0]))
-            dx = backend.gemm(receive_dgrad(), w_dgrad, call.dtype)
-            add_means(call, DGRAD_GRADIENT, dx, dy_means, w_dgrad)
+            dx = call.unpad_tokens(backend.gemm(receive_dgrad(), w_dgrad, call.dtype))
             del w_dgrad
-            dx = call.unpad_tokens(dx)
             if context.in_tokens is not None:
                 scattered = start_reduce_scatter(dx, context.in_tokens, beside=receive_wgrad is not None)
         if receive_wgrad is not None and receive_x is not None:
             x_wgrad = receive_x()
             total = call.running_gradient(ctx.weight) if ctx.probed is None else None
             made = call.weight_gradient(receive_wgrad(), x_wgrad, total)
-            if x_means is not None and dy_means is not None:
-                add_products_of_means(call, made, dy_means, x_means)
             dw = gradient_of(made, call.gradient_spec) if total is None else None
         if ctx.probed is not None:
             ctx.probed.backward(call.seen(call.whole(grad_outputs[0], "gradient")), dx, dw)

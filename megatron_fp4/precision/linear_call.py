@@ -12,7 +12,6 @@ boundaries depend on the model alone, not on how many ranks share the weight.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from megatron_fp4.precision.backend import (
 from megatron_fp4.precision.emulated import EmulatedBackend, transform_signs
 from megatron_fp4.precision.fp32_gradients import gradient_spec, local_part, rounding_of
 from megatron_fp4.precision.linear_context import LinearContext, same_weight_codes
-from megatron_fp4.precision.means import mean_tokens, without_means
 from megatron_fp4.precision.packed_weight import codes_of
 from megatron_fp4.precision.recipe import (
     DGRAD_WEIGHT,
@@ -73,8 +71,8 @@ class LinearCall:
         for tensor, group in (("activation", context.in_tokens), ("gradient", context.out_tokens)):
             if group is None or not self._sends_operands(tensor):
                 continue
-            # Whole blocks, tiles and groups with a mean; padding then is none.
-            if self.num_tokens % (group.size() * math.lcm(demands.tokens, mean_tokens(self.recipe, tensor))) == 0:
+            # Whole blocks and tiles; padding then is none.
+            if self.num_tokens % (group.size() * demands.tokens) == 0:
                 self.slices[tensor] = group
 
     @property
@@ -92,25 +90,18 @@ class LinearCall:
         *,
         keep_columns: bool = False,
         keep_rows: bool = False,
-        rest: Tensor | None = None,
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
         keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype
-        is BF16, and counts as rounded then (weights). rest: as `without_means` has it.
+        is BF16, and counts as rounded then (weights).
         """
-        removed = {self.recipe[place].removes_mean for place in (columns, rows) if place is not None}
-        if len(removed) == 2:
-            # Two different tensors.
-            first, _ = self.prepare(columns, None, x, keep_columns=keep_columns, rest=rest)
-            _, second = self.prepare(None, rows, x, keep_rows=keep_rows, rest=rest)
-            return first, second
         place = columns or rows
         tensor = "" if place is None else place.tensor
         sliced = tensor in self.slices
         return self.backend.operands(
-            x if place is None else without_means(self, place, x, rest),
+            x,
             None if columns is None else self.request(columns),
             None if rows is None else self.request(rows),
             dtype=self.dtype,

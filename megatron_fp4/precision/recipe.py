@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -32,8 +31,6 @@ from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import Encoded
-
-_T = TypeVar("_T", int, str)
 
 # The tensors that each GEMM multiplies: left, right.
 GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wgrad": ("gradient", "activation")}
@@ -89,7 +86,6 @@ class Operand:
     reuse_fprop: bool = False
     source: str = "tensor"
     four_over_six_error: str = "absolute"
-    mean: str = "kept"
 
     @property
     def quantized(self) -> bool:
@@ -100,11 +96,6 @@ class Operand:
     def drawn(self) -> bool:
         """Whether its codes depend on draws: its elements (`stochastic`) or its block scales (`ms_eden`) do."""
         return self.rounding != "nearest"
-
-    @property
-    def removes_mean(self) -> bool:
-        """Whether what is quantized is the tensor without its means over groups of tokens."""
-        return self.quantized and self.mean == "removed"
 
     @property
     def group(self) -> tuple[int, int]:
@@ -136,7 +127,6 @@ class Operand:
         marks += ["2^k"] if self.power_of_two_scales else []
         marks += ["as fprop"] if self.reuse_fprop else []
         marks += ["of fprop's codes"] if self.source == "forward" else []
-        marks += ["without mean"] if self.mean == "removed" else []
         return " ".join(marks)
 
 
@@ -170,16 +160,10 @@ def uses_amax(gemms: Iterable[Gemm]) -> bool:
     return any(format_of(operand.format).tensor_scale for operand in operands)
 
 
-def uses_means(gemms: Iterable[Gemm]) -> bool:
-    """Whether `mean_group` makes a difference to any of `gemms`."""
-    return any(operand.removes_mean for gemm in gemms for operand in gemm.operands)
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """Three GEMMs, where the signs of their Hadamard transforms come from, whether tensor-parallel ranks share their
-    tensors' maxima (`amax`: `global` or `shard`), and how many tokens share the mean that operands may be without.
-    `recipe[DGRAD_GRADIENT]` is one of its operands."""
+    """Three GEMMs, where the signs of their Hadamard transforms come from, and whether tensor-parallel ranks share
+    their tensors' maxima (`amax`: `global` or `shard`). `recipe[DGRAD_GRADIENT]` is one of its operands."""
 
     name: str = "bf16"
     fprop: Gemm = Gemm()
@@ -187,7 +171,6 @@ class Recipe:
     wgrad: Gemm = Gemm()
     rht_signs: str = "fixed"
     amax: str = "global"
-    mean_group: int = 128
 
     def __getitem__(self, place: Place) -> Operand:
         operand: Operand = getattr(getattr(self, place.gemm), place.side)
@@ -219,8 +202,7 @@ class Recipe:
         lines = []
         for name, gemm in self.gemms.items():
             transform = f", RHT {gemm.rht} ({self.rht_signs} signs)" if gemm.rht else ""
-            means = f", means over {self.mean_group} tokens" if uses_means([gemm]) else ""
-            lines.append(f"{name} {symbols[name]}: {gemm.left} | {gemm.right}{transform}{means}")
+            lines.append(f"{name} {symbols[name]}: {gemm.left} | {gemm.right}{transform}")
         return lines
 
 
@@ -230,7 +212,7 @@ BF16 = Recipe()
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
     """The recipe of a precision config or of an exception (which checks/precision.py has checked)."""
     fprop, dgrad, wgrad = (_gemm(getattr(config, name), tensors) for name, tensors in GEMMS.items())
-    return Recipe(config.name, fprop, dgrad, wgrad, config.rht_signs, config.amax, config.mean_group)
+    return Recipe(config.name, fprop, dgrad, wgrad, config.rht_signs, config.amax)
 
 
 def rounded_to_nearest(recipe: Recipe) -> Recipe:
@@ -251,8 +233,7 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     other that took fprop's codes, or what these stand for, are quantized by themselves: those codes are of another
     recipe now.
 
-    `rht_signs`, `amax` and `mean_group` are one for all GEMMs: those of the recipe of which a part remains that uses
-    them.
+    `rht_signs` and `amax` are one for all GEMMs: those of the recipe of which a part remains that uses them.
     Raises ValueError for a scope that is none, and where parts of both recipes use one of these and differ in it.
     """
     if scope == "both":
@@ -269,7 +250,7 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     def by_itself(gemm: Gemm) -> Gemm:
         return replace(gemm, right=replace(gemm.right, reuse_fprop=False, source="tensor"))
 
-    def shared(option: str, before: _T, after: _T, uses: Callable[[Iterable[Gemm]], bool]) -> _T:
+    def shared(option: str, before: str, after: str, uses: Callable[[Iterable[Gemm]], bool]) -> str:
         keeps, takes = uses(current.gemms[name] for name in kept), uses(other.gemms[name] for name in taken)
         if keeps and takes and before != after:
             raise ValueError(
@@ -286,7 +267,6 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
         by_itself(backward.wgrad),
         shared("rht_signs", current.rht_signs, other.rht_signs, uses_signs),
         shared("amax", current.amax, other.amax, uses_amax),
-        shared("mean_group", current.mean_group, other.mean_group, uses_means),
     )
 
 
@@ -309,5 +289,4 @@ def _operand(config: OperandConfig) -> Operand:
         reuse_fprop=config.reuse_fprop,
         source=config.source,
         four_over_six_error=config.four_over_six_error,
-        mean=config.mean,
     )

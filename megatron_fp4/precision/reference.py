@@ -17,16 +17,6 @@ left times right in FP32, multiplied by both tensor scales in FP32, and rounded 
                 multiplied on at the end), transposed, instead of from the tensor
 
 Tokens and output features are padded with zeros to whole blocks, which changes no code and no product.
-
-    mean        an activation or gradient may be without its means over groups of tokens: x = 1 m^T + R, and only R
-                becomes the operand. What that takes from the products is added, with m in the type of x:
-
-        y  += 1 (m_x Wq^T)       Wq: fprop's W, as quantized; m behind fprop's transform, if there is one
-        dx += 1 (m_dy Wq)        of dgrad
-        dW += sum over groups of tokens * m_dy m_x^T      whether one operand of wgrad is without its mean or both
-
-    The first two are FP32 rows, added to the rounded product of all tokens of their group and rounded again; the third
-    is added in FP32. The sums of R over a group are zero but for roundings, so the mixed terms of dW are none.
 """
 
 from __future__ import annotations
@@ -38,8 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_fp4.precision.demands import block_demands
-from megatron_fp4.precision.recipe import PLACES, USES, Operand, Place, Recipe, uses_means
-from megatron_fp4.quantization.group_means import group_means, group_sums, without_means
+from megatron_fp4.precision.recipe import PLACES, USES, Operand, Place, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import QuantizedTensor
@@ -60,8 +49,6 @@ def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Key
         "weight": pad(w.to(x.dtype), (0, 0, 0, more_outputs)),
         "gradient": pad(dy, (0, more_outputs, 0, more_tokens)),
     }
-    size = recipe.mean_group
-    means = {"activation": group_means(x, size), "gradient": group_means(tensors["gradient"][:tokens], size)}
     operands: dict[Place, tuple[Tensor, Tensor]] = {}
     for place in PLACES:
         operand = recipe[place]
@@ -73,29 +60,14 @@ def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Key
                 operands[place] = values, own_scale * scale
         else:
             tensor = tensors[place.tensor]
-            if operand.removes_mean:
-                rest = without_means(tensor[:tokens], means[place.tensor], size)
-                tensor = pad(rest, (0, 0, 0, more_tokens))
             operands[place] = _operand(tensor.t() if place.transposed else tensor, place, recipe, keys)
 
     def product(gemm: str) -> Tensor:
         (left, left_scale), (right, right_scale) = (operands[place] for place in PLACES if place.gemm == gemm)
         return (left @ right.t()) * (left_scale * right_scale)
 
-    def with_means(gemm: str) -> Tensor:
-        rounded = product(gemm)[:tokens].to(x.dtype)
-        left, right = (place for place in PLACES if place.gemm == gemm)
-        if not recipe[left].removes_mean:
-            return rounded
-        rows, (weight, scale) = _transformed(means[left.tensor], gemm, recipe, keys).to(torch.float32), operands[right]
-        terms = (rows @ weight.t()) * scale
-        return (rounded.to(torch.float32) + terms.repeat_interleave(size, dim=0)[:tokens]).to(x.dtype)
-
-    dw = product("wgrad")
-    if uses_means([recipe.wgrad]):
-        sums = group_sums(means["gradient"], tokens, size).to(torch.float32)
-        dw += sums.t() @ means["activation"].to(torch.float32)
-    return with_means("fprop")[:, :outputs], with_means("dgrad"), dw[:outputs]
+    y, dx = (product(gemm)[:tokens].to(x.dtype) for gemm in ("fprop", "dgrad"))
+    return y[:, :outputs], dx, product("wgrad")[:outputs]
 
 
 def _transformed(rows: Tensor, gemm: str, recipe: Recipe, keys: Keys) -> Tensor:

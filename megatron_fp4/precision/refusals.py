@@ -87,8 +87,6 @@ def _of_transformer_engine(operand: Operand, place: Place, rht: int, key: str) -
     drawn, (rows, columns) = operand.rounding == "stochastic", operand.block
     if operand.rounding == "ms_eden":
         yield Refusal(f"{key}.rounding=ms_eden", f"it has no such quantizer; use stochastic or nearest, {_EMULATED}")
-    if operand.mean == "removed":
-        yield Refusal(f"{key}.mean=removed", f"its GEMMs add no rows of means to a product; use kept, {_EMULATED}")
     if operand.source == "forward":
         yield Refusal(f"{key}.source=forward", f"its quantizers take tensors; use tensor, {_EMULATED}")
     if drawn and (operand.format != "nvfp4" or place.tensor != "gradient"):

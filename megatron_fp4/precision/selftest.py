@@ -15,7 +15,6 @@ on one GPU generation, scales blocked along the wrong dimension. For each linear
     draws      where two operands of one tensor round stochastically, their draws are independent
     maximum    where ranks share a tensor's maximum: every operand is scaled by that of all of them
     products   fprop, dgrad and wgrad at full size from the backend's own operands, against FP64 on 256 rows
-    means      where operands are without them: means, what is left, and the products that means add (means_check.py)
     bytes      of the backend `torch` in place of `rounding`, since its draws are the reference's: codes, block scales
                and tensor scale of every operand as its GEMM reads them, bit for bit
     poison     NaN and inf in x, W or dy reach the products
@@ -52,8 +51,6 @@ from megatron_fp4.precision.comparison import (
 from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
 from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.means import without_means
-from megatron_fp4.precision.means_check import mean_faults
 from megatron_fp4.precision.operand_check import operand_fault
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.recipe import PLACES, USES, Gemm, Operand, Place, Recipe, rounded_to_nearest
@@ -161,8 +158,6 @@ def check(backend: Backend, case: Case, device: torch.device) -> Iterator[Findin
             product = backend.gemm(left, right, torch.float32 if name == "wgrad" else torch.bfloat16)
             errors = product_errors(product, left, right, product_rows(product))
             yield Finding(case, f"{name} product", errors.fault, errors.total)
-    for what, fault, error in mean_faults(call, tensors, made):
-        yield Finding(case, what, fault, error)
     if isinstance(backend, torch_scaled_mm.TorchBackend):
         yield from _byte_findings(backend, case, tensors)
     else:
@@ -183,8 +178,7 @@ def _makers(call: LinearCall, tensors: Mapping[str, Tensor]) -> Iterator[tuple[P
         makers = call.prepare(*USES[name], tensor)
         for place, make in zip(USES[name], makers, strict=True):
             assert make is not None
-            source = without_means(call, place, tensor)
-            yield place, make, source.t() if place.transposed else source
+            yield place, make, tensor.t() if place.transposed else tensor
 
 
 def sample_tensors(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,8 +279,7 @@ def _rounding_findings(backend: Backend, case: Case, tensors: dict[str, Tensor])
             return {place: make() for place, make, _ in _makers(call, {name: tensor})}
 
         call = LinearCall(_context(backend, ungrouped), tensors["weight"], tensor)
-        sources = {place: without_means(call, place, tensor) for place in stochastic}
-        sources = {place: source.t() if place.transposed else source for place, source in sources.items()}
+        sources = {place: tensor.t() if place.transposed else tensor for place in stochastic}
         rows = {place: transformed(source, call, place).contiguous() for place, source in sources.items()}
         for place in stochastic:
 

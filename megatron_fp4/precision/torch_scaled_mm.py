@@ -195,9 +195,6 @@ class TorchBackend:
     def _product(self, a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
         if isinstance(a, GemmOperand) and isinstance(b, GemmOperand):
             return gemm(a, b, out_dtype)
-        if isinstance(a, GemmOperand) and isinstance(b, PackedOperand) and not a.quantized:
-            # Means of tokens by a weight: a row for many, in BF16, which holds `code * block scale` exactly.
-            return gemm(a, GemmOperand(b.unpacked().to(a.unpacked().dtype), b.scale, True), out_dtype)
         assert isinstance(a, PackedOperand) and isinstance(b, PackedOperand), "one side of a GEMM is not quantized"
         assert a.form == b.form, "two formats in one GEMM"
         recipe, swizzle = list(a.form.recipe), list(a.form.swizzle)

@@ -35,11 +35,6 @@ from tests.checks.composed import changed, composed, refusal
             "dgrad.weight.source=forward",
             "use tensor, or precision.backend=emulated",
         ),
-        (
-            {"fprop.activation.mean": "removed"},
-            "precision.fprop.activation.mean=removed",
-            "use kept, or precision.backend=emulated",
-        ),
     ],
 )
 def test_what_transformer_engine_cannot_do(changes, value, remedy):

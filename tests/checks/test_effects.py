@@ -26,12 +26,6 @@ REFUSED = [
         "precision.fprop.weight.four_over_six=true",
         "set it to false",
     ),
-    (
-        ["precision=bf16", "precision.fprop.activation.mean=removed"],
-        "precision.fprop.activation.mean=removed has no effect",
-        "precision=nvfp4",
-    ),
-    (["precision.mean_group=64"], "precision.mean_group=64 has no effect: no quantized operand", "leave it at 128"),
     (["precision=bf16", "precision.wgrad.rht=16"], "precision.wgrad.rht=16 has no effect", "leave it out"),
     (
         ["precision.recheck_action=warn"],

@@ -1,5 +1,4 @@
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -81,22 +80,6 @@ OPERANDS = [
         {"wgrad.activation.source": "forward", "wgrad.activation.reuse_fprop": True, "wgrad.rht": 0},
         "differs from precision.fprop.activation",
         "set reuse_fprop to false",
-    ),
-    ({"fprop.weight.mean": "removed"}, "precision.fprop.weight.mean=removed: means are over tokens", "set it to kept"),
-    (
-        {"wgrad.activation.source": "forward", "fprop.activation.mean": "removed"},
-        "precision.wgrad.activation.mean=kept with source=forward, but precision.fprop.activation.mean=removed",
-        "make them equal, or set source to tensor",
-    ),
-    (
-        {"dgrad.gradient.mean": "removed", "mean_group": 512},
-        "precision.mean_group=512 does not divide train.sequence_length=256",
-        "use a multiple of 512, or set precision.mean_group=256",
-    ),
-    (
-        {"wgrad.activation.reuse_fprop": True, "wgrad.rht": 0, "wgrad.activation.mean": "removed"},
-        "precision.wgrad.activation (nvfp4 1x16 nearest without mean)",
-        "make them equal",
     ),
     ({**EDEN, "rht_signs": "fixed"}, "precision.rht_signs=fixed", "set precision.rht_signs=fresh"),
     ({**EDEN, "wgrad.rht": 64}, "precision.wgrad.rht=64", "set precision.wgrad.rht=128"),
@@ -281,17 +264,3 @@ def test_a_plan_that_leaves_something_quantized_is_not_refused():
     validate(composed(*run, "precision.bf16_blocks.names=['blocks.1.*']"), 1, "cpu")
     validate(composed(*run, "precision=bf16"), 1, "cpu")
     validate(composed(*run, "precision=bf16", "precision.exceptions=[{names: ['*'], precision: mxfp8}]"), 1, "cpu")
-
-
-def test_a_group_of_tokens_is_proposed_that_fits_every_phase():
-    config = composed("precision=nvfp4_mean_removed")
-    first, *others = config.data.phases
-    phases = [replace(first, sequence_length=96), *others]
-    changes = {"train.sequence_length": 192, "data.phases": phases}
-    message = refusal(changes, "precision=nvfp4_mean_removed")
-    assert "precision.mean_group=128 does not divide train.sequence_length=192" in message
-    assert message.endswith("use a multiple of 128, or set precision.mean_group=32")
-    validate(changed(config, {**changes, "precision.mean_group": 32}), 1, "cpu")
-    assert "does not divide data.phases[0].sequence_length=96" in refusal(
-        {**changes, "precision.mean_group": 64}, "precision=nvfp4_mean_removed"
-    )

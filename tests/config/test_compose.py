@@ -420,3 +420,6 @@ def test_a_run_that_used_an_ability_that_is_gone_is_refused():
     refuse_gone({"optimizer": {"deoscillation": {"interval": 0, "window": 50}}})
     with pytest.raises(ValueError, match=r"its run had optimizer\.deoscillation\.interval=200"):
         refuse_gone({"optimizer": {"deoscillation": {"interval": 200}}})
+    refuse_gone({"precision": {"mean_group": 64, "fprop": {"activation": {"mean": "kept"}}}})
+    with pytest.raises(ValueError, match=r"precision\.fprop\.activation\.mean=removed"):
+        refuse_gone({"precision": {"fprop": {"activation": {"mean": "removed"}}}})

@@ -26,7 +26,6 @@ from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameter
 from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from tests.recipes import without_means
 
 # Four of everything that tensor-parallel ranks divide among them. The rows of a group of in_proj, 16 + 16 + 8 + 8 + 2,
 # are no multiple of 16, as in the 12B model.
@@ -56,16 +55,12 @@ MXFP8 = Recipe("mxfp8", Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8, _MXFP8), Gemm(_MXFP8,
 _SIX = Operand("nvfp4", (1, 16), four_over_six=True, four_over_six_error="squared")
 _EDEN, _AGAIN = Operand("nvfp4", (1, 16), "ms_eden"), Operand("nvfp4", (1, 16), "ms_eden", source="forward")
 QUARTET2 = Recipe("quartet2", Gemm(_SIX, _SIX), Gemm(_EDEN, _AGAIN, 128), Gemm(_EDEN, _AGAIN, 128), "fresh")
-# Groups of which a slice of the tokens has several, and groups that slices would cut.
-MEANS = without_means(NVFP4, mean_group=32)
 RECIPES = {
     "fp32": BF16,
     "nvfp4": NVFP4,
     "nvfp4_shard": replace(NVFP4, amax="shard"),
     "mxfp8": MXFP8,
     "quartet2": QUARTET2,
-    "means": MEANS,
-    "means_of_many": replace(MEANS, mean_group=128),
 }
 
 Codes = dict[tuple[int, str, str], tuple[Tensor, Tensor | None, Tensor, Tensor | None]]

@@ -131,18 +131,6 @@ def test_nor_do_those_of_quartet_2():
     check_codes(launch(long, 2, 2, "quartet2", True), launch(long, 1, 1, "quartet2", False)[0])
 
 
-def run_means(rank: int, tensor: int) -> list[dict[str, dict[str, Any]]]:
-    """`run` with means over 32 tokens and over 128, which is more than each of two ranks has."""
-    return [run(rank, tensor, precision, True) for precision in ("means", "means_of_many")]
-
-
-def test_means_do_not_depend_on_the_tensor_parallel_size():
-    """Means of a rank's own tokens, and of tokens that are gathered first because slices would cut their groups."""
-    one, two = launch(run_means, 1, 1)[0], launch(run_means, 2, 2)
-    for which in range(2):
-        check_codes([rank[which] for rank in two], one[which])
-
-
 def run_packed(rank: int, tensor: int, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[Message]]:
     """As `run`, with operands as a GPU's kernels pack them; which of them were unpacked, and what was sent."""
     kernels, packed = kernel_layout.UnpackingKernels(), replace(FORMATS["nvfp4"], fused=kernel_layout.PackedFP4)

@@ -15,7 +15,7 @@ from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_context import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
-from tests.recipes import changed, without_means
+from tests.recipes import changed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,9 +62,6 @@ RECIPES = {
     "quartet 2": QUARTET2,
     "quartet 2, from tensors": changed(QUARTET2, dgrad_weight=EDEN, wgrad_activation=EDEN),
     "codes quantized again": changed(NVFP4, fprop_weight=SIX, dgrad_weight=AGAIN, wgrad_activation=AGAIN),
-    "means": without_means(NVFP4, mean_group=64),
-    "means of x in fprop": changed(NVFP4, mean_group=32, fprop_activation=replace(X, mean="removed")),
-    "means and transforms": without_means(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=X, dgrad_weight=X),
     "mixed formats": changed(NVFP4, fprop_activation=MX, fprop_weight=MX2, dgrad_weight=MX2, dgrad_gradient=MX_DY),
 }
 
@@ -116,9 +113,7 @@ def test_operands_are_the_same_bits_as_on_the_cpu_and_products_agree(name, weigh
         expected = run(x, w, dy, context_of(RECIPES[name]))
     with recorded(on_gpu):
         actual = run(x.cuda(), w.cuda(), dy.cuda(), context_of(RECIPES[name]))
-    # Those of means besides, which are exact in BF16 too.
-    means = sum(gemm.left.removes_mean for gemm in RECIPES[name].gemms.values())
-    assert len(on_cpu) == len(on_gpu) == 3 + means
+    assert len(on_cpu) == len(on_gpu) == 3
     for cpu_gemm, gpu_gemm in zip(on_cpu, on_gpu, strict=True):
         for (values, scale), (gpu_values, gpu_scale) in zip(cpu_gemm, gpu_gemm, strict=True):
             assert torch.equal(values, gpu_values)

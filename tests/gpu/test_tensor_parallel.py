@@ -34,8 +34,6 @@ CASES = {
     "mxfp4": (256, False),
     "fp8": (256, False),
     "nvfp4, four over six": (256, False),
-    "means": (256, False),
-    "means and transforms": (128, False),
     "bf16": (256, False),
 }
 

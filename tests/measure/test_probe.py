@@ -19,11 +19,10 @@ from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
 from megatron_fp4.precision.linear import quantized_linear
 from megatron_fp4.precision.linear_call import LinearCall
 from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe, uses_means
-from megatron_fp4.quantization.group_means_cuda import split_means
+from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.tensor import Encoded
-from tests.recipes import changed, without_means
+from tests.recipes import changed
 from tests.training.harness import alone, launch, toy_mesh
 
 ROW, SQUARE = Operand("nvfp4", (1, 16)), Operand("nvfp4", (16, 16))
@@ -46,7 +45,6 @@ RECIPES = {
     ),
     "as fprop": changed(NVFP4, wgrad_activation=replace(ROW, reuse_fprop=True), wgrad_rht=0),
     "by Quartet II": Recipe("by Quartet II", Gemm(SIX, SIX), Gemm(EDEN, AGAIN, 128), Gemm(EDEN, AGAIN, 128), "fresh"),
-    "means": without_means(NVFP4, mean_group=32),
     "activations only": Recipe("activations only", Gemm(ROW), wgrad=Gemm(right=ROW, rht=16)),
     "dgrad only": Recipe("dgrad only", dgrad=Gemm(SR, ROW)),
 }
@@ -92,10 +90,6 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
     tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
-    for place, operand in recipe.operands.items():
-        if operand.removes_mean:
-            _, rest = split_means({"activation": x, "gradient": dy}[place.tensor], recipe.mean_group)
-            tensors[place.name] = rest.t() if place.transposed else rest
     assert set(found.operands) == {place.name for place, operand in recipe.operands.items() if operand.quantized}
     context = LinearContext("a", recipe, RunClock(seed=3, step=5))
     for name, statistics in found.operands.items():
@@ -130,16 +124,12 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
 
 
 class _Records(EmulatedBackend):
-    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`;
-    `means`: not those of means, which come behind the others of their GEMM."""
+    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`."""
 
-    def __init__(self, means: bool = False) -> None:
+    def __init__(self) -> None:
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
-        self.means = means
 
     def gemm(self, a: Any, b: Any, *settings: Any, **more: Any) -> Tensor:
-        if self.means and not a.quantized:
-            return super().gemm(a, b, *settings, **more)
         self.multiplied += [(of.unpacked().clone(), of.scale) for of in (a, b)]
         return super().gemm(a, b, *settings, **more)
 
@@ -175,7 +165,7 @@ def _same(measured: tuple[Encoded, Tensor | None], multiplied: tuple[Tensor, Ten
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_what_is_measured_is_what_the_linear_multiplies(recipe: Recipe) -> None:
-    backend = _Records(uses_means(recipe.gemms.values()))
+    backend = _Records()
     with alone(), _measured() as measured:
         _run(recipe, Probe(), backend=backend)
     multiplied = dict(zip(PLACES, backend.multiplied, strict=True))
@@ -289,7 +279,7 @@ def _probe_layers(rank: int, tp_size: int) -> dict[str, LinearMeasurement]:
         y.backward(torch.randn(64, 64, generator=generator).bfloat16())
     assert all(layer.context.probe is None for layer in layers.values())
     _measure_slices(tp_size, changed(RECIPES["by Quartet II"], fprop_activation=SR))
-    _measure_slices(tp_size, without_means(NVFP4))
+    _measure_slices(tp_size, NVFP4)
     return probe.collect(list(layers))
 
 
@@ -303,7 +293,7 @@ def _measure_slices(tp_size: int, recipe: Recipe) -> None:
         layer.context.name, layer.context.recipe, layer.context.backend = (
             name,
             recipe,
-            _Records(uses_means(recipe.gemms.values())),
+            _Records(),
         )
     with _measured() as measured, Probe().attached({name: layer.context for name, layer in layers.items()}):
         x = torch.randn(256 // tp_size, 64, generator=generator).bfloat16().requires_grad_()

@@ -85,7 +85,6 @@ RECIPES = {
     **{name: case[0] for name, case in CASES.items()},
     "nemotron 3": recipe("nvfp4_nemotron_3"),
     "quartet 2": recipe("nvfp4_quartet2"),
-    "mean removed": recipe("nvfp4_mean_removed", mean_group=16),
     "four over six": recipe("nvfp4_4over6_1x16"),
     "fresh signs": recipe("nvfp4", rht_signs="fresh", fprop_rht=16, dgrad_rht=16),
     "codes of fprop": recipe(

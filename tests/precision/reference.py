@@ -26,9 +26,6 @@ EDEN = Operand("nvfp4", (1, 16), "ms_eden")
 EDEN_AGAIN = replace(EDEN, source="forward")
 # Quartet II, section 1 of its recipe.
 QUARTET2 = Recipe("nvfp4_quartet2", Gemm(SIX, SIX), Gemm(EDEN, EDEN_AGAIN, 128), Gemm(EDEN, EDEN_AGAIN, 128), "fresh")
-X_REST, DY_REST = replace(X, mean="removed"), replace(DY, mean="removed")
-# Section 3 of Averis, of x and dy.
-MEANS = Recipe("means", Gemm(X_REST, W2), Gemm(DY_REST, W2), Gemm(DY_REST, X_REST, 16))
 MX, MX_DY = Operand("mxfp4", (1, 32)), Operand("mxfp4", (1, 32), SR)
 MXFP4 = Recipe("mxfp4", Gemm(MX, MX), Gemm(MX_DY, MX), Gemm(MX_DY, MX, 32))
 MXFP4_2D = changed(MXFP4, fprop_weight=Operand("mxfp4", (32, 32)), dgrad_weight=Operand("mxfp4", (32, 32)))
@@ -66,42 +63,24 @@ def unit_of(x: np.ndarray, operand: Operand) -> float:
 
 def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """y, dx and dw in double of operands quantized to nearest, each along its GEMM's dot product."""
-    size = recipe.mean_group
-    (x_mean, x_rest), (dy_mean, dy_rest) = split(x, size), split(dy, size)
-    x_here = x_rest if recipe.fprop.left.removes_mean else x
-    dy_here = dy_rest if recipe.dgrad.left.removes_mean else dy
-    x_fprop = decoded(x_here, recipe.fprop.left, recipe.fprop.rht)
+    x_fprop = decoded(x, recipe.fprop.left, recipe.fprop.rht)
     w_fprop = decoded(w, recipe.fprop.right, recipe.fprop.rht)
     w_dgrad = decoded(w.T, recipe.dgrad.right, recipe.dgrad.rht)
-    x_wgrad = decoded((x_rest if recipe.wgrad.right.removes_mean else x).T, recipe.wgrad.right, recipe.wgrad.rht)
+    x_wgrad = decoded(x.T, recipe.wgrad.right, recipe.wgrad.rht)
     if recipe.dgrad.right.source == "forward":
         unit = unit_of(w, recipe.fprop.right)
         w_dgrad = decoded(w_fprop.T / unit, recipe.dgrad.right, recipe.dgrad.rht) * unit
     if recipe.wgrad.right.source == "forward":
-        unit = unit_of(x_here, recipe.fprop.left)
+        unit = unit_of(x, recipe.fprop.left)
         x_wgrad = decoded(x_fprop.T / unit, recipe.wgrad.right, recipe.wgrad.rht) * unit
     if recipe.dgrad.right.reuse_fprop:
         w_dgrad = w_fprop.T
     if recipe.wgrad.right.reuse_fprop:
         x_wgrad = x_fprop.T
     y = oracle.gemm(x_fprop, w_fprop)
-    dx = oracle.gemm(decoded(dy_here, recipe.dgrad.left, recipe.dgrad.rht), w_dgrad)
-    dy_wgrad = (dy_rest if recipe.wgrad.left.removes_mean else dy).T
-    dw = oracle.gemm(decoded(dy_wgrad, recipe.wgrad.left, recipe.wgrad.rht), x_wgrad)
-    if recipe.fprop.left.removes_mean:
-        y = y + x_mean @ decoded(np.eye(w.shape[1]), Operand(), recipe.fprop.rht).T @ w_fprop.T
-    if recipe.dgrad.left.removes_mean:
-        dx = dx + dy_mean @ decoded(np.eye(w.shape[0]), Operand(), recipe.dgrad.rht).T @ w_dgrad.T
-    if recipe.wgrad.left.removes_mean or recipe.wgrad.right.removes_mean:
-        dw = dw + dy_mean.T @ x_mean  # of each group as often as it has tokens
+    dx = oracle.gemm(decoded(dy, recipe.dgrad.left, recipe.dgrad.rht), w_dgrad)
+    dw = oracle.gemm(decoded(dy.T, recipe.wgrad.left, recipe.wgrad.rht), x_wgrad)
     return y, dx, dw
-
-
-def split(x: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every token its group's mean as FP32 holds it, and what is left without it."""
-    groups = np.arange(len(x)) // size
-    means = np.stack([x[groups == group].mean(0) for group in range(groups[-1] + 1)]).astype(np.float32)[groups]
-    return means.astype(np.float64), (x.astype(np.float32) - means).astype(np.float64)
 
 
 def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,7 +40,7 @@ from megatron_fp4.training.cuda_graphs import made_by_pytorch
 from models.hybrid import build_model
 from tests.planning.gpu_path import without_launches
 from tests.precision import reference as ref
-from tests.recipes import changed, with_means
+from tests.recipes import changed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
@@ -65,12 +65,11 @@ def recipes(model: str) -> dict[str, Recipe]:
             if name != target_name and current.quantized:
                 for scope in SCOPES:
                     found[f"{name} {scope} {target_name}"] = switched_recipe(current, target, scope)
-    # Means change no size and no kernel of an operand: of recipes that differ in them alone one is enough.
     by_content = {content_of(recipe): name for name, recipe in found.items()}
     by_pytorch = {name for name in by_content.values() if made_by_pytorch(found[name]) is not None}
     # Four over six along the other dimension than fprop's, which no recipe asks for by itself.
     assert by_pytorch == {"nvfp4_quartet2 backward nvfp4_all_the_way"}
-    return {name: found[name] for name in (*by_content.values(), "nvfp4_mean_removed") if name not in by_pytorch}
+    return {name: found[name] for name in by_content.values() if name not in by_pytorch}
 
 
 @functools.cache
@@ -81,7 +80,7 @@ def shipped(model: str) -> frozenset[Recipe]:
 
 def content_of(recipe: Recipe) -> Recipe:
     """The same for recipes whose sizes and kernels are the same."""
-    return replace(with_means(recipe), name="")
+    return replace(recipe, name="")
 
 
 def shape_class(weight: tuple[int, int], context: LinearContext) -> tuple[Any, ...]:

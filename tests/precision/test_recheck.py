@@ -54,7 +54,6 @@ def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor, step: in
         (ref.FP8, 5 + 3),
         (ref.ALL_THE_WAY, 6 + 3),
         (ref.QUARTET2, 6 + 3),
-        (ref.MEANS, 5 + 3),
         (ref.QAF, 2 + 1),
         (ONE_SIDED, 4 + 2),
         (replace(ref.NVFP4, rht_signs="fresh"), 5 + 3),

@@ -15,7 +15,6 @@ from megatron_fp4.precision.recipe import (
     recipe_from_config,
     switched_recipe,
     uses_amax,
-    uses_means,
     uses_signs,
 )
 from tests.precision import reference as ref
@@ -36,9 +35,6 @@ PUBLISHED = {
         for name in ("nvfp4_4over6_1x16", "nvfp4_best")
     },
     "nvfp4_quartet2": ref.QUARTET2,
-    "nvfp4_mean_removed": changed(
-        ref.NVFP4, name="nvfp4_mean_removed", fprop_activation=ref.X_REST, wgrad_activation=ref.X_REST
-    ),
     "nvfp4_all_the_way": replace(ref.ALL_THE_WAY, name="nvfp4_all_the_way"),
 }
 
@@ -67,8 +63,8 @@ def test_the_recipes_of_the_configs_compute(name):
 
 def test_every_field_of_a_config_arrives():
     """No option may be accepted and do nothing."""
-    odd = OperandConfig("fp8", "128x128", "stochastic", True, True, True, "forward", "squared", "removed")
-    operand = Operand("fp8", (128, 128), "stochastic", True, True, True, "forward", "squared", "removed")
+    odd = OperandConfig("fp8", "128x128", "stochastic", True, True, True, "forward", "squared")
+    operand = Operand("fp8", (128, 128), "stochastic", True, True, True, "forward", "squared")
     assert {f.name for f in fields(OperandConfig)} == {f.name for f in fields(Operand)}
     plain = OperandConfig("nvfp4", "1x16")
     for index, place in enumerate(PLACES):
@@ -76,14 +72,13 @@ def test_every_field_of_a_config_arrives():
         config = PrecisionConfig(
             name="x",
             rht_signs="none",
-            mean_group=64,
             fprop=FpropConfig(six[0], six[1], 2),
             dgrad=DgradConfig(six[2], six[3], 4),
             wgrad=WgradConfig(six[4], six[5], 8),
         )
         recipe = recipe_from_config(config)
         assert recipe.operands == {key: operand if key == place else ref.X for key in PLACES}
-        assert (recipe.name, recipe.rht_signs, recipe.mean_group) == ("x", "none", 64)
+        assert (recipe.name, recipe.rht_signs) == ("x", "none")
         assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (2, 4, 8)
 
 
@@ -108,10 +103,6 @@ def test_descriptions_name_every_deviation():
         "wgrad dy|x: nvfp4 1x16 SR | nvfp4 1x16, RHT 16 (fixed signs)",
     ]
     assert BF16.describe()[0] == "fprop x|W: bf16 | bf16"
-    assert ref.MEANS.describe()[::2] == [
-        "fprop x|W: nvfp4 1x16 without mean | nvfp4 16x16, means over 128 tokens",
-        "wgrad dy|x: nvfp4 1x16 SR without mean | nvfp4 1x16 without mean, RHT 16 (fixed signs), means over 128 tokens",
-    ]
     marked = Operand("fp8", (1, 128), "stochastic", True, True, True)
     assert str(marked) == "fp8 1x128 SR 4/6 2^k as fprop"
 
@@ -143,9 +134,9 @@ def test_a_switch_of_the_backward_pass_leaves_the_forward_pass_with_flat_weights
     assert to_fp8.fprop.left == ref.X
 
 
-@pytest.mark.parametrize("option, other", [("rht_signs", "fresh"), ("amax", "shard"), ("mean_group", 16)])
+@pytest.mark.parametrize("option, other", [("rht_signs", "fresh"), ("amax", "shard")])
 def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_uses_them(option, other):
-    nvfp4 = changed(ref.MEANS, fprop_rht=16)
+    nvfp4 = changed(ref.NVFP4, fprop_rht=16)
     theirs = replace(nvfp4, **{option: other})
     assert getattr(switched_recipe(nvfp4, theirs, "both"), option) == other
     assert getattr(switched_recipe(theirs, nvfp4, "both"), option) == getattr(nvfp4, option)
@@ -159,11 +150,9 @@ def test_a_switch_of_one_pass_takes_signs_and_maxima_from_the_recipe_that_still_
 @pytest.mark.parametrize(
     "scope, kept, taken", [("forward", "dgrad and wgrad", "fprop"), ("backward", "fprop", "dgrad and wgrad")]
 )
-@pytest.mark.parametrize(
-    "option, before, after", [("rht_signs", "fixed", "none"), ("amax", "global", "shard"), ("mean_group", 128, 64)]
-)
+@pytest.mark.parametrize("option, before, after", [("rht_signs", "fixed", "none"), ("amax", "global", "shard")])
 def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, taken, option, before, after):
-    nvfp4 = changed(ref.MEANS, fprop_rht=16)
+    nvfp4 = changed(ref.NVFP4, fprop_rht=16)
     with pytest.raises(ValueError) as error:
         switched_recipe(nvfp4, replace(nvfp4, name="other", **{option: after}), scope)
     message = str(error.value)
@@ -173,9 +162,7 @@ def test_parts_of_two_recipes_cannot_differ_in_signs_and_maxima(scope, kept, tak
 
 
 def test_each_transform_and_each_nvfp4_operand_uses_its_option():
-    assert not any(uses(BF16.gemms.values()) for uses in (uses_signs, uses_amax, uses_means))
-    assert not uses_means([Gemm(ref.X, ref.W), Gemm(replace(ref.X_REST, format="bf16"))])
-    assert uses_means([Gemm(ref.X_REST)]) and uses_means([Gemm(right=ref.X_REST)])
+    assert not any(uses(BF16.gemms.values()) for uses in (uses_signs, uses_amax))
     for gemm in GEMMS:
         transformed = replace(BF16, **{gemm: Gemm(rht=16)})
         assert [g for g in GEMMS if uses_signs([transformed.gemms[g]])] == [gemm]

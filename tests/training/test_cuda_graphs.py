@@ -278,7 +278,6 @@ RECIPES_OF_OURS = [
     "nvfp4_quartet2",
     "nvfp4_4over6_1x16",
     "nvfp4_best",
-    "nvfp4_mean_removed",
 ]
 
 
