@@ -12,8 +12,13 @@ from typing import Any
 
 _NO_MEANS = "is no key any more: operands are never without their means; leave it out"
 _MEANS = tuple(
-    f"precision.{operand}.mean"
-    for operand in "fprop.activation fprop.weight dgrad.gradient dgrad.weight wgrad.gradient wgrad.activation".split()
+    f"precision.{gemm}.{tensor}.mean"
+    for gemm, tensors in (
+        ("fprop", "activation weight"),
+        ("dgrad", "gradient weight"),
+        ("wgrad", "gradient activation"),
+    )
+    for tensor in tensors.split()
 )
 # key or section -> (the value that always holds now, None: none does; why, with the remedy)
 _GONE = {
@@ -23,7 +28,7 @@ _GONE = {
         "only one; leave it out",
     ),
     "precision.mean_group": (None, _NO_MEANS),
-    **{key: ("kept", _NO_MEANS) for key in _MEANS},
+    **dict.fromkeys(_MEANS, ("kept", _NO_MEANS)),
     "optimizer.deoscillation": (None, "is no key any more: master weights are never reset; leave it out"),
 }
 # Abilities that are gone: key -> the value under which a run did without it. A run that used one cannot resume.
