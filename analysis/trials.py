@@ -8,7 +8,7 @@ quantization does there, while from step to step the losses themselves go up and
 Neighbouring steps are not independent, for a weight that rounding has moved stays moved: the standard error is that of
 the means of six blocks of steps, one after another, and the 95% interval Student's with five degrees of freedom.
 Measured on a hybrid of 30M parameters and 50 steps, differences of two recipes scatter over starts as much as this
-interval says, and gaps to BF16 1.6 times as much (docs/experiments.md): a start has something of its own.
+interval says, and gaps to BF16 1.6 times as much (docs/research.md): a start has something of its own.
 """
 
 from __future__ import annotations
