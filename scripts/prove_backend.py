@@ -38,7 +38,6 @@ from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
 from scripts.prove.times import linear_times
-from scripts.study.tables import table
 
 # Tokens, inputs, outputs and groups of these where no model is named: whole blocks of every format, and outputs that
 # must be padded.
@@ -70,6 +69,12 @@ class Proof:
         """The largest relative error of a GEMM's products."""
         errors = [f.measured for f in self.findings if f.what == f"{gemm} product" and f.measured is not None]
         return f"{max(errors):.1e}" if errors else "-"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, its first column to the left and the others to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
