@@ -61,7 +61,7 @@ format: setup
 # With make --jobs=2 lint goes on beside the tests, which leave a core idle now and then.
 test: lint all-tests
 
-# Files whole, because their tests share what is slow to make; in the order of tests/conftest.py.
+# Files whole, because their tests share what is slow to make; in the order of tests/conftest.py: slow ones first.
 # With the files of compiled modules, also where the environment would do without: what is not kept each process of each
 # test compiles again, the tests' own packages among it, which setup leaves to Python to compile.
 PYTEST := env -u MAKEFLAGS -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,33 +18,16 @@ from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from tests.composing import quick_composing
 
-# Files that take longest, the longest first: each is run whole by one of the processes of `make test`, and what begins
-# last has to be short. The others follow as they are found.
-LONGEST = """
-    test_pretrain precision/test_demands distributed/test_checkpoint runtime/test_endings
-    distributed/test_local_checkpoint exchange/test_megatron exchange/test_megatron_foreign
-    distributed/test_equality planning/test_dry_run data/test_workers distributed/test_local_saves
-    test_soak test_going_on data/test_remote config/test_compose test_spikes_run exchange/test_hf test_slurm
-    planning/test_backend inference/test_agreement distributed/test_checkpoint_choice data/prepare/test_resume
-    training/test_cuda_graphs test_exporting_run models/test_recompute measure/test_replay
-    data/tokenizers/test_kinds test_compare_repeats data/test_megatron_run distributed/test_gathered_codes
-    test_initialized_run exchange/test_in_run parallel/test_mesh test_generate exchange/test_checkpoint
-    exchange/test_nvfp4_folders training/test_recheck_run exchange/test_errors runtime/test_run_lock test_preflight
-    distributed/test_masked_documents test_replay_command test_try_recipes test_masked_run test_recipes
-    test_benchmark test_packaging data/test_builtin
-"""
-
 # Whose tests are of composing and its errors.
 OF_COMPOSING = ("config", "test_configure.py", "test_refusals.py")
 KNOWN: dict[Any, Any] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring the longest files to the front."""
-    folder = Path(__file__).parent
-    places = {folder / f"{name}.py": place for place, name in enumerate(LONGEST.split())}
-    assert all(path.exists() for path in places), f"gone: {[path for path in places if not path.exists()]}"
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    """Begin with the files that have most slow tests: one process runs a file whole, and the last to begin has to be
+    short."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 def pytest_collection_finish() -> None:
@@ -51,6 +36,23 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def away_from_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests, and the programs that they start, find neither the runs of the checkout nor the caches of the user: they
+    run in a folder of their own and share a cache that ends with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # its list of fonts takes seconds to make
+        patch.setenv("XDG_CACHE_HOME", str(_shared_folder(tmp_path_factory) / "cache"))
+        patch.chdir(tmp_path_factory.mktemp("working"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of a test, such as the default run.dir, lie in its own temporary folder."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,11 +69,15 @@ def composed_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder with the built-in corpus at a vocabulary of 512, which takes some ten seconds to build: once for
     all processes that run tests. Not to be changed."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    open_builtin(512, folder / "corpus")
-    return folder / "corpus"
+    folder = _shared_folder(tmp_path_factory) / "corpus"
+    open_builtin(512, folder)
+    return folder
+
+
+def _shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """Of all processes that run these tests."""
+    folder = factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="module")

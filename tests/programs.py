@@ -98,16 +98,17 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
 class Program:
     """A started program, with those of `subprocess.Popen`'s methods that tests use.
 
-    command: the path of a script and its arguments. environment: None for this process's own. errors_apart: stderr is
-    not part of the output. output: the file for it, if the test has one. own_session: as the first of a session and a
-    process group. Nothing reads while it runs: what it prints goes to files.
+    command: the path of a script, below the checkout unless it is absolute, and its arguments. environment: None for
+    this process's own. folder: where it runs; None for this process's. errors_apart: stderr is not part of the output.
+    output: the file for it, if the test has one. own_session: as the first of a session and a process group. Nothing
+    reads while it runs: what it prints goes to files.
     """
 
     def __init__(
         self,
         command: Sequence[str | Path],
         environment: Mapping[str, str] | None = None,
-        folder: Path = ROOT,
+        folder: Path | None = None,
         errors_apart: bool = False,
         output: Path | None = None,
         own_session: bool = False,
@@ -115,9 +116,10 @@ class Program:
         self._scratch = tempfile.TemporaryDirectory()
         self._printed = [output or Path(self._scratch.name, "output"), Path(self._scratch.name, "errors")]
         given = dict(os.environ if environment is None else environment) | {"OMP_NUM_THREADS": "1"}
-        words = [str(word) for word in command]
+        words = [str(ROOT / command[0]), *(str(word) for word in command[1:])]
         self._process = fork_server().Process(
-            target=_run, args=(words, given, str(folder), *map(str, self._printed), errors_apart, own_session)
+            target=_run,
+            args=(words, given, str(folder or Path.cwd()), *map(str, self._printed), errors_apart, own_session),
         )
         self._process.start()
         assert self._process.pid is not None
@@ -159,7 +161,7 @@ class Program:
 def run_program(
     command: Sequence[str | Path],
     environment: Mapping[str, str] | None = None,
-    folder: Path = ROOT,
+    folder: Path | None = None,
     timeout: float = 300,
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` with `capture_output` and `text`."""
