@@ -33,13 +33,11 @@ from megatron_fp4.measure.machine import memory_size
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.backend_choice import BackendChoice, agreed_backend, choose_backend
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.backend_support import BackendChoice, agreed_backend, check_sizes, choose_backend
 from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
-from megatron_fp4.precision.sizes import check_sizes
-from megatron_fp4.precision.switch import PrecisionSwitch
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
 from megatron_fp4.runtime.exit_codes import is_users_to_mend
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.autotuning import KernelChoices
@@ -165,7 +163,7 @@ def device_type_of(config: Config) -> str:
 
 
 def sharded_model(
-    config: Config, mesh: ParallelMesh, clock: RunClock, execution: Execution, backend: Backend | None = None
+    config: Config, mesh: ParallelMesh, clock: StepState, execution: Execution, backend: Backend | None = None
 ) -> tuple[HybridModel, PrecisionController]:
     """The sharded model on the meta device, and the controller of its linears.
 
@@ -197,7 +195,7 @@ def sharded_model(
 
 
 def initialized_model(
-    config: Config, mesh: ParallelMesh, clock: RunClock, execution: Execution, backend: BackendChoice
+    config: Config, mesh: ParallelMesh, clock: StepState, execution: Execution, backend: BackendChoice
 ) -> tuple[HybridModel, PrecisionController]:
     """`sharded_model` on the mesh's device with its initial weights."""
     model, controller = sharded_model(config, mesh, clock, execution, backend.open())
@@ -226,7 +224,7 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
     torch.manual_seed(seed)
     backend = agreed_backend(backend_of(config))
     execution = agreed_execution(execution_of(config))
-    model, controller = initialized_model(config, mesh, RunClock(seed=seed), execution, backend)
+    model, controller = initialized_model(config, mesh, StepState(seed=seed), execution, backend)
     with configuration_errors():
         bundle, loader, validation = agreed(lambda: open_run_data(config, mesh), data_facts, is_refusal)
         measures = yardsticks(validation, bundle, mesh, is_refusal)

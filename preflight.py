@@ -42,9 +42,8 @@ from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.logging.console import plan_shares
 from megatron_fp4.logging.words import counted, rounded_time
 from megatron_fp4.parallel.mesh import build_mesh, leave_distributed
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.switch import PrecisionSwitch
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.step import train_step
@@ -195,7 +194,7 @@ def seconds_of_a_sequence(config: Config) -> float:
         torch.set_num_threads(1)  # as torchrun gives its workers
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh, clock = build_mesh(alone.parallel, torch.device("cpu")), RunClock(seed=config.run.seed)
+        mesh, clock = build_mesh(alone.parallel, torch.device("cpu")), StepState(seed=config.run.seed)
         model, _ = initialized_model(alone, mesh, clock, execution_of(alone), backend_of(alone))
         optimizer = build_optimizer(model, config.optimizer).optimizer
         for step in range(2):  # the first makes moments and whatever else is made once

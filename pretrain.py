@@ -53,7 +53,7 @@ from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
-from megatron_fp4.precision import selftest
+from megatron_fp4.precision import verify
 from megatron_fp4.runtime.ending import SaidAtOnce, explain, run_program
 from megatron_fp4.runtime.exit_codes import DivergedError, ExitCode, WrongNumbersError
 from megatron_fp4.runtime.flight_recorder import record_collectives
@@ -98,7 +98,7 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
             return print_needs(config)
         check_launch()
         return pretrain(config, signals)
-    except (ConfigError, DivergedError, WrongNumbersError, selftest.SelfTestError) as error:
+    except (ConfigError, DivergedError, WrongNumbersError, verify.SelfTestError) as error:
         signals.hush()
         return explain(error, run_dir, lambda: signals.requested)
 
@@ -412,9 +412,9 @@ def test_backend(run: Run) -> None:
     """Compare native kernels with the reference, for this run's linears; raises SelfTestError if they differ."""
     if run.backend.name != "emulated":
         train, linears = run.config.train, run.controller.linears
-        cases = selftest.cases_of(run.controller.plans, linears, train.micro_batch_size * train.sequence_length)
+        cases = verify.cases_of(run.controller.plans, linears, train.micro_batch_size * train.sequence_length)
         backend = next(iter(linears.values())).backend
-        run.log.console.text(selftest.require(backend, cases, run.mesh.device))
+        run.log.console.text(verify.require(backend, cases, run.mesh.device))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.logging.run_log import RunLog
 from megatron_fp4.measure.machine import peak_memory, peak_tflops
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.backend_choice import BackendChoice
-from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.backend_support import BackendChoice
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.autotuning import KernelChoices
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs

@@ -21,15 +21,15 @@ from data.opening import open_held_out
 from data.validation import ValidationSet
 from exchange.nvfp4 import TrainedPlan, activations_in_fp4
 from megatron_fp4.config.schema import Config
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.linear_call import LinearCall
+from megatron_fp4.precision.linear import LinearCall
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from models.hybrid import HybridModel
 
 
 @dataclass
 class InputMaxima:
-    """An observer of linears (precision/linear_call.py) that keeps the largest magnitude of each one's input, by name:
+    """An observer of linears (precision/linear.py) that keeps the largest magnitude of each one's input, by name:
     FP32 0-dim."""
 
     found: dict[str, Tensor] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def calibrate(
     Raises ValueError if there is no batch, or an input is zero or not finite throughout.
     """
     linears = {name: module.context for name, module in model.linears()}
-    PrecisionController(linears, trained.plan, RunClock(seed=seed))
+    PrecisionController(linears, trained.plan, StepState(seed=seed))
     maxima = InputMaxima()
     for name in trained.fp4():
         linears[name].probe = maxima

@@ -2,7 +2,7 @@
 
 Training keeps FP32 masters, and fprop's GEMM multiplies by what the recipe makes of them: the master rounded to the
 compute dtype, each group of output rows padded to whole blocks, one maximum over the whole packed weight, 16x16 or 1x16
-blocks (precision/linear_call.py, quantization/nvfp4.py). The same is done here, on one process: blocks are cut by the
+blocks (precision/linear.py, quantization/nvfp4.py). The same is done here, on one process: blocks are cut by the
 model's own groups and the maximum is that of all ranks, so neither depends on the mesh that trained.
 
 Every serving format stores one scale for 1x16 elements. A scale of 16x16 elements is repeated on its 16 rows; after
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
-from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearCall, LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear, plan_in_effect
 from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT, Recipe
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale

@@ -15,8 +15,8 @@ from inference.generation import Continuation, NotFiniteError, Request, Settings
 from inference.sampling import Sampling
 from inference.text import prompt_tokens
 from megatron_fp4.config.schema import ValidationConfig
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.evaluate import reshard
 from models.hybrid import HybridModel

@@ -41,10 +41,9 @@ from assembly import CONFIGS, backend_of, execution_of, initialized_model
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.optimizer import build_optimizer
 from models.execution_choice import describe_execution
@@ -182,7 +181,7 @@ def linear_rows(
     rows: list[dict[str, Any]] = []
     calls: list[Callable[[], None]] = []
     for name, recipe in recipes.items():
-        context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=0))
+        context = LinearContext(name="linear", recipe=recipe, clock=StepState(seed=0))
         for kept in (False, True) if recipe.quantized else (True,):
 
             def iteration(context: LinearContext = context, kept: bool = kept) -> None:
@@ -205,7 +204,7 @@ def linear_rows(
 def optimizer_row(case: ModelCase, mesh: ParallelMesh, options: argparse.Namespace) -> dict[str, Any]:
     """One update of all parameters."""
     config = configure(case.overrides, options, mesh.device.type)
-    model, _ = initialized_model(config, mesh, RunClock(seed=0), execution_of(config), backend_of(config))
+    model, _ = initialized_model(config, mesh, StepState(seed=0), execution_of(config), backend_of(config))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     built = build_optimizer(model, config.optimizer)
@@ -228,7 +227,7 @@ def model_row(case: ModelCase, precision: str, mesh: ParallelMesh, options: argp
     rows, length = case.micro_batch_size, case.sequence_length
     shape = (f"train.micro_batch_size={rows}", f"train.global_batch_size={rows}", f"train.sequence_length={length}")
     config = configure((*case.overrides, *shape, f"precision={precision}"), options, mesh.device.type)
-    clock = RunClock(seed=0)
+    clock = StepState(seed=0)
     model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     pin_kernels(model, config, mesh.device)
     generator = torch.Generator().manual_seed(0)

@@ -35,7 +35,7 @@ from megatron_fp4.checkpoint.metadata import Piece, Whole, metadata_of
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import build_mesh, end_process, init_distributed, leave_distributed
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -74,7 +74,7 @@ def measure(config: Config, folder: Path | None, steps: int, saves: int, waiting
     """What there is to say, by name; of the first rank."""
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
-    mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
+    mesh, clock = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
     model, _ = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
     batches = random_micro_batches(config, mesh, 0)

@@ -20,10 +20,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.fp4 import FusedFP4
@@ -81,7 +80,7 @@ def replayed(run: Callable[[], object]) -> Callable[[], object]:
 
 def linear_step(recipe: Recipe, x: Tensor, w: Tensor, dy: Tensor, keep_weight: bool) -> Callable[[], object]:
     """Forward and backward of one linear; keep_weight: the weight's codes are those of the call before."""
-    clock = RunClock(seed=0)
+    clock = StepState(seed=0)
     context = LinearContext("linear", recipe, clock)
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
 
@@ -158,7 +157,7 @@ def measure_memory(tokens: int, hidden: int, ffn: int, depth: int, names: list[s
     lines = []
     first = 0.0
     for name in ["bf16", *names]:
-        clock = RunClock(seed=0)
+        clock = StepState(seed=0)
         shapes = [(ffn, hidden), (hidden, ffn)] * depth
         weights = [(random(*shape).float() * shape[1] ** -0.5).requires_grad_() for shape in shapes]
         context = [LinearContext(f"linear.{i}", RECIPES[name], clock) for i in range(len(weights))]

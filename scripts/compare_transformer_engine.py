@@ -38,15 +38,12 @@ from torch import Tensor
 from assembly import build, configure, device_type_of, set_determinism
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.comparison import actual_parts, difference, expected_parts
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.recipe import USES, Recipe, rounded_to_nearest
-from megatron_fp4.precision.selftest import RECIPES
+from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.recipe import SLOTS_OF, Recipe, rounded_to_nearest
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed
+from megatron_fp4.precision.verify import RECIPES, actual_parts, difference, expected_parts
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.runtime.closed_pipe import end_without_reader
@@ -77,7 +74,7 @@ class Comparison:
 def ours(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, backend: Backend) -> dict[str, Tensor]:
     """y, dx and dW (FP32) of our linear on BF16 x [tokens, in], W [out, in], dy [tokens, out]."""
     x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
-    y = quantized_linear(x, w, LinearContext("compared", recipe, RunClock(seed=0), backend))
+    y = quantized_linear(x, w, LinearContext("compared", recipe, StepState(seed=0), backend))
     y.backward(dy)
     assert x.grad is not None and w.grad is not None
     return {"y": y.detach(), "dx": x.grad, "dW": w.grad}
@@ -155,10 +152,10 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
     with recorded_references() as seen:
         peer = theirs(x, w, dy, CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory))
     assert len(seen) == 3, f"the reference quantized {len(seen)} tensors, not x, W and dy"
-    call = LinearCall(LinearContext("compared", NVFP4, RunClock(seed=0)), w, x)
+    call = LinearCall(LinearContext("compared", NVFP4, StepState(seed=0)), w, x)
     tensors = {"x": (x, "activation"), "W": (w, "weight"), "dy": (dy, "gradient")}
     for (name, (tensor, role)), reference in zip(tensors.items(), seen, strict=True):
-        columns, rows = USES[role]
+        columns, rows = SLOTS_OF[role]
         turned = tensor.t().contiguous()
         if NVFP4.gemms[rows.gemm].rht:
             turned = random_hadamard_transform(turned, 16)
@@ -170,11 +167,11 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
             if (far := (steps > 1) & (apart > _sum_error(tensor.t()))).any():
                 found.differences[f"{name} transformed"] = f"is {int(steps[far].amax())} BF16 numbers away"
         makers = call.prepare(columns, rows, tensor)
-        for source, same, suffix, amax, make, place in (
+        for source, same, suffix, amax, make, slot in (
             (tensor, tensor, "", "global_amax_row", makers[0], columns),
             (turned, reference["transformed"], "_t", "global_amax_col", makers[1], rows),
         ):
-            quantized = quantize_nvfp4(same, NVFP4[place].block)
+            quantized = quantize_nvfp4(same, NVFP4[slot].block)
             parts = {
                 "codes": (quantized.codes, reference[f"data{suffix}"]),
                 "scales": (quantized.scales, reference[f"scale{suffix}"]),
@@ -182,13 +179,13 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
             }
             assert make is not None
             made = make()
-            quantized = quantize_nvfp4(source, NVFP4[place].block)
+            quantized = quantize_nvfp4(source, NVFP4[slot].block)
             actual = actual_parts(made, slice(None))
             for part, expected in expected_parts(quantized, made).items():
                 parts[f"emulated {part}"] = (actual[part], expected)
             for part, (actual_part, expected_part) in parts.items():
                 if fault := difference(actual_part, expected_part.view(actual_part.dtype)):
-                    found.differences[f"{name} {place.name} {part}"] = fault
+                    found.differences[f"{name} {slot.name} {part}"] = fault
     for name, product in peer.items():
         expected = product.to(torch.float64)
         rounded = mine[name].to(torch.bfloat16).to(torch.float64)

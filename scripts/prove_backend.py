@@ -7,7 +7,7 @@
 Arguments are overrides of pretrain.py, before the options. Each linear is computed by its own recipe in the plan; where
 no run is named, every shape by every recipe of the precision. Compared are: the reference quantizers with the formats'
 definition, by brute force; every operand's codes, scales and maxima with the reference; the fairness of stochastic
-rounding; the three products with FP64; what becomes of NaN and inf (precision/selftest.py); and timed is every linear
+rounding; the three products with FP64; what becomes of NaN and inf (precision/verify.py); and timed is every linear
 against BF16. What this machine cannot run is listed with the reason. The end is a block of Markdown for a report. Exit
 codes: 0 all agrees, 1 something does not, 2 the arguments are wrong.
 """
@@ -26,14 +26,11 @@ from assembly import check as check_config
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend, BackendOperand
-from megatron_fp4.precision.backend_choice import BACKENDS, choose_backend
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.fair_rounding import Draws, fairness
-from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.recipe import GEMMS, USES, Place, Recipe, recipe_from_config
-from megatron_fp4.precision.refusals import recipes_by_key
-from megatron_fp4.precision.selftest import Case, Finding, check, sample_tensors, transformed
+from megatron_fp4.precision.backend_support import BACKENDS, choose_backend, recipes_by_key
+from megatron_fp4.precision.linear import LinearCall, LinearContext
+from megatron_fp4.precision.recipe import GEMMS, SLOTS_OF, OperandSlot, Recipe, recipe_from_config
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.verify import Case, Draws, Finding, check, fairness, sample_tensors, transformed
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
@@ -185,26 +182,31 @@ def prove(proof: Proof, backend: Backend, cases: list[Case], device: torch.devic
 def fairness_of(backend: Backend, case: Case, device: torch.device) -> dict[str, tuple[float, float]]:
     """Bias and spread (see `fairness`) of the operands that round stochastically to NVFP4."""
     x, w, dy = sample_tensors(case, device)
-    plain = LinearCall(LinearContext("prove", case.recipe, RunClock(seed=7), backend, num_groups=case.num_groups), w, x)
+    plain = LinearCall(
+        LinearContext("prove", case.recipe, StepState(seed=7), backend, num_groups=case.num_groups), w, x
+    )
     tensors = {"activation": x, "weight": plain.pad_rows(w), "gradient": plain.pad(dy)}
     found = {}
-    for name, places in USES.items():
+    for name, slots in SLOTS_OF.items():
         tensor = tensors[name][:_FAIRNESS_ROWS]
-        for index, place in enumerate(places):
-            operand = case.recipe[place]
+        for index, slot in enumerate(slots):
+            operand = case.recipe[slot]
             if operand.rounding != "stochastic" or operand.format != "nvfp4":
                 continue
 
             def make(
-                step: int, places: tuple[Place, Place] = places, index: int = index, tensor: torch.Tensor = tensor
+                step: int,
+                slots: tuple[OperandSlot, OperandSlot] = slots,
+                index: int = index,
+                tensor: torch.Tensor = tensor,
             ) -> BackendOperand:
-                context = LinearContext("prove", case.recipe, RunClock(seed=7, step=step), backend)
-                made = LinearCall(context, w, x).prepare(*places, tensor)[index]
+                context = LinearContext("prove", case.recipe, StepState(seed=7, step=step), backend)
+                made = LinearCall(context, w, x).prepare(*slots, tensor)[index]
                 assert made is not None
                 return made()
 
-            rows = transformed(tensor.t() if index else tensor, plain, place).contiguous()
-            found[place.name] = fairness(rows, Draws(make, _FAIRNESS_DRAWS), operand)
+            rows = transformed(tensor.t() if index else tensor, plain, slot).contiguous()
+            found[slot.name] = fairness(rows, Draws(make, _FAIRNESS_DRAWS), operand)
     return found
 
 

@@ -21,8 +21,8 @@ from data.cache import default_cache_dir
 from megatron_fp4.config.compose import ConfigError
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.autotuning import KernelChoices, rehearsal
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
@@ -80,7 +80,7 @@ class RandomRun:
 
     config: Config
     mesh: ParallelMesh
-    clock: RunClock
+    clock: StepState
     model: HybridModel
     controller: PrecisionController
     optimizer: torch.optim.Optimizer
@@ -99,7 +99,7 @@ class RandomRun:
             raise ConfigError(f"{only_on_gpu} needs a GPU, and this machine has none (or run.device=cpu)")
         device = init_distributed(device_type, config.parallel.timeout_seconds)
         set_determinism(config.run.deterministic)
-        mesh, clock = build_mesh(config.parallel, device), RunClock(seed=config.run.seed)
+        mesh, clock = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
         model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
         optimizer = build_optimizer(model, config.optimizer).optimizer
         graphs = open_graphs(config, mesh, model, controller, print) if with_graphs else None

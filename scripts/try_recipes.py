@@ -47,7 +47,7 @@ from megatron_fp4.logging.other_settings import difference_line, differences, se
 from megatron_fp4.logging.picture import check_target
 from megatron_fp4.logging.run_files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
-from megatron_fp4.precision.selftest import SelfTestError
+from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.exit_codes import ExitCode
 from megatron_fp4.training.schedule import WSDSchedule

@@ -10,7 +10,7 @@ import torch
 
 from introduction import computation_facts, when_it_switches
 from megatron_fp4.config.precision_schema import SwitchConfig
-from megatron_fp4.precision.backend_choice import BackendChoice
+from megatron_fp4.precision.backend_support import BackendChoice
 from megatron_fp4.precision.switch import PrecisionSwitch
 
 

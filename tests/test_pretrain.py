@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.exit_codes import ExitCode
 from run_parts import Run
 from tests.programs import ROOT, Program, as_child, environments_of_ranks
@@ -276,7 +276,7 @@ def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -
 
 def test_a_checkpoint_behind_a_switch_wants_a_run_with_one() -> None:
     def run_with(*plans: Plan) -> Any:
-        controller = PrecisionController({}, plans[0], RunClock(seed=0), plan_after_switch=(*plans, None)[1])
+        controller = PrecisionController({}, plans[0], StepState(seed=0), plan_after_switch=(*plans, None)[1])
         parts = {name: MagicMock() for name in ("loader", "guard", "log", "kernels")}
         run = MagicMock(**parts, controller=controller)
         run.load_state_dict = lambda state: Run.load_state_dict(run, state)
@@ -300,8 +300,8 @@ def test_a_checkpoint_behind_a_switch_wants_a_run_with_one() -> None:
 @pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])
 def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     required = []
-    monkeypatch.setattr(pretrain.selftest, "cases_of", lambda *_: [])
-    monkeypatch.setattr(pretrain.selftest, "require", lambda backend, *_: required.append(backend) or "")
+    monkeypatch.setattr(pretrain.verify, "cases_of", lambda *_: [])
+    monkeypatch.setattr(pretrain.verify, "require", lambda backend, *_: required.append(backend) or "")
     run = MagicMock(backend=MagicMock(), controller=MagicMock(linears={"linear": MagicMock(backend=name)}))
     run.backend.name = name
     pretrain.test_backend(run)

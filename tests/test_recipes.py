@@ -8,7 +8,7 @@ import torch
 import assembly
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
     """Loss and flattened gradient of the tiny model's first micro-batch under a recipe."""
     config = compose_config([f"precision={name}", "train.sequence_length=128"], assembly.CONFIGS)
     model = assembly.initialized_model(
-        config, mesh, RunClock(seed=3), assembly.execution_of(config), assembly.backend_of(config)
+        config, mesh, StepState(seed=3), assembly.execution_of(config), assembly.backend_of(config)
     )[0]
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=generator)

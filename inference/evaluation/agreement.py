@@ -26,9 +26,9 @@ from inference.evaluation.table import markdown
 from inference.weights import lower_weights
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.metrics import last_validation
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 
 TOLERANCE = 1e-5
 # Windows whose pieces transformers scores together, in batches by length.
@@ -82,7 +82,7 @@ def framework_losses(
     model = load_model(checkpoint, compute_dtype=dtype, device=device)
     if plan is not None:
         contexts = {name: module.context for name, module in model.linears()}
-        PrecisionController(contexts, plan, RunClock(seed=config.run.seed))
+        PrecisionController(contexts, plan, StepState(seed=config.run.seed))
         lower_weights(model, dtype)
 
     def score(batch: Any) -> tuple[float, int]:

@@ -38,7 +38,7 @@ from megatron_fp4.checkpoint.staging import Staging, host_memory_error
 from megatron_fp4.checkpoint.together import CheckpointError, Together
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 
 logger = logging.getLogger(__name__)
 _PATIENCE = datetime.timedelta(hours=6)
@@ -202,7 +202,7 @@ class Checkpointer:
         resume: str,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        clock: RunClock,
+        clock: StepState,
         *,
         allow_mismatch: bool,
     ) -> Resumed | None:
@@ -253,7 +253,7 @@ class Checkpointer:
         )
 
     def initialize(
-        self, given: str, model: nn.Module, clock: RunClock, *, resumed: bool, allow_mismatch: bool
+        self, given: str, model: nn.Module, clock: StepState, *, resumed: bool, allow_mismatch: bool
     ) -> Origin | None:
         """Take the weights of the checkpoint that `given` names (initialize.py) into `model`, and nothing else of it;
         returns which that was. Call it behind `resume`.
@@ -298,7 +298,7 @@ class Checkpointer:
         last = self.saves.last or self._resumed
         return None if last is None else last[1]
 
-    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, clock: RunClock) -> Resumed:
+    def reload(self, model: nn.Module, optimizer: torch.optim.Optimizer, clock: StepState) -> Resumed:
         """Load the checkpoint of `last_step` again, in the middle of the run; see `load`."""
         self.saves.end()
         last = self.saves.last or self._resumed
@@ -311,7 +311,7 @@ class Checkpointer:
         folder: Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        clock: RunClock,
+        clock: StepState,
         *,
         allow_mismatch: bool,
     ) -> Resumed:

@@ -1,4 +1,4 @@
-"""Refuses recipes that cannot be computed. Whether a model's sizes divide is asked of its plan (precision/sizes.py).
+"""Refuses recipes that cannot be computed. A plan says whether a model's sizes divide (precision/backend_support.py).
 
 Options without effect are for `checks/effects.py`.
 """
@@ -10,9 +10,9 @@ from dataclasses import fields, replace
 from megatron_fp4.checks.effects import validate_effects
 from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig
 from megatron_fp4.config.schema import Bf16BlocksDefault, Config, ConfigError
+from megatron_fp4.precision.backend_support import first_refusal, recipes_by_key
 from megatron_fp4.precision.plan import Plan, recipe_of
-from megatron_fp4.precision.recipe import PLACES, Place
-from megatron_fp4.precision.refusals import first_refusal, recipes_by_key
+from megatron_fp4.precision.recipe import SLOTS, OperandSlot
 from megatron_fp4.quantization.formats import FORMATS, UE8M0
 from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 
@@ -24,9 +24,9 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
     """
     _exceptions(precision, key)
     for where, of_part in _parts(precision, key):
-        for place, operand in _operands(of_part):
-            _operand(operand, f"{where}.{place.key}")
-            _ms_eden(of_part, place, operand, where)
+        for slot, operand in _operands(of_part):
+            _operand(operand, f"{where}.{slot.key}")
+            _ms_eden(of_part, slot, operand, where)
         _reuse(of_part, where)
         _source(of_part, where)
     recipes = recipes_by_key(precision, key)
@@ -87,8 +87,8 @@ def _exceptions(precision: PrecisionConfig, key: str) -> None:
             raise ConfigError(f"{key}.exceptions[{i}].names=[] matches no linear; give patterns, or drop the exception")
 
 
-def _operands(config: PrecisionConfig) -> list[tuple[Place, OperandConfig]]:
-    return [(place, getattr(getattr(config, place.gemm), place.tensor)) for place in PLACES]
+def _operands(config: PrecisionConfig) -> list[tuple[OperandSlot, OperandConfig]]:
+    return [(slot, getattr(getattr(config, slot.gemm), slot.tensor)) for slot in SLOTS]
 
 
 def _operand(operand: OperandConfig, key: str) -> None:
@@ -121,11 +121,11 @@ def _operand(operand: OperandConfig, key: str) -> None:
             )
 
 
-def _ms_eden(config: PrecisionConfig, place: Place, operand: OperandConfig, key: str) -> None:
+def _ms_eden(config: PrecisionConfig, slot: OperandSlot, operand: OperandConfig, key: str) -> None:
     """MS-EDEN corrects groups that a transform with random signs mixed, and keeps the mean of gradients right."""
     if operand.rounding != "ms_eden" or operand.format == "bf16":
         return
-    where, rht = f"{key}.{place.key}", getattr(config, place.gemm).rht
+    where, rht = f"{key}.{slot.key}", getattr(config, slot.gemm).rht
     form = FORMATS[operand.format]
     if form.encode_ms_eden is None:
         owners = " or ".join(name for name, other in FORMATS.items() if other.encode_ms_eden is not None)
@@ -133,7 +133,7 @@ def _ms_eden(config: PrecisionConfig, place: Place, operand: OperandConfig, key:
             f"{where}.rounding=ms_eden does not go with format={operand.format}; it is for {owners}: use another "
             "rounding, or another format"
         )
-    if place.gemm == "fprop":
+    if slot.gemm == "fprop":
         raise ConfigError(
             f"{where}.rounding=ms_eden is for dgrad and wgrad, whose errors must average out; in the forward pass "
             "rounding to nearest errs less: use nearest"
@@ -147,8 +147,8 @@ def _ms_eden(config: PrecisionConfig, place: Place, operand: OperandConfig, key:
         )
     if rht != MS_EDEN_GROUP:
         raise ConfigError(
-            f"{where}.rounding=ms_eden does not go with {key}.{place.gemm}.rht={rht}: it corrects groups of "
-            f"{MS_EDEN_GROUP} that one transform mixed; set {key}.{place.gemm}.rht={MS_EDEN_GROUP}"
+            f"{where}.rounding=ms_eden does not go with {key}.{slot.gemm}.rht={rht}: it corrects groups of "
+            f"{MS_EDEN_GROUP} that one transform mixed; set {key}.{slot.gemm}.rht={MS_EDEN_GROUP}"
         )
     if config.rht_signs != "fresh":
         raise ConfigError(
@@ -159,12 +159,12 @@ def _ms_eden(config: PrecisionConfig, place: Place, operand: OperandConfig, key:
 
 def _source(config: PrecisionConfig, key: str) -> None:
     """`source: forward` asks for codes of the untransformed tensor that fprop makes, and that BF16 holds."""
-    for place, operand in _operands(config):
+    for slot, operand in _operands(config):
         if operand.source == "tensor" or operand.format == "bf16":
             continue
-        where, source = f"{key}.{place.key}", getattr(config.fprop, place.tensor, OperandConfig())
-        if place.gemm == "fprop" or place.tensor == "gradient":
-            why = "fprop's operands are made of tensors" if place.gemm == "fprop" else "fprop never sees gradients"
+        where, source = f"{key}.{slot.key}", getattr(config.fprop, slot.tensor, OperandConfig())
+        if slot.gemm == "fprop" or slot.tensor == "gradient":
+            why = "fprop's operands are made of tensors" if slot.gemm == "fprop" else "fprop never sees gradients"
             raise ConfigError(f"{where}.source=forward: {why}; set it to tensor")
         if operand.reuse_fprop:
             raise ConfigError(
@@ -174,7 +174,7 @@ def _source(config: PrecisionConfig, key: str) -> None:
         if source.format in ("bf16", "fp8"):
             why = "makes no codes" if source.format == "bf16" else "has scales that BF16 does not hold"
             raise ConfigError(
-                f"{where}.source=forward, but {key}.fprop.{place.tensor}.format={source.format} {why}; set it to tensor"
+                f"{where}.source=forward, but {key}.fprop.{slot.tensor}.format={source.format} {why}; set it to tensor"
             )
         if rht := config.fprop.rht:
             raise ConfigError(
@@ -185,19 +185,19 @@ def _source(config: PrecisionConfig, key: str) -> None:
 
 def _reuse(config: PrecisionConfig, key: str) -> None:
     """`reuse_fprop` asks for the very codes of fprop, so everything about them must be fprop's."""
-    for place, operand in _operands(config):
+    for slot, operand in _operands(config):
         if not operand.reuse_fprop:
             continue
-        where = f"{key}.{place.key}"
-        if place.gemm == "fprop" or place.tensor == "gradient":
-            why = "fprop has nothing to reuse" if place.gemm == "fprop" else "fprop never sees gradients"
+        where = f"{key}.{slot.key}"
+        if slot.gemm == "fprop" or slot.tensor == "gradient":
+            why = "fprop has nothing to reuse" if slot.gemm == "fprop" else "fprop never sees gradients"
             raise ConfigError(f"{where}.reuse_fprop=true: {why}; set it to false")
-        source: OperandConfig = getattr(config.fprop, place.tensor)
+        source: OperandConfig = getattr(config.fprop, slot.tensor)
         if source.format == "bf16":
             raise ConfigError(
-                f"{where}.reuse_fprop=true, but {key}.fprop.{place.tensor}.format=bf16 makes no codes; set it to false"
+                f"{where}.reuse_fprop=true, but {key}.fprop.{slot.tensor}.format=bf16 makes no codes; set it to false"
             )
-        for gemm in (place.gemm, "fprop"):
+        for gemm in (slot.gemm, "fprop"):
             if rht := getattr(config, gemm).rht:
                 raise ConfigError(
                     f"{where}.reuse_fprop=true does not go with {key}.{gemm}.rht={rht}: codes are those of an "
@@ -205,7 +205,7 @@ def _reuse(config: PrecisionConfig, key: str) -> None:
                 )
         if replace(operand, reuse_fprop=False) != source:
             raise ConfigError(
-                f"{where} ({_described(operand)}) differs from {key}.fprop.{place.tensor} ({_described(source)}), "
+                f"{where} ({_described(operand)}) differs from {key}.fprop.{slot.tensor} ({_described(source)}), "
                 "whose codes reuse_fprop=true takes; make them equal or set reuse_fprop to false"
             )
 

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from megatron_fp4.logging.metrics import records_of_run
 from megatron_fp4.logging.picture import FAINT, MISSING, picture
-from megatron_fp4.precision.recipe import GEMMS, PLACES
+from megatron_fp4.precision.recipe import GEMMS, SLOTS
 
 DEFAULT_QUANTITIES = ("wgrad_gradient.snr_db", "wgrad.error")
 
@@ -79,7 +79,7 @@ SCALES = {
     ),
     "gradient_to_noise": Scale("ratio", (0, 0.5, 1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30, 50, 100), True),
 }  # fmt: skip
-_OPERANDS = {place.name: place for place in PLACES}
+_OPERANDS = {slot.name: slot for slot in SLOTS}
 _MAX_LABELS = 64
 _TALL = 24  # linears
 
@@ -210,8 +210,8 @@ def _title(quantity: str) -> str:
     part, statistic = quantity.split(".")
     if part in GEMMS:
         return f"relative error of {part}"
-    place = _OPERANDS[part]
-    return f"{place.tensor} in {place.gemm}: {_STATISTICS[statistic]}"
+    slot = _OPERANDS[part]
+    return f"{slot.tensor} in {slot.gemm}: {_STATISTICS[statistic]}"
 
 
 def _check(quantity: str) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 
 if TYPE_CHECKING:
-    from megatron_fp4.precision.linear_context import LinearContext
+    from megatron_fp4.precision.linear import LinearContext
 
 Record = dict[str, Any]
 

@@ -35,9 +35,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import Gemm, Recipe
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.gradients import holds_first_copy, sum_replicated_gradients
 

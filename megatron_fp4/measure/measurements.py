@@ -24,8 +24,8 @@ from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
 from megatron_fp4.measure.replay import Replay, ReplayError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.recheck import Recheck, RecheckError
+from megatron_fp4.precision.switch import PrecisionController
+from megatron_fp4.precision.verify import Recheck, RecheckError
 from megatron_fp4.training.accumulate import MicroBatch
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.accumulate import ALONE, GlobalBatch, MicroBatch, accumulate, global_batch_of
 
 
@@ -51,7 +51,7 @@ class NonFiniteReport:
 
 
 def find_nonfinite(
-    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock, whole: GlobalBatch = ALONE
+    model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: StepState, whole: GlobalBatch = ALONE
 ) -> NonFiniteReport:
     """Run forward and backward of one micro-batch again and report where numbers stop being finite.
 
@@ -91,7 +91,7 @@ def find_nonfinite(
 
 
 def diagnose_nonfinite(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, clock: RunClock
+    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, clock: StepState
 ) -> str:
     """Run a failed step's micro-batches again and say, in a sentence a rank, where numbers stopped being finite.
 

@@ -40,20 +40,19 @@ from megatron_fp4.measure.statistics import (
     sum_of_squares,
     sums_in_units,
 )
-from megatron_fp4.precision.emulated import gemm
+from megatron_fp4.precision.emulated import GemmOperand, gemm
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.precision.recipe import (
     DGRAD_GRADIENT,
     DGRAD_WEIGHT,
     FPROP_ACTIVATION,
     FPROP_WEIGHT,
     GEMMS,
-    PLACES,
-    USES,
+    SLOTS,
+    SLOTS_OF,
     WGRAD_ACTIVATION,
     WGRAD_GRADIENT,
-    Place,
+    OperandSlot,
 )
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
@@ -61,8 +60,7 @@ from megatron_fp4.quantization.hadamard import random_hadamard_transform
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.linear_call import LinearCall
-    from megatron_fp4.precision.linear_context import LinearContext
+    from megatron_fp4.precision.linear import LinearCall, LinearContext
 
 # FP32 elements of a product that are compared together: bounds the memory, fills a GPU.
 _CHUNK_ELEMENTS = 2**24
@@ -135,7 +133,7 @@ class Probe:
         if not measured:
             return {}
         device = next(iter(self._sums.values())).device
-        sums, maxima, parts = [], [], (*(place.name for place in PLACES), *GEMMS)
+        sums, maxima, parts = [], [], (*(slot.name for slot in SLOTS), *GEMMS)
         for name in measured:
             for part in parts:
                 width = len(PRODUCT_SUMS) if part in GEMMS else len(OPERAND_SUMS)
@@ -174,9 +172,9 @@ class Probe:
         if transformed:
             self._transformed.add(key)
 
-    def repeat(self, name: str, place: Place, of: Place) -> None:
-        """The operand at `place` of linear `name` has the codes of the one at `of`, and so its sums."""
-        self._repeated[name, place.name] = of.name
+    def repeat(self, name: str, slot: OperandSlot, of: OperandSlot) -> None:
+        """The operand at `slot` of linear `name` has the codes of the one at `of`, and so its sums."""
+        self._repeated[name, slot.name] = of.name
 
 
 class ProbedCall:
@@ -218,26 +216,26 @@ class ProbedCall:
             self._product("wgrad", dy.t(), x.t(), local_part(dw), None)
         self.x = None
 
-    def _source(self, place: Place, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the operand at `place` is made of, and its unit, FP32 0-dim (None: 1): `x` [rows, cols], or what fprop's
+    def _source(self, slot: OperandSlot, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the operand at `slot` is made of, and its unit, FP32 0-dim (None: 1): `x` [rows, cols], or what fprop's
         codes of it stand for, which is `code * block scale` in units of fprop's tensor scale."""
         call = self.call
-        if not call.requantizes(place.tensor):
+        if not call.requantizes(slot.tensor):
             return x, None
         # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices. So are its draws.
-        of = USES[place.tensor][0]
+        of = SLOTS_OF[slot.tensor][0]
         request = replace(call.request(of), key=call.draws(of))
         make, _ = call.backend.operands(
-            x, request, None, dtype=call.dtype, amax_group=call.context.amax_group(place.tensor)
+            x, request, None, dtype=call.dtype, amax_group=call.context.amax_group(slot.tensor)
         )
         assert make is not None
         made = make()
         return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `requantized_by`
 
-    def _operand(self, place: Place, x: Tensor, count: int, unit: Tensor | None = None) -> None:
+    def _operand(self, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         """x: [rows, k] as the linear quantizes it, `count` elements no padding; in units of `unit`, as `_source`."""
         call = self.call
-        operand, rht = call.recipe[place], call.recipe.gemms[place.gemm].rht
+        operand, rht = call.recipe[slot], call.recipe.gemms[slot.gemm].rht
         if not operand.quantized:
             return
         large = x.numel() > samples.LARGE
@@ -245,7 +243,7 @@ class ProbedCall:
         seen, factor = x, 1.0
         if rht:
             fixed = call.recipe.rht_signs == "fixed"
-            signs = samples.device_signs(rht, x.device) if fixed else call.signs(place.gemm)
+            signs = samples.device_signs(rht, x.device) if fixed else call.signs(slot.gemm)
             if large:
                 seen, factor = samples.transformed(x, signs)
             else:
@@ -253,11 +251,11 @@ class ProbedCall:
             amax = seen.abs().amax().to(torch.float32) * factor
         maxima = torch.stack((raw_amax, amax)).to(torch.float64)
         maxima = maxima if unit is None else maxima * unit
-        group = call.context.amax_group(place.tensor)
+        group = call.context.amax_group(slot.tensor)
         if group is not None and format_of(operand.format).tensor_scale:
             amax = amax.clone()
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        key = call.draws(place)
+        key = call.draws(slot)
 
         def add(sums: Tensor, raw_signal: Tensor | None = None) -> None:
             # The transform is orthogonal: but for its rounding to BF16 it changes no sum of squares.
@@ -265,7 +263,7 @@ class ProbedCall:
             raw_count = torch.full_like(raw, count * min(1.0, samples.SAMPLE / x.numel()) if large else count)
             sums = torch.cat((sums, torch.stack((raw, raw_count))))
             sums = sums if unit is None else sums_in_units(sums, unit)
-            self.probe.add(call.context.name, place.name, sums, maxima, transformed=bool(rht))
+            self.probe.add(call.context.name, slot.name, sums, maxima, transformed=bool(rht))
 
         if large:
             part = samples.sample_rows(seen).to(torch.float32)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.gradients import holds_first_copy, sum_replicated_gradients
 from megatron_fp4.training.step import StepResult
@@ -21,7 +21,7 @@ _LISTED = 3
 
 
 def diagnose_spike(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, clock: RunClock, result: StepResult
+    model: nn.Module, micro_batches: Sequence[MicroBatch], mesh: ParallelMesh, clock: StepState, result: StepResult
 ) -> str:
     """Run the refused step's micro-batches again and say, the same on all ranks: whether loss and gradient norm come
     out as they were in `result`, which micro-batches have the largest losses, which parameters most of the gradient.

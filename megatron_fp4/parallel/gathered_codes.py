@@ -4,7 +4,7 @@ A linear whose weight has one set of codes for fprop and dgrad (16x16 blocks, ne
 by these codes and by nothing else of the weight. So each rank quantizes its shard of the FP32 master, and what is
 gathered are rows of codes and of scales (`quantization/square_blocks.py`): 0.56 bytes a parameter instead of 2. They
 are gathered once a step, at the linear's first use, and stay until the last backward pass, whatever `parallel.reshard`
-says, since they are all that is kept of the weight (`precision/packed_weight.py`). The quantizer's work, which every
+says, since they are all that is kept of the weight (`precision/emulated.py`). The quantizer's work, which every
 rank did for the whole weight, is shared by them.
 
     root's forward pass, weights changed    maxima of all shards' blocks; one MAX reduction of those that ranks share
@@ -26,7 +26,7 @@ How: FSDP2 asks a parameter's local shard for `fsdp_pre_all_gather` and `fsdp_po
 first gives. Here these are attributes of the shard itself, put there and taken away, not methods of a tensor subclass:
 optimizer and checkpoints see plain FP32 tensors. The gathered parameter has the weight's shape, dtype and gradient and
 no memory: one NaN, seen at every place, so that whoever reads it by mistake notices. The codes hang on it, for the
-linear to take (`precision/linear_call.py`).
+linear to take (`precision/linear.py`).
 
 The same way parameters that must never be rounded (Mamba-2's A, D and dt bias) are gathered in FP32 with their block.
 
@@ -48,8 +48,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.parallel.layers import QuantizedLinear
+from megatron_fp4.precision.emulated import CodesOfWeight, hang_codes
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, local_part
-from megatron_fp4.precision.packed_weight import CodesOfWeight, hang_codes
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.square_blocks import RowBlocks
@@ -207,7 +207,7 @@ class GatheredWeight:
         if codes:
             context = self.context
             group_rows = self.num_rows // context.num_groups
-            padded = self.backend.demands(context.recipe).padded_group(group_rows, context.num_groups)
+            padded = self.backend.alignment(context.recipe).padded_group(group_rows, context.num_groups)
             form = context.recipe[FPROP_WEIGHT].format
             if form != self.all_blocks.format:  # of other sizes
                 if self.as_codes:

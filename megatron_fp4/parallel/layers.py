@@ -32,13 +32,12 @@ from torch import Tensor, nn
 
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import lookup, new_parameter
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.token_messages import start_all_gather, start_reduce_scatter
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.overlapped import start_all_gather, start_reduce_scatter
 
 
 class QuantizedLinear(nn.Module):
-    """What the two parallel linears share: a weight and its context, which precision/controller.py fills in."""
+    """What the two parallel linears share: a weight and its context, which precision/switch.py fills in."""
 
     context: LinearContext
 

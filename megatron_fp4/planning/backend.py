@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision.backend import RowGroups
-from megatron_fp4.precision.emulated import EmulatedBackend, gemm
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, gemm
 from megatron_fp4.precision.gemm_cuda import computed_alone
-from megatron_fp4.precision.gemm_operand import GemmOperand
 from megatron_fp4.quantization import cuda
 
 MULTIPROCESSORS = 132  # of an H100 or H200

@@ -26,11 +26,11 @@ from megatron_fp4.parallel.parameters import is_replicated
 from megatron_fp4.planning.backend import planned_gpu
 from megatron_fp4.planning.ledger import Ledger, Message
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.emulated import codes_of
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.packed_weight import codes_of
+from megatron_fp4.precision.linear import LinearContext
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.execution import Execution
@@ -38,7 +38,7 @@ from models.execution import Execution
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
 
-Build = Callable[[ParallelMesh, RunClock, Execution, Backend], tuple[nn.Module, PrecisionController]]
+Build = Callable[[ParallelMesh, StepState, Execution, Backend], tuple[nn.Module, PrecisionController]]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def dry_run(config: Config, world_size: int, build: Build, execution: Execution)
     """
     with fake_ranks(world_size), planned_gpu() as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.
-        mesh, clock = build_mesh(config.parallel, torch.device("cpu")), RunClock(seed=0)
+        mesh, clock = build_mesh(config.parallel, torch.device("cpu")), StepState(seed=0)
         model, controller = build(mesh, clock, execution, backend)
         batches = {phase.global_batch_size or config.train.global_batch_size for phase in config.data.phases}
         numbers = {batch // (config.train.micro_batch_size * mesh.dp_size) for batch in batches}

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.token_messages import Pending
+from megatron_fp4.precision.overlapped import Pending
 
 _ALLOCATION_UNIT = 512
 

@@ -14,42 +14,216 @@ that device, slower by tens of times. The codes are the same bits everywhere; a 
 without the kernels.
 
 What it chooses not to do: imitate a tensor core's accumulation order.
+
+An operand of an emulated GEMM: values or packed codes, and how it is turned, saved and gathered from ranks.
+
+A weight kept as 4-bit codes, as an operand of the emulation: 0.56 bytes a parameter where values take 2.
+
+fprop and dgrad multiply by one weight W [out, in] and its transpose. Square blocks rounded to nearest have the same
+codes along both dimensions (`quantization/square_blocks.py`), so one packed copy serves both, for all micro-batches of
+a step. A GEMM unpacks it to BF16 values, which are exact and gone behind it; a matrix product reads either orientation
+as it lies. Unpacking reads and writes 2.6 bytes an element, some percent of the time of a GEMM of thousands of tokens.
+
+Who makes the codes: `pack_weight` from the whole weight of this rank, or FSDP gathers the codes that ranks made of
+their shards (`parallel/gathered_codes.py`). Both are the same bits.
+
+On a CPU, and where the kernels do not run, values are kept instead (`keeps_codes`): unpacking is slow there in relation
+to the products. The numbers are the same.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from megatron_fp4.precision.backend import OperandRequest, RowGroups, added
-from megatron_fp4.precision.demands import Demands, block_demands
-from megatron_fp4.precision.gemm_operand import GemmOperand, Packing
-from megatron_fp4.precision.packed_weight import (
-    CodesOfWeight,
-    PackedWeight,
-    WeightPacking,
-    keeps_codes,
-    pack_weight,
-    packs,
-)
+from megatron_fp4.precision.backend import Alignment, OperandRequest, RowGroups, added, block_alignment
+from megatron_fp4.precision.overlapped import Gather
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization import cuda, square_blocks
-from megatron_fp4.quantization.cuda import Fused, Side
+from megatron_fp4.quantization.cuda import Fused, Packed, Side
+from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.formats import FORMATS, format_of
+from megatron_fp4.quantization.fp4 import PackedColumns, PackedRows
 from megatron_fp4.quantization.fp8 import BlockScaled, matmul_fp8
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
-from megatron_fp4.quantization.square_blocks import RowBlocks
-from megatron_fp4.quantization.tensor import Encoded
+from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks, block_maxima, quantize_rows, unpack_rows
+from megatron_fp4.quantization.tensor import Encoded, tensor_decode_scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+Packing = Callable[[Tensor, Tensor], Packed]
+
+
+@dataclass(frozen=True)
+class GemmOperand:
+    """One side of a GEMM, the dot product along the last dimension.
+
+    values: [rows, k]. For a quantized operand `code * block scale` without the tensor scale (FP32 for FP8 under FP32
+    scales, else BF16), or codes of such values with their scales; otherwise the tensor itself.
+    scale: FP32 0-dim factor from `values` to real values, or None for 1.
+    quantized: whether `values` came out of a quantizer; two unquantized sides are an ordinary GEMM.
+    """
+
+    values: Tensor | Packed
+    scale: Tensor | None = None
+    quantized: bool = False
+    decoded = None  # its values are compared
+
+    def transposed(self) -> GemmOperand:
+        """The same codes with rows and columns exchanged."""
+        assert isinstance(self.values, Tensor | BlockScaled | PackedWeight)
+        return GemmOperand(self.values.t(), self.scale, self.quantized)
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What an autograd function has to save: three tensors, some of them None."""
+        if isinstance(self.values, Tensor):
+            return self.values, None, self.scale
+        return self.values.codes, self.values.scales, self.scale
+
+    @property
+    def layout(self) -> tuple[Packing | None, bool]:
+        """Non-tensor metadata: what makes codes and scales an operand (None: plain values), and `quantized`."""
+        values = self.values
+        if isinstance(values, Tensor):
+            return None, self.quantized
+        return values.packing if isinstance(values, PackedWeight) else type(values), self.quantized
+
+    @staticmethod
+    def from_tensors(tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
+        """The operand again from its `tensors()` and its `layout`."""
+        (values, scales, scale), (packing, quantized) = tensors, layout
+        assert values is not None
+        if packing is None:
+            return GemmOperand(values, scale, quantized)
+        assert scales is not None
+        return GemmOperand(packing(values, scales), scale, quantized)
+
+    def gathered(self, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
+        """From that of a slice of the tokens: starts `gather`; what is returned waits, and gives that of all tokens.
+
+        transposed: the dot product runs over tokens.
+        """
+        values, scale, quantized = self.values, self.scale, self.quantized
+        if isinstance(values, PackedRows | PackedColumns):
+            message, joined = gather(values.message()), values.joined()
+            return lambda: GemmOperand(joined(message.wait()), scale, quantized)
+        if isinstance(values, Tensor):
+            whole, in_one_piece = _gathered(values, gather, transposed), values.is_contiguous()
+            return lambda: GemmOperand(whole().contiguous() if in_one_piece else whole(), scale, quantized)
+        # Other packed codes have the tokens first in any case.
+        turned = transposed and isinstance(values, BlockScaled)
+        packing: Packing = type(values)
+        codes, scales = (_gathered(part, gather, turned) for part in (values.codes, values.scales))
+        return lambda: GemmOperand(packing(codes(), scales()), scale, quantized)
+
+    def unpacked(self) -> Tensor:
+        """The values as a tensor [rows, k]."""
+        return self.values if isinstance(self.values, Tensor) else self.values.values()
+
+
+def _gathered(part: Tensor, gather: Gather, turned: bool) -> Callable[[], Tensor]:
+    """What waits for all ranks' `part`, one behind the other along its first dimension, or `turned` its second."""
+    message = gather(part.t() if turned else part)
+    return lambda: message.wait().t() if turned else message.wait()
+
+
+@dataclass(frozen=True)
+class WeightPacking:
+    """How codes and scales of a weight are to be read: as `blocks` say, of the whole weight; exchanged: transposed."""
+
+    blocks: RowBlocks
+    exchanged: bool = False
+
+    def __call__(self, codes: Tensor, scales: Tensor) -> PackedWeight:
+        """The weight that they are."""
+        return PackedWeight(codes, scales, self)
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Codes uint8 [out, in / 2] and scales uint8 [out, in / block] of a weight without its padding, contiguous."""
+
+    codes: Tensor
+    scales: Tensor
+    packing: WeightPacking
+
+    def values(self) -> Tensor:
+        """BF16 `code * scale` [padded out, in], or exchanged [in, padded out]."""
+        values = unpack_rows(self.codes, self.scales, self.packing.blocks)
+        return values.t() if self.packing.exchanged else values
+
+    def t(self) -> PackedWeight:
+        """The same codes with rows and columns exchanged."""
+        return PackedWeight(self.codes, self.scales, WeightPacking(self.packing.blocks, not self.packing.exchanged))
+
+
+@dataclass(frozen=True)
+class CodesOfWeight:
+    """What was gathered instead of a weight [out, in]: codes and scales as `PackedWeight` has them, its `blocks`, and
+    FP32 0-dim the factor of its values (None: 1)."""
+
+    codes: Tensor
+    scales: Tensor
+    blocks: RowBlocks
+    scale: Tensor | None
+
+
+def hang_codes(weight: Tensor, codes: CodesOfWeight) -> None:
+    """Let `weight`, which has no values, be known by its codes."""
+    _local(weight)._codes_of_weight = codes  # type: ignore[attr-defined]
+
+
+def codes_of(weight: Tensor) -> CodesOfWeight | None:
+    """What `hang_codes` hung on `weight`; None: it has values."""
+    return getattr(_local(weight), "_codes_of_weight", None)
+
+
+def _local(weight: Tensor) -> Tensor:
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
+
+
+def keeps_codes(device: torch.device) -> bool:
+    """Whether weights are kept as codes on `device`, not as values."""
+    return cuda.gpu.available(device)
+
+
+def packs(request: OperandRequest) -> bool:
+    """Whether `quantization/square_blocks.py` makes this operand."""
+    operand, size = request.operand, BLOCKS.get(request.operand.format)
+    plain = not request.rht and request.key is None and not operand.four_over_six
+    return plain and operand.rounding == "nearest" and operand.block == (size, size)
+
+
+def pack_weight(
+    w: Tensor, request: OperandRequest, group_rows: int, padded_group_rows: int, amax_group: ProcessGroup | None
+) -> tuple[PackedWeight, Tensor | None]:
+    """The weight `w` [out, in], BF16 or FP32 that counts as rounded to BF16, and the factor of its values.
+
+    group_rows, padded_group_rows: of its groups of rows, see `RowBlocks`. amax_group: ranks that hold the other shards
+    and share the maximum.
+    """
+    blocks = RowBlocks(request.operand.format, group_rows, padded_group_rows, 0, w.shape[0])
+    maxima = block_maxima(w, blocks)
+    amax = scale = None
+    if blocks.format == "nvfp4":
+        # As integers NaN is the largest of all; as floats a reduction may lose it.
+        bits = maxima.view(torch.int32).amax()
+        if amax_group is not None:
+            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=amax_group)
+        amax = bits.view(torch.float32)
+        scale = tensor_decode_scale(amax, E4M3_MAX)
+    return PackedWeight(*quantize_rows(w, blocks, maxima, amax), WeightPacking(blocks)), scale
+
 
 MakeOperand = Callable[[], GemmOperand]
 ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
@@ -61,9 +235,9 @@ class EmulatedBackend:
     name = "emulated"
     accumulates = True
 
-    def demands(self, recipe: Recipe) -> Demands:
+    def alignment(self, recipe: Recipe) -> Alignment:
         """Whole blocks are enough."""
-        return block_demands(recipe)
+        return block_alignment(recipe)
 
     def operands(
         self,

@@ -37,7 +37,7 @@ GEMMS = {"fprop": ("activation", "weight"), "dgrad": ("gradient", "weight"), "wg
 
 
 @dataclass(frozen=True)
-class Place:
+class OperandSlot:
     """Where a tensor is an operand. gemm: `fprop`, `dgrad`, `wgrad`. side: `left`, `right`. tensor: as in `GEMMS`."""
 
     gemm: str
@@ -52,7 +52,7 @@ class Place:
     @cached_property
     def transposed(self) -> bool:
         """Whether the operand is the transposed tensor: its dot product lies along the tensor's rows."""
-        return self == USES[self.tensor][1]
+        return self == SLOTS_OF[self.tensor][1]
 
     @property
     def key(self) -> str:
@@ -60,14 +60,14 @@ class Place:
         return f"{self.gemm}.{self.tensor}"
 
 
-PLACES = tuple(
-    Place(gemm, side, tensor)
+SLOTS = tuple(
+    OperandSlot(gemm, side, tensor)
     for gemm, tensors in GEMMS.items()
     for side, tensor in zip(("left", "right"), tensors, strict=True)
 )
-FPROP_ACTIVATION, FPROP_WEIGHT, DGRAD_GRADIENT, DGRAD_WEIGHT, WGRAD_GRADIENT, WGRAD_ACTIVATION = PLACES
+FPROP_ACTIVATION, FPROP_WEIGHT, DGRAD_GRADIENT, DGRAD_WEIGHT, WGRAD_GRADIENT, WGRAD_ACTIVATION = SLOTS
 # Both uses of each tensor: as it is stored, with the dot product along its columns, and transposed.
-USES = {
+SLOTS_OF = {
     "activation": (FPROP_ACTIVATION, WGRAD_ACTIVATION),
     "weight": (FPROP_WEIGHT, DGRAD_WEIGHT),
     "gradient": (DGRAD_GRADIENT, WGRAD_GRADIENT),
@@ -172,8 +172,8 @@ class Recipe:
     rht_signs: str = "fixed"
     amax: str = "global"
 
-    def __getitem__(self, place: Place) -> Operand:
-        operand: Operand = getattr(getattr(self, place.gemm), place.side)
+    def __getitem__(self, slot: OperandSlot) -> Operand:
+        operand: Operand = getattr(getattr(self, slot.gemm), slot.side)
         return operand
 
     @cached_property
@@ -182,9 +182,9 @@ class Recipe:
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @cached_property
-    def operands(self) -> dict[Place, Operand]:
+    def operands(self) -> dict[OperandSlot, Operand]:
         """The six operands by their places."""
-        return {place: self[place] for place in PLACES}
+        return {slot: self[slot] for slot in SLOTS}
 
     @cached_property
     def formats(self) -> frozenset[str]:

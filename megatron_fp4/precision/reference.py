@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_fp4.precision.demands import block_demands
-from megatron_fp4.precision.recipe import PLACES, USES, Operand, Place, Recipe
+from megatron_fp4.precision.backend import block_alignment
+from megatron_fp4.precision.recipe import SLOTS, SLOTS_OF, Operand, OperandSlot, Recipe
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform, random_signs
 from megatron_fp4.quantization.rounding import RoundingKey
 from megatron_fp4.quantization.tensor import QuantizedTensor
@@ -42,28 +42,28 @@ def reference_linear(x: Tensor, w: Tensor, dy: Tensor, recipe: Recipe, keys: Key
     w: [out, in]. dy: [tokens, out]. keys: of the draws of an operand by its label (`dgrad_gradient`), and of fresh
     signs by their GEMM's (`wgrad_signs`).
     """
-    (tokens, outputs), demands = dy.shape, block_demands(recipe)
-    more_tokens, more_outputs = -tokens % demands.tokens, -outputs % demands.outputs
+    (tokens, outputs), alignment = dy.shape, block_alignment(recipe)
+    more_tokens, more_outputs = -tokens % alignment.tokens, -outputs % alignment.outputs
     tensors = {
         "activation": pad(x, (0, 0, 0, more_tokens)),
         "weight": pad(w.to(x.dtype), (0, 0, 0, more_outputs)),
         "gradient": pad(dy, (0, more_outputs, 0, more_tokens)),
     }
-    operands: dict[Place, tuple[Tensor, Tensor]] = {}
-    for place in PLACES:
-        operand = recipe[place]
+    operands: dict[OperandSlot, tuple[Tensor, Tensor]] = {}
+    for slot in SLOTS:
+        operand = recipe[slot]
         if operand.reuse_fprop or operand.source == "forward":
-            values, scale = operands[USES[place.tensor][0]]
-            operands[place] = values.t(), scale
+            values, scale = operands[SLOTS_OF[slot.tensor][0]]
+            operands[slot] = values.t(), scale
             if operand.source == "forward":
-                values, own_scale = _operand(values.t(), place, recipe, keys)
-                operands[place] = values, own_scale * scale
+                values, own_scale = _operand(values.t(), slot, recipe, keys)
+                operands[slot] = values, own_scale * scale
         else:
-            tensor = tensors[place.tensor]
-            operands[place] = _operand(tensor.t() if place.transposed else tensor, place, recipe, keys)
+            tensor = tensors[slot.tensor]
+            operands[slot] = _operand(tensor.t() if slot.transposed else tensor, slot, recipe, keys)
 
     def product(gemm: str) -> Tensor:
-        (left, left_scale), (right, right_scale) = (operands[place] for place in PLACES if place.gemm == gemm)
+        (left, left_scale), (right, right_scale) = (operands[slot] for slot in SLOTS if slot.gemm == gemm)
         return (left @ right.t()) * (left_scale * right_scale)
 
     y, dx = (product(gemm)[:tokens].to(x.dtype) for gemm in ("fprop", "dgrad"))
@@ -81,13 +81,13 @@ def _transformed(rows: Tensor, gemm: str, recipe: Recipe, keys: Keys) -> Tensor:
     return random_hadamard_transform(rows.to(torch.bfloat16), rht, signs.to(rows.device))
 
 
-def _operand(rows: Tensor, place: Place, recipe: Recipe, keys: Keys) -> tuple[Tensor, Tensor]:
+def _operand(rows: Tensor, slot: OperandSlot, recipe: Recipe, keys: Keys) -> tuple[Tensor, Tensor]:
     """What `rows` [rows, k] become: FP32 values of the same shape, and the FP32 0-dim tensor scale beside them."""
-    operand, rows = recipe[place], _transformed(rows, place.gemm, recipe, keys)
+    operand, rows = recipe[slot], _transformed(rows, slot.gemm, recipe, keys)
     one = torch.ones((), device=rows.device)
     if not operand.quantized:
         return rows.to(torch.float32), one
-    encoded = operand.encode(rows.to(torch.float32), keys(place.name) if operand.drawn else None)
+    encoded = operand.encode(rows.to(torch.float32), keys(slot.name) if operand.drawn else None)
     scale = encoded.decode_scale()
     return encoded.block_values(), one if scale is None else scale
 

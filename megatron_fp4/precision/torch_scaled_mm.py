@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups, added
-from megatron_fp4.precision.demands import Demands, block_demands
+from megatron_fp4.precision.backend import Alignment, MakeOperand, OperandRequest, RowGroups, added, block_alignment
 from megatron_fp4.precision.emulated import (
+    GemmOperand,
     codes_transpose,
     encode_operand,
     fused_side,
@@ -45,9 +45,8 @@ from megatron_fp4.precision.emulated import (
     quantize_operand,
     transform_signs,
 )
-from megatron_fp4.precision.gemm_operand import GemmOperand
+from megatron_fp4.precision.overlapped import Gather
 from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.cuda import Fused, Side
 from megatron_fp4.quantization.elements import pack_codes, unpack_codes
 from megatron_fp4.quantization.formats import format_of
@@ -153,9 +152,9 @@ class TorchBackend:
     accumulates = False  # scaled_mm has no beta
     transposed = None
 
-    def demands(self, recipe: Recipe) -> Demands:
+    def alignment(self, recipe: Recipe) -> Alignment:
         """Whole blocks are enough, as for the emulation: with other padding the draws would be others."""
-        return block_demands(recipe)
+        return block_alignment(recipe)
 
     def operands(
         self,

@@ -46,12 +46,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import MakeOperand, OperandRequest, RowGroups, added
-from megatron_fp4.precision.demands import Demands, block_demands
-from megatron_fp4.precision.emulated import gemm, quantize_operand
-from megatron_fp4.precision.gemm_operand import GemmOperand
+from megatron_fp4.precision.backend import Alignment, MakeOperand, OperandRequest, RowGroups, added, block_alignment
+from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
+from megatron_fp4.precision.overlapped import Gather
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
-from megatron_fp4.precision.token_messages import Gather
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
@@ -71,13 +69,13 @@ FAST_MATH_VARIABLES = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MAT
 
 
 @functools.cache
-def demands(recipe: Recipe) -> Demands:
+def alignment(recipe: Recipe) -> Alignment:
     """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
     multiple = max((GEMM_MULTIPLES[form] for form in recipe.formats if form in GEMM_MULTIPLES), default=1)
-    blocks = block_demands(recipe)
+    blocks = block_alignment(recipe)
     tokens, inputs, outputs = (math.lcm(multiple, size) for size in (blocks.tokens, blocks.inputs, blocks.outputs))
     transformed = recipe.wgrad.rht > 0 and recipe[WGRAD_GRADIENT].format == "nvfp4"
-    return Demands(tokens, inputs, outputs, blocks.group_outputs, FUSED_TRANSFORM_COLUMNS if transformed else 1)
+    return Alignment(tokens, inputs, outputs, blocks.group_outputs, FUSED_TRANSFORM_COLUMNS if transformed else 1)
 
 
 def not_installed() -> str | None:
@@ -223,9 +221,9 @@ class TransformerEngineBackend:
         _log_environment()
         self._quantizers: dict[tuple[_Settings, Any, int], Any] = {}
 
-    def demands(self, recipe: Recipe) -> Demands:
+    def alignment(self, recipe: Recipe) -> Alignment:
         """Whole blocks, and whole 16 bytes of codes along each GEMM's dot product."""
-        return demands(recipe)
+        return alignment(recipe)
 
     def operands(
         self,

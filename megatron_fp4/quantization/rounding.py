@@ -39,7 +39,7 @@ class RoundingKey:
     global tensor, for tensors that are shards.
     device: the same 64 bits in device memory, int32 [4] on 16 bytes: low half, high half, 0, 0. Where it is given,
     draws are made from what it holds when they are made, not from `key`: a captured CUDA graph has fixed arguments, and
-    reads a key that is written anew before each replay (precision/device_keys.py).
+    reads a key that is written anew before each replay (precision/rng.py).
     """
 
     key: int

@@ -10,7 +10,7 @@ import errno
 from enum import IntEnum
 
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.precision.selftest import SelfTestError
+from megatron_fp4.precision.verify import SelfTestError
 
 
 class ExitCode(IntEnum):

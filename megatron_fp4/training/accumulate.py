@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.parallel.data_parallel import without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.micro_batch import ALONE, GlobalBatch, MicroBatch
@@ -47,7 +47,7 @@ def accumulate(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
-    clock: RunClock,
+    clock: StepState,
     *,
     whole: GlobalBatch | None = None,
     reshard: bool = False,
@@ -77,7 +77,7 @@ def _accumulate(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
-    clock: RunClock,
+    clock: StepState,
     whole: GlobalBatch,
     reshard: bool,
     progress: Progress | None,
@@ -113,7 +113,7 @@ def _accumulate(
     return loss_sum / whole.num_micro_batches if whole.num_targets is None else loss_sum
 
 
-def loss_of(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: RunClock) -> Tensor:
+def loss_of(model: nn.Module, micro_batch: MicroBatch, mesh: ParallelMesh, clock: StepState) -> Tensor:
     """The forward pass of a micro-batch: its mean loss over the targets that count, FP32 0-dim, 0 if none does.
 
     model(tokens, targets), with `documents`, `num_documents` and `num_targets` by name where there are any, as

@@ -2,7 +2,7 @@
 
 A small model's GPU waits for Python: some ten thousand calls a micro-batch. A graph repeats the kernels of a
 micro-batch without them, with the same arguments, so whatever changes from one to the next lies in memory at a fixed
-address: tokens, targets and the keys of stochastic rounding (precision/device_keys.py). The kernels are the same, and
+address: tokens, targets and the keys of stochastic rounding (precision/rng.py). The kernels are the same, and
 so is every bit.
 
 Two graphs make a step: the `first` micro-batch quantizes the weights and writes gradients, a `later` one uses the
@@ -36,12 +36,11 @@ from torch import Tensor, nn
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.device_keys import DeviceKeys
 from megatron_fp4.precision.emulated import codes_transpose, side_of
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.rng import DeviceKeys, StepState
 from megatron_fp4.quantization.cuda import kernels_unavailable
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -182,7 +181,7 @@ class MicroBatchGraphs:
         return self._first is not None
 
     @contextmanager
-    def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, clock: RunClock) -> Iterator[bool]:
+    def step(self, micro_batches: Sequence[MicroBatch], whole: GlobalBatch, clock: StepState) -> Iterator[bool]:
         """A context for the micro-batches of one step; inside, whether `run` computes them."""
         if self._failed:
             self.release()
@@ -205,7 +204,7 @@ class MicroBatchGraphs:
         finally:
             clock.keys = None
 
-    def run(self, micro_batch: MicroBatch, clock: RunClock) -> Tensor | None:
+    def run(self, micro_batch: MicroBatch, clock: StepState) -> Tensor | None:
         """Add the gradient of `micro_batch` to `.grad`; returns its loss, FP32 0-dim, until the next call. None: it
         could not be captured and is to be computed eagerly, as all that follow."""
         if self._failed:
@@ -308,7 +307,7 @@ class MicroBatchGraphs:
         for context in self._linears.values():
             context.weight_cache = None
 
-    def _hand_out(self, clock: RunClock) -> None:
+    def _hand_out(self, clock: StepState) -> None:
         """Gradients and kept weights are those that the first graph writes, whatever was computed eagerly since."""
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.accumulate import MicroBatch, loss_of
 
@@ -30,7 +30,7 @@ def evaluate(
     model: nn.Module,
     sources: Mapping[str, MicroBatches],
     mesh: ParallelMesh,
-    clock: RunClock,
+    clock: StepState,
     progress: Progress | None = None,
 ) -> dict[str, float]:
     """Mean NLL per target that counts, in nats, of each source; the same numbers on all ranks.

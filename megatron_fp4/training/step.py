@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.accumulate import MicroBatch, accumulate
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
@@ -72,7 +72,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: Sequence[MicroBatch],
     mesh: ParallelMesh,
-    clock: RunClock,
+    clock: StepState,
     *,
     step: int,
     lr: float,

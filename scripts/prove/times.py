@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Recipe
-from megatron_fp4.precision.selftest import Case, sample_tensors
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.verify import Case, sample_tensors
 
 _SPAN = 0.03  # seconds of calls that are timed together
 _ROUNDS = 7
@@ -44,7 +43,7 @@ def linear_times(
 
 def _step(case: Case, backend: Backend, device: torch.device) -> Callable[[], None]:
     x, w, dy = sample_tensors(case, device)
-    clock = RunClock(seed=7)
+    clock = StepState(seed=7)
     context = LinearContext("prove", case.recipe, clock, backend, num_groups=case.num_groups)
     x, w = x.requires_grad_(), w.requires_grad_()
 

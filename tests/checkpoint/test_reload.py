@@ -14,7 +14,7 @@ import pretrain
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointGoneError
 from megatron_fp4.config.schema import SpikesConfig
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import train_step
@@ -41,7 +41,7 @@ def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(files, "publish", slowly)
     with alone() as mesh:
         model, optimizer = toy(mesh)
-        clock = RunClock(0)
+        clock = StepState(0)
         checkpointer = Checkpointer(tmp_path, mesh, keep=1, identity={}, asynchronous=asynchronous)
         assert checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False) is None
         checkpointer.prepare(model, optimizer)

@@ -21,8 +21,8 @@ from megatron_fp4.checkpoint import files, saves, shards
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from megatron_fp4.checkpoint.shards import CheckedReader, OwnPiece, write_shards
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.rng import StepState
 from tests.training.harness import alone, toy
 
 MODES = pytest.mark.parametrize("asynchronous", [False, True])
@@ -53,7 +53,7 @@ class Trial:
         return values.pop()
 
     def resume(self) -> Any:
-        return self.checkpointer.resume("auto", self.model, self.optimizer, RunClock(0), allow_mismatch=False)
+        return self.checkpointer.resume("auto", self.model, self.optimizer, StepState(0), allow_mismatch=False)
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from megatron_fp4.config.schema import ModelConfig, OptimizerConfig, ParallelCon
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.gemm_operand import GemmOperand
+from megatron_fp4.precision.emulated import GemmOperand
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
@@ -133,7 +133,7 @@ def micro_batches(step: int, mesh: ParallelMesh, number: int = ONE.num_micro_bat
     return shares
 
 
-def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: RunClock) -> HybridModel:
+def sharded_model(layout: Layout, mesh: ParallelMesh, recipe: Recipe, clock: StepState) -> HybridModel:
     with torch.device("meta"):
         model = build_model(MODEL, mesh, torch.float32)
     linears = dict(model.linears())
@@ -172,7 +172,7 @@ def train(
     batches: Callable[[int, ParallelMesh, int], list[MicroBatch]] = micro_batches,
 ) -> Result:
     """Train `steps` steps; every rank of the layout calls it."""
-    mesh, clock = layout.mesh(), RunClock(seed=11)
+    mesh, clock = layout.mesh(), StepState(seed=11)
     model = sharded_model(layout, mesh, RECIPES[precision], clock)
     # A larger eps than usual: where a gradient is all rounding error, Adam would make a step of full length of it.
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
@@ -199,7 +199,7 @@ def train(
 
 
 @contextmanager
-def recorded(model: nn.Module, clock: RunClock, codes: Codes) -> Iterator[None]:
+def recorded(model: nn.Module, clock: StepState, codes: Codes) -> Iterator[None]:
     """Keep the operands of all quantized GEMMs of `model`: fprops come in the model's order, the others backwards."""
     names = [name for name, _ in model.linears()]
     order = [(name, "fprop") for name in names]

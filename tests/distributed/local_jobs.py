@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
@@ -46,7 +46,7 @@ def run(rank: int, job: Job, sabotage: Callable[[], None] | None = None) -> dict
     node = rank // job.per_node if job.nodes is None else job.nodes[rank]
     mesh = toy_mesh(replicate=job.replicate)
     model, optimizer = toy(mesh, seed=3)
-    clock = RunClock(seed=0)
+    clock = StepState(seed=0)
     checkpointer = Checkpointer(
         job.base / "checkpoints", mesh, keep=0, identity={"run": 1}, asynchronous=job.asynchronous,
         local_dir=job.base / f"node_{node}" if job.local else None, num_steps=100,

@@ -10,8 +10,8 @@ import torch
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.origin import origin_state
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.rng import StepState
 from tests.training.harness import toy
 
 
@@ -21,7 +21,7 @@ class Job:
     def __init__(self, root: Path, mesh: ParallelMesh, keep: int = 0, **identity: Any) -> None:
         self.root = root
         self.model, self.optimizer = toy(mesh)
-        self.clock = RunClock(0)
+        self.clock = StepState(0)
         self.checkpointer = Checkpointer(root, mesh, keep=keep, identity={"hidden": 12, **identity})
 
     def save(self, step: int, **trainer: Any) -> Path:

@@ -24,7 +24,7 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointError
 from megatron_fp4.checkpoint.shards import _HashingFile
 from megatron_fp4.checkpoint.staging import Staging
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from megatron_fp4.training.step import StepRequests, train_step
@@ -54,7 +54,7 @@ def run(
     """Train to step `until` with a checkpoint every `interval` steps, resuming from what there is."""
     mesh = toy_mesh()
     model, optimizer = toy(mesh, seed=3)
-    clock = RunClock(seed=0)
+    clock = StepState(seed=0)
     checkpointer = Checkpointer(Path(root), mesh, keep=2, identity={"run": 1}, asynchronous=asynchronous)
     resumed = checkpointer.resume("auto", model, optimizer, clock, allow_mismatch=False)
     checkpointer.prepare(model, optimizer)
@@ -177,7 +177,7 @@ def _sharded(rank: int, tp_size: int, root: str, save: bool, replicate: int = 1)
         optimizer.step()
         checkpointer.save(1, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)
     else:
-        assert checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False) is not None
+        assert checkpointer.resume("auto", model, optimizer, StepState(0), allow_mismatch=False) is not None
     return snapshot(model, optimizer)
 
 
@@ -268,7 +268,7 @@ def _disk_full(rank: int, root: str, victim: int) -> tuple[str, set[str], set[st
     mesh = toy_mesh()
     model, optimizer = toy(mesh)
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity={"run": 1})
-    checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False)
+    checkpointer.resume("auto", model, optimizer, StepState(0), allow_mismatch=False)
 
     def save() -> None:
         checkpointer.save(3, model, optimizer, {}, consumed_samples=0, consumed_tokens=0)

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from exchange.nvfp4 import tensor_scale, trained_weight
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.plan import PlannedLinear
+from megatron_fp4.precision.rng import StepState
 from models.pattern import linear_shapes
 from tests.distributed.hybrid import LAYOUTS, MODEL, NVFP4, micro_batches, operand, sharded_model, watched_gemms, whole
 from tests.exchange.decoding import block_values
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def weights_given(rank: int, name: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
     """This rank's place along `tp`, what its fprop GEMMs were given as weights, and the whole masters."""
     mesh = LAYOUTS[name].mesh()
-    model = sharded_model(LAYOUTS[name], mesh, NVFP4, RunClock(seed=11))
+    model = sharded_model(LAYOUTS[name], mesh, NVFP4, StepState(seed=11))
     given: list[Any] = []
     with watched_gemms(lambda _, right: given.append(operand(right))), torch.no_grad():
         model(micro_batches(0, mesh)[0].tokens)

@@ -17,7 +17,7 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.random_state import capture_random_state
 from megatron_fp4.checkpoint.shards import state_of
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh, whole
@@ -41,7 +41,7 @@ def _save_as_format_1(rank: int, root: str) -> dict[str, Any]:
     model, optimizer = toy(mesh, seed=3)
     for step in range(STEP):
         train_step(
-            model, optimizer, toy_batches(step, mesh), mesh, RunClock(seed=0), step=step, lr=1e-2, clip_norm=1.0
+            model, optimizer, toy_batches(step, mesh), mesh, StepState(seed=0), step=step, lr=1e-2, clip_norm=1.0
         )  # fmt: skip
     random.seed(rank)
     np.random.seed(rank)
@@ -63,7 +63,7 @@ def _load(rank: int, root: str) -> dict[str, Any]:
     mesh = toy_mesh()
     model, optimizer = toy(mesh, seed=7)
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity={"run": 1})
-    resumed = checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False)
+    resumed = checkpointer.resume("auto", model, optimizer, StepState(0), allow_mismatch=False)
     assert resumed is not None
     assert (resumed.step, resumed.consumed_samples, resumed.consumed_tokens) == (STEP, 24, 192)
     assert resumed.trainer == {"note": [1, 0.1]} and not resumed.damaged

@@ -15,10 +15,10 @@ from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.measure.probe import Probe
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.gathered_codes import GatheredWeight
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.packed_weight import codes_of
+from megatron_fp4.precision.emulated import codes_of
+from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -59,7 +59,7 @@ def run(rank: int, layout: Layout, dtype: torch.dtype) -> list[Seen]:
 
 
 def train(layout: Layout, dtype: torch.dtype) -> Seen:
-    mesh, clock, seen = layout.mesh(), RunClock(seed=11), Seen()
+    mesh, clock, seen = layout.mesh(), StepState(seed=11), Seen()
     model = model_on(mesh, dtype, layout.reshard)
     contexts = {name: linear.context for name, linear in model.linears()}
     seen.num_linears = len(contexts)
@@ -139,7 +139,7 @@ def through_formats(rank: int) -> list[list[float]]:
     losses = []
     for codes in (True, False):
         layout = Layout(2)
-        mesh, clock = layout.mesh(), RunClock(seed=11)
+        mesh, clock = layout.mesh(), StepState(seed=11)
         model = model_on(mesh, torch.bfloat16, reshard=False)
         optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3, eps=1e-5)).optimizer
         losses.append([])

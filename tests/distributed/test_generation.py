@@ -15,9 +15,9 @@ from inference.in_run import TextSample, text_samples
 from inference.sampling import Sampling
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import OptimizerConfig, ValidationConfig
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import build_plan
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -36,7 +36,7 @@ SETTINGS = (Settings(9, piece=16), Settings(9, Sampling(0.9, 0.9, seed=3), stop=
 def texts(rank: int, layout: Layout) -> tuple[list[list[Continuation]], Tensor]:
     """In both settings, of all prompts together and of one alone; and logits behind the prompts."""
     mesh = layout.mesh()
-    model = hybrid.sharded_model(layout, mesh, RECIPES["fp32"], RunClock(seed=0))
+    model = hybrid.sharded_model(layout, mesh, RECIPES["fp32"], StepState(seed=0))
     requests = [Request(prompt) for prompt in PROMPTS]
     found = [generate(model, part, settings) for settings in SETTINGS for part in (requests, requests[:1])]
     memory = model.new_memory(3, 40)
@@ -97,7 +97,7 @@ class Letters(TextTokenizer):
 
 def trained(rank: int, layout: Layout, writes: bool) -> tuple[list[float], dict[str, Tensor], list[list[TextSample]]]:
     """Three steps in NVFP4, with texts behind each or without: losses, weights, texts."""
-    mesh, clock = layout.mesh(), RunClock(seed=11)
+    mesh, clock = layout.mesh(), StepState(seed=11)
     model = hybrid.sharded_model(layout, mesh, RECIPES["nvfp4"], clock)
     plan = build_plan(linear_shapes(MODEL), RECIPES["nvfp4"], Bf16BlocksConfig(), MODEL.num_blocks)
     controller = PrecisionController({name: module.context for name, module in model.linears()}, plan, clock)
@@ -136,7 +136,7 @@ def test_a_run_that_writes_texts_trains_the_same(name: str) -> None:
 
 def broken(rank: int, layout: Layout) -> list[TextSample]:
     """One rank's weights are not finite."""
-    mesh, clock = layout.mesh(), RunClock(seed=0)
+    mesh, clock = layout.mesh(), StepState(seed=0)
     model = hybrid.sharded_model(layout, mesh, RECIPES["fp32"], clock)
     if rank == 1:
         with torch.no_grad():

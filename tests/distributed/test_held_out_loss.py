@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.evaluate import evaluate
 from tests.distributed.hybrid import LAYOUTS, ONE, RECIPES, Layout, micro_batches, sharded_model
 from tests.training.harness import launch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(rank: int, layout: Layout) -> dict[str, float]:
-    mesh, clock = layout.mesh(), RunClock(seed=0)
+    mesh, clock = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["nvfp4"], clock)
     mine = micro_batches(0, mesh)
     return evaluate(model, {"all": mine, "three": [batch for batch in mine if batch.index < 3]}, mesh, clock)

@@ -14,7 +14,7 @@ from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.identity import run_identity
 from megatron_fp4.config.schema import Config, OptimizerConfig
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, sharded_model, whole
@@ -28,7 +28,7 @@ IDENTITY = run_identity(Config(model=MODEL), {"tokenizer": "one"})
 
 def trained(rank: int, layout: Layout, root: str) -> dict[str, Tensor]:
     """Two checkpoints of a run of two steps; the last weights, whole."""
-    mesh, clock = layout.mesh(), RunClock(seed=0)
+    mesh, clock = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3)).optimizer
     checkpointer = Checkpointer(Path(root), mesh, keep=0, identity=IDENTITY)
@@ -43,7 +43,7 @@ def initialized(rank: int, layout: Layout, given: str, root: str, harm: str) -> 
 
     harm: a file of which rank 1 alone reads another byte.
     """
-    mesh, clock = layout.mesh(), RunClock(seed=0)
+    mesh, clock = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
     with torch.no_grad():
         for parameter in model.parameters():

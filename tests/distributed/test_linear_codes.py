@@ -20,11 +20,10 @@ from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision import emulated
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.demands import block_demands
-from megatron_fp4.precision.emulated import quantize_operand
-from megatron_fp4.precision.gemm_operand import GemmOperand
+from megatron_fp4.precision.backend import block_alignment
+from megatron_fp4.precision.emulated import GemmOperand, quantize_operand
 from megatron_fp4.precision.recipe import Recipe
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.formats import FORMATS
 from models.pattern import linear_shapes
@@ -81,7 +80,7 @@ def calls_on(
         shard_dim = 1 if name == "row" else 0
         linear.weight.data._local_tensor.copy_(w.chunk(tensor, shard_dim)[rank])
         linear.context.name, linear.context.recipe, linear.context.keeps_input = name, recipe, keeps
-        linear.context.clock = RunClock(seed=3, step=4, micro_batch=5)
+        linear.context.clock = StepState(seed=3, step=4, micro_batch=5)
         if name == "row":
             x = x.chunk(tensor, 1)[rank]
             dy = dy.chunk(tensor)[rank] if mesh.sequence_parallel else dy
@@ -233,5 +232,5 @@ def test_the_groups_above_are_like_those_of_the_12b_model():
     model = compose_config(["model=nemotron_h_12b"], CONFIGS).model
     rows, rest = divmod(linear_shapes(model)[0].out_features, model.mamba_num_groups)
     assert (model.mamba_num_groups, rows, rest) == (GROUPS, 2836, 0)
-    assert rows % block_demands(NVFP4).group_outputs != 0
-    assert GROUP_ROWS % block_demands(NVFP4).group_outputs != 0
+    assert rows % block_alignment(NVFP4).group_outputs != 0
+    assert GROUP_ROWS % block_alignment(NVFP4).group_outputs != 0

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.accumulate import accumulate
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.step import StepResult
@@ -37,7 +37,7 @@ def trained(rank: int, layout: Layout) -> tuple[Result, dict[str, float]]:
     Along the way: what is said of the first step, as if it had been a spike, and of one that was not finite.
     """
     result = train(rank, layout, "fp32", STEPS, masked_micro_batches)
-    mesh, clock = layout.mesh(), RunClock(seed=0)
+    mesh, clock = layout.mesh(), StepState(seed=0)
     model, mine = sharded_model(layout, mesh, RECIPES["fp32"], clock), masked_micro_batches(9, mesh)
     first = StepResult(result.losses[0], result.norms[0], skipped=True)
     said = diagnose_spike(model, masked_micro_batches(0, mesh), mesh, clock, first)
@@ -69,7 +69,7 @@ def reference(batches: list[MicroBatch]) -> tuple[float, dict[str, torch.Tensor]
         torch.cat([getattr(batch, name) for batch in batches]) for name in ("tokens", "targets", "documents")
     )
     with alone():
-        model = sharded_model(ONE, ONE.mesh(), RECIPES["fp32"], RunClock(seed=11))
+        model = sharded_model(ONE, ONE.mesh(), RECIPES["fp32"], StepState(seed=11))
         loss = F.cross_entropy(model(tokens, documents=documents).flatten(0, 1), targets.flatten(), ignore_index=-1)
         loss.backward()
         return loss.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
@@ -98,7 +98,7 @@ def test_held_out_targets_weigh_the_same(one):
 
 def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():
     with alone():
-        mesh, clock = ONE.mesh(), RunClock(seed=0)
+        mesh, clock = ONE.mesh(), StepState(seed=0)
         model = sharded_model(ONE, mesh, RECIPES["fp32"], clock)
         some = masked_micro_batches(0, mesh)[0]
         none = MicroBatch(0, some.tokens, torch.full_like(some.targets, -1), some.documents, some.num_documents, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.distributed.hybrid import MODEL, RECIPES, Layout, micro_batches, relative_error, sharded_model, whole
@@ -24,7 +24,7 @@ ONE, TP2, DP2 = Layout(1), Layout(2, tensor=2), Layout(2, reshard=True)
 
 def run(rank: int, layout: Layout, source: str | None, target: str, steps: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Load `source`, train `steps` steps, save to `target`; logits of a fixed batch, and weights and moments whole."""
-    mesh, clock = layout.mesh(), RunClock(seed=0)
+    mesh, clock = layout.mesh(), StepState(seed=0)
     model = sharded_model(layout, mesh, RECIPES["fp32"], clock)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3)).optimizer
     checkpointer = Checkpointer(Path(target), mesh, keep=0, identity={})

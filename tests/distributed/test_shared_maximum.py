@@ -8,16 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_fp4.precision import selftest
+from megatron_fp4.precision import verify
 from megatron_fp4.precision.emulated import EmulatedBackend
-from megatron_fp4.precision.selftest import Case, SelfTestError, check
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
+from megatron_fp4.precision.verify import Case, SelfTestError, check
 from tests.precision import te_stand_in
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
 
-NVFP4 = selftest.RECIPES[0]
+NVFP4 = verify.RECIPES[0]
 # The tensors that are sharded with the input features, and with the output features.
 SHARED = {
     "in_shards": ["fprop_activation", "wgrad_activation", "fprop_weight", "dgrad_weight"],
@@ -41,7 +41,7 @@ def shared_findings(rank: int, shards: str, spoil: str | None) -> list[tuple[str
         found = [(f.what, f.fault) for f in check(backend, case, CPU)]
         if spoil in (None, "own maximum"):
             with pytest.raises(SelfTestError, match="of 2 ranks" if rank else "none on this one"):
-                selftest.require(backend, [case], CPU)
+                verify.require(backend, [case], CPU)
     others = [what for what, fault in found if fault and "ranks" not in what]
     assert not others, found
     return [(what, fault) for what, fault in found if "ranks" in what]

@@ -26,9 +26,9 @@ from exchange.nvfp4 import (
 )
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from models.hybrid import build_model
 from models.initialization import initialize
 from models.packing import mamba_in_proj_order, qkv_order
@@ -72,7 +72,7 @@ def operands_of(config: Config, plan: Plan, mesh: Any) -> tuple[dict[str, Any], 
         for _, linear in model.linears():
             local = linear.weight.to_local()
             local.mul_(torch.linspace(1, 5, local.shape[0])[:, None]).mul_(torch.linspace(2, 1, local.shape[1]))
-    PrecisionController({name: m.context for name, m in model.linears()}, plan, RunClock(seed=5))
+    PrecisionController({name: m.context for name, m in model.linears()}, plan, StepState(seed=5))
     given: list[Any] = []
     with watched_gemms(lambda _, right: given.append(right)), torch.no_grad():
         model(torch.arange(16)[None])

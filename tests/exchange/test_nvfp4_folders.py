@@ -21,8 +21,8 @@ from exchange.hf.sections import ours_of
 from exchange.nvfp4 import multiplied_weight, trained_plan
 from exchange.nvfp4_layouts import LAYOUTS
 from megatron_fp4.parallel.mesh import leave_distributed
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from scripts import check_export, export_hf
 from tests.exchange.decoding import block_values
 from tests.exchange.trained import HYBRID, TRANSFORMER, train
@@ -292,7 +292,7 @@ def inputs_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
     checkpoint = open_checkpoint(folder, CONFIGS)
     model = load_model(checkpoint, compute_dtype=torch.bfloat16)
     trained = trained_plan(checkpoint, plans_of(checkpoint.config))
-    PrecisionController({n: m.context for n, m in model.linears()}, trained.plan, RunClock(seed=0))
+    PrecisionController({n: m.context for n, m in model.linears()}, trained.plan, StepState(seed=0))
     found: dict[str, list[Tensor]] = {}
     for name, module in model.linears():
         keep = found.setdefault(name, [])

@@ -16,8 +16,8 @@ from torch import Tensor
 from assembly import backend_of, configure, execution_of, initialized_model, set_determinism
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.fp4 import FusedFP4
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -55,7 +55,7 @@ def batches(config: Config, step: int) -> list[ToyBatch]:
 def trained(mesh: ParallelMesh, graphs: bool, overrides: list[str]) -> tuple[list[Any], list[Tensor], list[bool]]:
     """Losses and norms by step, the last weights, and which steps were replayed."""
     config = configure([*SMALL, *overrides])
-    clock = RunClock(seed=1)
+    clock = StepState(seed=1)
     model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
     optimizer = build_optimizer(model, config.optimizer).optimizer
     captured = None

@@ -17,12 +17,9 @@ from torch import Tensor, nn
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.packed_weight import PackedWeight
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, PackedWeight
+from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization import square_blocks
 from megatron_fp4.quantization.square_blocks import BLOCKS, RowBlocks
 from megatron_fp4.training.optimizer import build_optimizer
@@ -123,7 +120,8 @@ def test_a_linear_keeps_codes_and_has_the_results_of_values(groups: int) -> None
     w, x, dy = normal(rows, 512), normal(300, 512).bfloat16(), normal(300, rows).bfloat16()
     results = []
     for backend in (EMULATED, Values()):
-        context = LinearContext(name="linear", recipe=NVFP4, clock=RunClock(seed=1), backend=backend, num_groups=groups)
+        state = StepState(seed=1)
+        context = LinearContext(name="linear", recipe=NVFP4, clock=state, backend=backend, num_groups=groups)
         weight, inputs = nn.Parameter(w.cuda()), x.cuda().requires_grad_()
         y = quantized_linear(inputs, weight, context)
         y.backward(dy.cuda())
@@ -137,7 +135,7 @@ def test_a_linear_keeps_codes_and_has_the_results_of_values(groups: int) -> None
 def test_codes_take_little_memory() -> None:
     weight = torch.randn(4096, 4096, device="cuda")
     before = torch.cuda.memory_allocated()
-    context = LinearContext(name="linear", recipe=NVFP4, clock=RunClock(seed=1))
+    context = LinearContext(name="linear", recipe=NVFP4, clock=StepState(seed=1))
     call = LinearCall(context, weight, weight.new_empty(16, 4096, dtype=torch.bfloat16))
     call.weight_operands()
     assert torch.cuda.memory_allocated() - before < 0.57 * weight.numel()
@@ -149,7 +147,7 @@ def train(rank: int, world: int, layout: dict[str, int], codes: bool, folder: st
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=torch.device("cuda", rank))
-    mesh, clock = build_mesh(ParallelConfig(**layout), torch.device("cuda", rank)), RunClock(seed=11)
+    mesh, clock = build_mesh(ParallelConfig(**layout), torch.device("cuda", rank)), StepState(seed=11)
     with mock.patch.object(LinearContext, "gathers_codes", False) if not codes else mock.patch.dict(os.environ):
         model = model_on(mesh, torch.bfloat16, reshard=True)
         for name, linear in model.linears():

@@ -11,10 +11,9 @@ from torch import Tensor
 import megatron_fp4.precision.emulated as emulated
 import megatron_fp4.precision.gemm_cuda as gemm_cuda
 from megatron_fp4.precision.backend import RowGroups
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
 from tests.recipes import changed
 
 pytestmark = [
@@ -74,7 +73,7 @@ def tensors(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Ten
 
 
 def context_of(recipe: Recipe, **settings) -> LinearContext:
-    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, clock=RunClock(seed=1, step=3), **settings)
+    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, clock=StepState(seed=1, step=3), **settings)
 
 
 def run(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple[Tensor, Tensor, Tensor]:

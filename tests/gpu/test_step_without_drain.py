@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.training.harness import ToyBatch, ToyModel, toy_batches, whole
@@ -45,7 +45,7 @@ def trained(
     accept: Callable[[float, float], bool] | None, clip_norm: float
 ) -> tuple[dict[str, torch.Tensor], list[tuple[float, float, bool]]]:
     """Weights, moments and step counts after five steps, the fourth of which has a gradient that is not finite."""
-    mesh, clock = build_mesh(ParallelConfig(), torch.device("cuda", torch.cuda.current_device())), RunClock(seed=0)
+    mesh, clock = build_mesh(ParallelConfig(), torch.device("cuda", torch.cuda.current_device())), StepState(seed=0)
     torch.manual_seed(0)
     model = ToyModel().cuda()
     apply_data_parallel(

@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp4.precision import selftest, torch_scaled_mm
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision import torch_scaled_mm, verify
+from megatron_fp4.precision.backend_support import torch_unsupported
 from megatron_fp4.precision.emulated import OperandRequest
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
-from megatron_fp4.precision.refusals import torch_unsupported
-from megatron_fp4.precision.selftest import Case
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.precision.verify import Case
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.quantization import cublas
 from tests.recipes import changed
@@ -102,7 +101,7 @@ def test_a_linear_is_the_emulations_with_gemms_that_decode_their_bytes(name, mon
     found = []
     for settings in ({}, {"backend": TorchBackend()}):
         context = LinearContext(
-            name="blocks.0.mixer.in_proj", recipe=RECIPES[name], clock=RunClock(seed=1), num_groups=3, **settings
+            name="blocks.0.mixer.in_proj", recipe=RECIPES[name], clock=StepState(seed=1), num_groups=3, **settings
         )
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = quantized_linear(*leaves, context)
@@ -115,7 +114,7 @@ def test_a_linear_is_the_emulations_with_gemms_that_decode_their_bytes(name, mon
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_self_test_passes_with_the_gemms_replaced(name, monkeypatch):
     monkeypatch.setattr(torch_scaled_mm, "scaled_mm", cublas.scaled_mm)
-    findings = selftest.check(TorchBackend(), Case(256, 288, 3 * 80, 3, RECIPES[name]), torch.device("cuda", 0))
+    findings = verify.check(TorchBackend(), Case(256, 288, 3 * 80, 3, RECIPES[name]), torch.device("cuda", 0))
     assert [str(finding) for finding in findings if finding.fault] == []
 
 
@@ -125,5 +124,5 @@ def test_tensor_cores(name, shape):
     reason = torch_unsupported(RECIPES[name], torch.cuda.get_device_capability())
     if reason is not None:
         pytest.skip(reason)
-    findings = selftest.check(TorchBackend(), Case(*shape, 1, RECIPES[name]), torch.device("cuda", 0))
+    findings = verify.check(TorchBackend(), Case(*shape, 1, RECIPES[name]), torch.device("cuda", 0))
     assert [str(finding) for finding in findings if finding.fault] == []

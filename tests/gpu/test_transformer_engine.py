@@ -8,15 +8,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import pretrain
-from megatron_fp4.precision import selftest
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.comparison import PRODUCT_ERROR
+from megatron_fp4.precision import verify
+from megatron_fp4.precision.backend_support import FP4_CAPABILITIES, transformer_engine_unsupported
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16
-from megatron_fp4.precision.refusals import FP4_CAPABILITIES, transformer_engine_unsupported
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
+from megatron_fp4.precision.verify import PRODUCT_ERROR
 from scripts.compare_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
 from tests.recipes import changed
 
@@ -30,8 +29,8 @@ SHAPES = [(256, 128, 384), (1024, 512, 2048), (8192, 2048, 1024)]
 
 
 def tensors(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
-    case = selftest.Case(tokens, inputs, outputs, 1, BF16)
-    return selftest.sample_tensors(case, torch.device("cuda", 0))
+    case = verify.Case(tokens, inputs, outputs, 1, BF16)
+    return verify.sample_tensors(case, torch.device("cuda", 0))
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +53,13 @@ def test_the_emulation_is_te_nvfp4_reference(shape):
     assert found.agrees, found.errors
 
 
-@pytest.mark.parametrize("recipe", [FP8, FP8_FP32_SCALES, NVFP4, selftest.RECIPES[0]], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [FP8, FP8_FP32_SCALES, NVFP4, verify.RECIPES[0]], ids=lambda recipe: recipe.name)
 def test_native_kernels_are_the_reference(backend, recipe):
     if reason := transformer_engine_unsupported(recipe, CAPABILITY):
         pytest.skip(reason)
     for shape in SHAPES[:2]:
-        case = selftest.Case(*shape, 1, recipe)
-        faults = [str(f) for f in selftest.check(backend, case, torch.device("cuda", 0)) if f.fault]
+        case = verify.Case(*shape, 1, recipe)
+        faults = [str(f) for f in verify.check(backend, case, torch.device("cuda", 0)) if f.fault]
         assert faults == []
 
 
@@ -74,7 +73,7 @@ def test_the_weight_gradient_is_fp32_and_the_weight_is_quantized_once_a_step(bac
         return original(self, tensor, *rest)
 
     monkeypatch.setattr(TransformerEngineBackend, "_quantize", counting)
-    clock = RunClock(seed=0)
+    clock = StepState(seed=0)
     context = LinearContext("a", FP8, clock, backend)
     w = w.float().requires_grad_()
     gradients = []
@@ -103,7 +102,7 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
         return original(self, a, b, out_dtype, total)
 
     monkeypatch.setattr(TransformerEngineBackend, "gemm", watching)
-    context = LinearContext("a", FP8, RunClock(seed=0), backend)
+    context = LinearContext("a", FP8, StepState(seed=0), backend)
     w = w.requires_grad_()
     places = []
     for a, b in batches:
@@ -116,7 +115,7 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
 
 def test_padded_groups_and_single_gemms(backend):
     x, w, dy = tensors(256, 256, 3 * 80)
-    context = {b.name: LinearContext("a", FP8, RunClock(seed=0), b, num_groups=3) for b in (EMULATED, backend)}
+    context = {b.name: LinearContext("a", FP8, StepState(seed=0), b, num_groups=3) for b in (EMULATED, backend)}
     forward_only = changed(BF16, fprop_activation=FP8.fprop.left, fprop_weight=FP8.fprop.right)
     for recipe in (FP8, forward_only):
         results = {}
@@ -135,7 +134,7 @@ def test_recomputation_gives_the_same_gradients(backend):
     x, w, dy = tensors(256, 256, 256)
     expected = ours(x, w, dy, FP8, backend)
     x, w = x.requires_grad_(), w.requires_grad_()
-    context = LinearContext("a", FP8, RunClock(seed=0), backend)
+    context = LinearContext("a", FP8, StepState(seed=0), backend)
     checkpoint(quantized_linear, x, w, context, use_reentrant=False).backward(dy)
     assert torch.equal(x.grad, expected["dx"])
     assert torch.equal(w.grad, expected["dW"])

@@ -11,10 +11,10 @@ from inference.generation import Request, Settings, generate
 from inference.weights import lower_weights, weights_as_trained
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import Plan, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from models.hybrid import HybridModel
 from models.pattern import linear_shapes
 from tests.distributed.hybrid import MXFP8, NVFP4, watched_gemms
@@ -54,7 +54,7 @@ def test_they_are_those_of_training(mesh: ParallelMesh, name: str, dtype: torch.
     """The run computed in BF16, so it quantized masters that were rounded to BF16."""
     plan = plan_of(RECIPES[name])
     run = build(CONFIG, mesh, torch.bfloat16)
-    PrecisionController(linears(run), plan, RunClock(seed=0))
+    PrecisionController(linears(run), plan, StepState(seed=0))
     trained = operands_of_weights(run)
     assert len(trained) == 6  # of 8 linears: the last block is in BF16
 

@@ -17,11 +17,11 @@ from megatron_fp4.measure.diagnostics import Diagnostics, diagnostics_scalars
 from megatron_fp4.measure.gradient_noise import bf16_backward, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import build_model
@@ -46,7 +46,7 @@ class Run:
     """A small model in training. bf16: names of linears that are not quantized."""
 
     def __init__(self, mesh: ParallelMesh, recipe: Recipe, reshard: bool = False, bf16: tuple[str, ...] = ()) -> None:
-        self.mesh, self.reshard, self.clock = mesh, reshard, RunClock(seed=7)
+        self.mesh, self.reshard, self.clock = mesh, reshard, StepState(seed=7)
         self.model = build_model(CONFIG, mesh, torch.bfloat16)
         modules = dict(self.model.linears())
         self.linears: dict[str, LinearContext] = {name: module.context for name, module in modules.items()}

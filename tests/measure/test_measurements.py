@@ -9,7 +9,7 @@ import pytest
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.measure.measurements import Measurements
-from megatron_fp4.precision.recheck import RecheckError
+from megatron_fp4.precision.verify import RecheckError
 from tests.measure.test_diagnostics_run import LINEARS, NVFP4, Run
 from tests.training.harness import alone
 from tests.training.test_recheck_run import Faulty

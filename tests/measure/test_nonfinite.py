@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite, find_nonfinite
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.nonfinite_guard import NonFiniteError, NonFiniteGuard
 from megatron_fp4.training.step import StepResult, train_step
 from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh
@@ -64,7 +64,7 @@ def test_names_the_first_module_forward() -> None:
         model, _ = toy(mesh)
         model.blocks[1].register_forward_hook(lambda module, inputs, output: output * math.inf)
         batch = toy_batches(0, mesh)[0]
-        report = find_nonfinite(model, batch, mesh, RunClock(0))
+        report = find_nonfinite(model, batch, mesh, StepState(0))
         assert report.output == "blocks.1" and not report.weights
         assert "the output of blocks.1" in str(report)
         assert all(p.grad is None for p in model.parameters())
@@ -78,7 +78,7 @@ def test_names_the_first_module_backward() -> None:
             output.register_hook(lambda gradient: gradient * math.nan)
 
         model.blocks[0].register_forward_hook(poison)
-        report = find_nonfinite(model, toy_batches(0, mesh)[0], mesh, RunClock(0))
+        report = find_nonfinite(model, toy_batches(0, mesh)[0], mesh, StepState(0))
         assert report.output is None and report.output_gradient == "blocks.0"
         assert report.gradients == [n for n, _ in model.named_parameters() if n.startswith(("emb", "blocks.0"))]
         assert "blocks.0" in str(report) and "more" in str(report)
@@ -88,10 +88,10 @@ def test_names_weights_and_says_when_all_is_well() -> None:
     with alone() as mesh:
         model, _ = toy(mesh)
         batches = toy_batches(0, mesh)
-        assert "is finite: suspect" in diagnose_nonfinite(model, batches, mesh, RunClock(0))
+        assert "is finite: suspect" in diagnose_nonfinite(model, batches, mesh, StepState(0))
         with torch.no_grad():
             local_part(model.head.weight)[3, 0] = math.nan
-        report = find_nonfinite(model, batches[0], mesh, RunClock(0))
+        report = find_nonfinite(model, batches[0], mesh, StepState(0))
         assert report.weights == ["head.weight"] and report.output == "the model (its loss)"
 
 
@@ -100,7 +100,7 @@ def _until_abort(rank: int) -> tuple[str, int]:
     model, optimizer = toy(mesh)
     if rank == 1:
         model.blocks[1].register_forward_hook(lambda module, inputs, output: output * math.nan)
-    clock, guard = RunClock(0), NonFiniteGuard(3)
+    clock, guard = StepState(0), NonFiniteGuard(3)
     for step in range(10):
         batches = toy_batches(step, mesh)
         result = train_step(model, optimizer, batches, mesh, clock, step=step, lr=1e-2, clip_norm=1.0)

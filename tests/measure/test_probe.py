@@ -14,12 +14,10 @@ from megatron_fp4.measure import probe as probe_module
 from megatron_fp4.measure import samples
 from megatron_fp4.measure.probe import LinearMeasurement, Probe, ProbedCall
 from megatron_fp4.parallel.layers import ColumnParallelLinear, QuantizedLinear, RowParallelLinear
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.recipe import PLACES, Gemm, Operand, Place, Recipe
+from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
+from megatron_fp4.precision.recipe import SLOTS, Gemm, Operand, OperandSlot, Recipe
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.tensor import Encoded
 from tests.recipes import changed
@@ -63,7 +61,7 @@ def _run(recipe: Recipe, probe: Probe | None, outputs: int = 128, **context: Any
     x, w, dy = _tensors(outputs=outputs)
     x.requires_grad_()
     w.requires_grad_()
-    y = quantized_linear(x, w, LinearContext("a", recipe, RunClock(seed=3, step=5), probe=probe, **context))
+    y = quantized_linear(x, w, LinearContext("a", recipe, StepState(seed=3, step=5), probe=probe, **context))
     y.backward(dy)
     assert x.grad is not None and w.grad is not None
     return y.detach(), x.grad, w.grad
@@ -90,11 +88,11 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     x, w, dy = _tensors()
     tensors = {"fprop_activation": x, "fprop_weight": w, "dgrad_gradient": dy}
     tensors |= {"dgrad_weight": w.t(), "wgrad_gradient": dy.t(), "wgrad_activation": x.t()}
-    assert set(found.operands) == {place.name for place, operand in recipe.operands.items() if operand.quantized}
-    context = LinearContext("a", recipe, RunClock(seed=3, step=5))
+    assert set(found.operands) == {slot.name for slot, operand in recipe.operands.items() if operand.quantized}
+    context = LinearContext("a", recipe, StepState(seed=3, step=5))
     for name, statistics in found.operands.items():
-        place = next(place for place in PLACES if place.name == name)
-        rht, operand = recipe.gemms[place.gemm].rht, recipe[place]
+        slot = next(slot for slot in SLOTS if slot.name == name)
+        rht, operand = recipe.gemms[slot.gemm].rht, recipe[slot]
         assert ("crest_rht" in statistics) == bool(rht)
         if operand.source == "tensor":
             assert statistics["amax"] == tensors[name].abs().max().item()
@@ -119,12 +117,12 @@ def test_the_numbers_are_those_of_what_the_linear_does(recipe: Recipe) -> None:
     for gemm, (result, left, right) in products.items():
         product = left.double() @ right.double()
         expected[gemm] = ((result.double() - product).norm() / product.norm()).item()
-    quantized = {place.gemm for place in PLACES if place.name in found.operands}
+    quantized = {slot.gemm for slot in SLOTS if slot.name in found.operands}
     assert found.errors == pytest.approx({gemm: expected[gemm] for gemm in expected if gemm in quantized}, rel=1e-3)
 
 
 class _Records(EmulatedBackend):
-    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `PLACES`."""
+    """Keeps the operands that a linear multiplies, `code * block scale` and tensor scale, in the order of `SLOTS`."""
 
     def __init__(self) -> None:
         self.multiplied: list[tuple[Tensor, Tensor | None]] = []
@@ -135,19 +133,19 @@ class _Records(EmulatedBackend):
 
 
 @contextmanager
-def _measured() -> Iterator[dict[tuple[str, Place], tuple[Encoded, Tensor | None]]]:
+def _measured() -> Iterator[dict[tuple[str, OperandSlot], tuple[Encoded, Tensor | None]]]:
     """What probes made of each linear's operands inside a `with`, and in which units."""
     measured, encode, one = {}, samples.encode_operand, ProbedCall._operand
 
-    def operand(call: ProbedCall, place: Place, x: Tensor, count: int, unit: Tensor | None = None) -> None:
+    def operand(call: ProbedCall, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         def encoded(*arguments: Any, **settings: Any) -> Encoded:
             made = encode(*arguments, **settings)
-            measured[call.call.context.name, place] = made, unit
+            measured[call.call.context.name, slot] = made, unit
             return made
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(samples, "encode_operand", encoded)
-            one(call, place, x, count, unit)
+            one(call, slot, x, count, unit)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProbedCall, "_operand", operand)
@@ -168,8 +166,8 @@ def test_what_is_measured_is_what_the_linear_multiplies(recipe: Recipe) -> None:
     backend = _Records()
     with alone(), _measured() as measured:
         _run(recipe, Probe(), backend=backend)
-    multiplied = dict(zip(PLACES, backend.multiplied, strict=True))
-    assert measured and all(_same(of, multiplied[place]) for (_, place), of in measured.items())
+    multiplied = dict(zip(SLOTS, backend.multiplied, strict=True))
+    assert measured and all(_same(of, multiplied[slot]) for (_, slot), of in measured.items())
 
 
 def test_the_transform_is_seen() -> None:
@@ -299,11 +297,11 @@ def _measure_slices(tp_size: int, recipe: Recipe) -> None:
         x = torch.randn(256 // tp_size, 64, generator=generator).bfloat16().requires_grad_()
         y = layers["second"](layers["first"](x))
         y.backward(torch.randn(y.shape, generator=generator).bfloat16())
-    assert len(measured) == 2 * (len(PLACES) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
-    for (name, place), of in measured.items():
+    assert len(measured) == 2 * (len(SLOTS) - (recipe.dgrad.right == recipe.fprop.right))  # W measured once then
+    for (name, slot), of in measured.items():
         backend = layers[name].context.backend
         assert isinstance(backend, _Records)
-        assert _same(of, backend.multiplied[PLACES.index(place)]), (name, place)
+        assert _same(of, backend.multiplied[SLOTS.index(slot)]), (name, slot)
 
 
 @pytest.mark.slow

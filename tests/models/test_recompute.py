@@ -11,10 +11,10 @@ from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from models.execution import Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
@@ -37,7 +37,7 @@ def text(index: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: RunClock, reshard: bool) -> HybridModel:
+def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: StepState, reshard: bool) -> HybridModel:
     with torch.device("meta"):
         model = build_model(CONFIG, mesh, torch.bfloat16, Execution(recompute=recompute))
     linears = dict(model.linears())
@@ -59,7 +59,7 @@ def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: RunClo
 
 def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) -> dict[str, Tensor]:
     """Of two micro-batches a rank, and that the clock stood still in between."""
-    clock = RunClock(seed=3)
+    clock = StepState(seed=3)
     model = sharded_model(recompute, recipe, mesh, clock, reshard)
     for position in range(2):
         is_last = position == 1  # as `accumulate` prepares it
@@ -70,7 +70,7 @@ def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) ->
         clock.micro_batch = index = 2 * mesh.dp_rank + position
         loss = model(*text(index))
         loss.backward()
-        assert clock == RunClock(seed=3, micro_batch=index)
+        assert clock == StepState(seed=3, micro_batch=index)
     assert all(p.grad is not None for p in model.parameters())
     return {name: whole(p.grad) for name, p in model.named_parameters()}
 

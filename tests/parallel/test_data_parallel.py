@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from megatron_fp4.config.schema import OptimizerConfig
 from megatron_fp4.parallel.data_parallel import FSDPHooks, apply_data_parallel, shard, without_fsdp_hooks
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part, rounding_of
 from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
@@ -39,7 +39,7 @@ def batches(step: int) -> list[ToyBatch]:
     return [ToyBatch(index, *pair) for index, pair in enumerate(draws)]
 
 
-def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, clock: RunClock) -> HybridModel:
+def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, clock: StepState) -> HybridModel:
     """As a run builds it. The first block's linears are quantized, the others in BF16."""
     with torch.device("meta"):
         model = build_model(CONFIG, mesh, torch.bfloat16)
@@ -54,7 +54,7 @@ def built(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool, clock: 
 
 
 def trained(mesh: ParallelMesh, apply: Callable[..., None], reshard: bool) -> tuple[list[Any], HybridModel]:
-    clock = RunClock(seed=3)
+    clock = StepState(seed=3)
     model = built(mesh, apply, reshard, clock)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
     settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": 1.0, "reshard": reshard}
@@ -76,14 +76,14 @@ def test_one_rank_alone_computes_what_fsdp_computes(mesh: ParallelMesh, reshard:
 
 
 def test_what_takes_a_parameters_place_is_rounded_too_but_the_ssms(mesh: ParallelMesh) -> None:
-    model = built(mesh, apply_data_parallel, False, RunClock(seed=0))
+    model = built(mesh, apply_data_parallel, False, StepState(seed=0))
     of = {name: rounding_of(parameter) for name, parameter in model.named_parameters()}
     assert {name for name, rounding in of.items() if rounding is None} == {name for name in of if ".ssm." in name}
     assert {rounding.dtype for rounding in of.values() if rounding is not None} == {torch.bfloat16}
 
 
 def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) -> None:
-    clock, (batch, *_) = RunClock(seed=0), batches(0)
+    clock, (batch, *_) = StepState(seed=0), batches(0)
     for reshard in (False, True):
         model = built(mesh, apply_data_parallel, reshard, clock)
         contexts = {name: linear.context for name, linear in model.linears()}
@@ -99,7 +99,7 @@ def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) 
 
 
 def trained_by_two(rank: int, hooks: bool) -> tuple[list[tuple[float, float]], list[torch.Tensor], int, int]:
-    mesh, clock, ran, without = toy_mesh(), RunClock(seed=3), [0], [0]
+    mesh, clock, ran, without = toy_mesh(), StepState(seed=3), [0], [0]
     left_out = FSDPHooks.left_out
     model = built(mesh, apply_data_parallel, False, clock)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2)).optimizer
@@ -139,7 +139,7 @@ def test_two_ranks_of_five_micro_batches_need_no_hooks_in_the_middle() -> None:
 def test_hooks_are_left_out_and_come_back_in_their_order(mesh: ParallelMesh) -> None:
     def mine(*_: object) -> None: ...
 
-    model = built(mesh, shard, False, RunClock(seed=0))
+    model = built(mesh, shard, False, StepState(seed=0))
     model.blocks[0].register_forward_pre_hook(mine)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     kinds = ("_forward_pre_hooks", "_forward_hooks")

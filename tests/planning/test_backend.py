@@ -15,11 +15,10 @@ from megatron_fp4.config.compose import compose_config
 from megatron_fp4.planning.backend import planned_gpu
 from megatron_fp4.planning.ledger import Ledger
 from megatron_fp4.precision.backend import Backend
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe, recipe_from_config
+from megatron_fp4.precision.rng import StepState
 from tests.planning.gpu_path import without_launches
 from tests.recipes import changed
 
@@ -62,7 +61,7 @@ CASES = {
 def test_a_linear(name: str) -> None:
     recipe, weights, kept, wgrad_operand = CASES[name]
     with planned_gpu() as backend, FakeTensorMode(), Ledger(lambda: 0) as ledger:
-        context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=0), backend=backend)
+        context = LinearContext(name="linear", recipe=recipe, clock=StepState(seed=0), backend=backend)
         x = torch.empty(TOKENS, IN, dtype=torch.bfloat16, requires_grad=True)
         weight = nn.Parameter(torch.empty(OUT, IN, dtype=torch.bfloat16))
         before = ledger.live_bytes
@@ -98,7 +97,7 @@ RECIPES = {
 
 def history(backend: Backend, recipe: Recipe, dtype: torch.dtype, micro_batches: int = 2) -> list[tuple[int, int]]:
     """Bytes alive and at the peak before, between and after the passes of a linear, from its second step on."""
-    clock, seen = RunClock(seed=0), []
+    clock, seen = StepState(seed=0), []
     context = LinearContext(name="linear", recipe=recipe, clock=clock, backend=backend)
     with FakeTensorMode(), Ledger(lambda: 0) as ledger:
         weight = nn.Parameter(torch.empty(384, 256, dtype=dtype))

@@ -6,11 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe, rounded_to_nearest
 from megatron_fp4.precision.reference import reference_linear
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.hadamard import fixed_signs
 from tests.quantization import oracle
 from tests.recipes import changed
@@ -103,7 +102,7 @@ def specified(x: Tensor, w: Tensor, dy: Tensor, context: LinearContext) -> tuple
 
 def context_of(recipe: Recipe, **settings) -> LinearContext:
     """A linear's context with a clock of its own."""
-    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, clock=RunClock(seed=1), **settings)
+    return LinearContext(name="blocks.0.mixer.in_proj", recipe=recipe, clock=StepState(seed=1), **settings)
 
 
 def tensors(

@@ -229,7 +229,7 @@ def decoded(storage: Storage, side: str) -> Tensor:
             scales = scales[:num_blocks, : data.shape[0]].t()
         return (values * scales.to(torch.float64)[..., None]).flatten(1)
     if parts["with_gemm_swizzled_scales"]:
-        scales = scales.flatten()[places(*scales.shape)]
+        scales = scales.flatten()[slots(*scales.shape)]
     scales = scales[: data.shape[0], : data.shape[1] // 8].view(torch.float8_e4m3fn).to(torch.float64)
     values = e2m1_values(unpack_codes(data)).to(torch.float64).unflatten(1, (-1, 16))
     factor = parts[f"amax_{side}"].to(torch.float64) / (6 * parts["nvfp4_e4m3_max"])
@@ -241,7 +241,7 @@ def padded(scales: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(scales, (0, extra[1], 0, extra[0]), value=FOUND)
 
 
-def places(rows: int, columns: int) -> Tensor:
+def slots(rows: int, columns: int) -> Tensor:
     """Where cuBLAS reads the scale of each row and column, in bytes (its documentation's formula)."""
     r, c = torch.arange(rows)[:, None], torch.arange(columns)[None]
     return ((r // 128) * (columns // 4) + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
@@ -249,7 +249,7 @@ def places(rows: int, columns: int) -> Tensor:
 
 def swizzle(scales: Tensor) -> Tensor:
     swizzled = torch.empty_like(scales).flatten()
-    swizzled[places(*scales.shape)] = scales
+    swizzled[slots(*scales.shape)] = scales
     return swizzled.view(scales.shape)
 
 

@@ -8,9 +8,9 @@ import torch
 from assembly import plans_of
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision import backend_choice, refusals
+from megatron_fp4.precision import backend_support
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.backend_choice import BackendChoice, choose_backend
+from megatron_fp4.precision.backend_support import BackendChoice, choose_backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from tests.checks.composed import CONFIGS, changed, composed
@@ -22,7 +22,7 @@ def machine(monkeypatch):
 
     def pretend(capability: tuple[int, int], missing: str | None = None, version: str = "2.20.2") -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
-        monkeypatch.setattr(refusals, "installed_version", lambda: None if missing else version)
+        monkeypatch.setattr(backend_support, "installed_version", lambda: None if missing else version)
         monkeypatch.setattr(te, "not_installed", lambda: missing)
         for name in te.FAST_MATH_VARIABLES:
             monkeypatch.delenv(name, raising=False)
@@ -115,7 +115,7 @@ def test_fp8_blocks_need_less(machine):
 
 def test_the_version_of_a_package_that_is_not_here():
     if te.importlib.util.find_spec("transformer_engine") is None:
-        assert refusals.installed_version() is None
+        assert backend_support.installed_version() is None
 
 
 def test_fp8_blocks_are_native_on_hopper_and_blackwell(machine):
@@ -252,12 +252,12 @@ def test_the_package_is_not_here():
 
 def test_ranks_must_agree(monkeypatch):
     emulated, native = BackendChoice("emulated", "not installed"), BackendChoice("transformer_engine", "native")
-    monkeypatch.setattr(backend_choice.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(backend_support.dist, "get_world_size", lambda: 2)
 
     def gather(others: list, mine: BackendChoice) -> None:
         others[:] = [native, mine]
 
-    monkeypatch.setattr(backend_choice.dist, "all_gather_object", gather)
-    assert backend_choice.agreed_backend(native) is native
+    monkeypatch.setattr(backend_support.dist, "all_gather_object", gather)
+    assert backend_support.agreed_backend(native) is native
     with pytest.raises(ConfigError, match="rank 1"):
-        backend_choice.agreed_backend(emulated)
+        backend_support.agreed_backend(emulated)

@@ -24,16 +24,14 @@ from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.planning.dry_run import fake_ranks
 from megatron_fp4.precision import emulated, torch_scaled_mm
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.demands import Demands, block_demands
+from megatron_fp4.precision.backend import Alignment, block_alignment
+from megatron_fp4.precision.backend_support import check_sizes
 from megatron_fp4.precision.emulated import EMULATED
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe, recipe_from_config, switched_recipe
-from megatron_fp4.precision.sizes import check_sizes
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.fp8 import quantize_fp8_fused
 from megatron_fp4.training.cuda_graphs import made_by_pytorch
@@ -151,7 +149,7 @@ def test_no_kernel_refuses_a_linear_of_a_shipped_model(model: str, tensor: int) 
             mock.patch.object(emulated, "encode_operand", slow),
         ):
             for recipe_name, recipe in recipes(model).items():
-                narrow = block_demands(recipe).inputs
+                narrow = block_alignment(recipe).inputs
                 for (outputs, inputs), context in layers:
                     if inputs % narrow:
                         continue  # refused: see the test of refusals below
@@ -190,9 +188,9 @@ def test_what_divides_nowhere_is_refused_before_the_run(model: str, tensor: int)
         if possible(config, tensor):
             with fake_ranks(tensor):
                 layers = layers or linears(config.model, tensor)
-            demands = block_demands(recipe_from_config(config.precision))
+            alignment = block_alignment(recipe_from_config(config.precision))
             for (_, inputs), _ in layers:
-                assert inputs % demands.inputs == 0, (precision, inputs)
+                assert inputs % alignment.inputs == 0, (precision, inputs)
     assert layers or tensor > 1
 
 
@@ -212,7 +210,7 @@ def test_native_gemms_get_whole_rows_of_codes(model: str) -> None:
                     continue
                 for (outputs, inputs), context in layers:
                     context.recipe, context.backend = recipe, backend
-                    if inputs % te.demands(recipe).inputs:
+                    if inputs % te.alignment(recipe).inputs:
                         continue
                     for tokens in TOKENS:
                         call = LinearCall(context, torch.empty(outputs, inputs, device="meta"), meta(tokens, inputs))
@@ -277,7 +275,7 @@ def test_scaled_mm_takes_every_product(model: str, tensor: int) -> None:
                 if formats - torch_scaled_mm.FORMATS.keys():
                     continue
                 for weight_shape, context in layers:
-                    if weight_shape[1] % block_demands(recipe).inputs:
+                    if weight_shape[1] % block_alignment(recipe).inputs:
                         continue  # refused
                     if BY_SCALED_MM.met(model, recipe, weight_shape, context):
                         continue
@@ -305,7 +303,7 @@ def test_scaled_mm_takes_the_plans_with_out_proj_in_mxfp8(model: str, precision:
         recipe, blocks = recipe_from_config(config.precision), config.precision.bf16_blocks
         plan = build_plan(shapes, recipe, blocks, config.model.num_blocks, config.precision.exceptions)
         linears = {name: module.context for name, module in modules.items()}
-        PrecisionController(linears, plan, RunClock(seed=1), backend=torch_scaled_mm.TorchBackend())
+        PrecisionController(linears, plan, StepState(seed=1), backend=torch_scaled_mm.TorchBackend())
         with scaled_mm_checked() as seen:
             for row in plan.rows:
                 seen.clear()
@@ -325,50 +323,50 @@ NVFP4, MXFP4, FP8 = ref.NVFP4, ref.MXFP4, ref.FP8
 
 
 @pytest.mark.parametrize(
-    ("recipe", "demands"),
+    ("recipe", "alignment"),
     [
-        (BF16, Demands()),
-        (NVFP4, Demands(16, 16, 16, 16)),
-        (ref.QAF, Demands(16, 16, 16, 16)),
-        (MXFP4, Demands(32, 32, 32, 32)),
-        (FP8, Demands(128, 128, 128, 128)),
-        (changed(NVFP4, dgrad_rht=64), Demands(16, 16, 64, 64)),
-        (changed(NVFP4, wgrad_rht=128, fprop_rht=32), Demands(128, 32, 16, 16)),
-        (Recipe(wgrad=Gemm(Operand("mxfp4", (1, 32)))), Demands(32, 32, 32, 32)),
-        (changed(NVFP4, wgrad_activation=ref.F8), Demands(128, 128, 128, 128)),
+        (BF16, Alignment()),
+        (NVFP4, Alignment(16, 16, 16, 16)),
+        (ref.QAF, Alignment(16, 16, 16, 16)),
+        (MXFP4, Alignment(32, 32, 32, 32)),
+        (FP8, Alignment(128, 128, 128, 128)),
+        (changed(NVFP4, dgrad_rht=64), Alignment(16, 16, 64, 64)),
+        (changed(NVFP4, wgrad_rht=128, fprop_rht=32), Alignment(128, 32, 16, 16)),
+        (Recipe(wgrad=Gemm(Operand("mxfp4", (1, 32)))), Alignment(32, 32, 32, 32)),
+        (changed(NVFP4, wgrad_activation=ref.F8), Alignment(128, 128, 128, 128)),
     ],
 )
-def test_blocks_and_transforms(recipe: Recipe, demands: Demands) -> None:
-    assert block_demands(recipe) == demands == EMULATED.demands(recipe)
+def test_blocks_and_transforms(recipe: Recipe, alignment: Alignment) -> None:
+    assert block_alignment(recipe) == alignment == EMULATED.alignment(recipe)
 
 
 def test_groups_are_padded_alike_and_whole_tensors_too() -> None:
-    demands = Demands(outputs=32, group_outputs=16)
-    assert demands.padded_group(20, 1) == 32
-    assert demands.padded_group(20, 2) == 32
-    assert demands.padded_group(16, 2) == 16
-    assert demands.padded_group(16, 3) == 32
-    assert Demands(outputs=128, group_outputs=16).padded_group(2836, 8) == 2848
-    assert Demands(tokens=32).padded_tokens(2064) == 2080
-    assert (Demands().padded_group(5, 3), Demands().padded_tokens(7)) == (5, 7)
+    alignment = Alignment(outputs=32, group_outputs=16)
+    assert alignment.padded_group(20, 1) == 32
+    assert alignment.padded_group(20, 2) == 32
+    assert alignment.padded_group(16, 2) == 16
+    assert alignment.padded_group(16, 3) == 32
+    assert Alignment(outputs=128, group_outputs=16).padded_group(2836, 8) == 2848
+    assert Alignment(tokens=32).padded_tokens(2064) == 2080
+    assert (Alignment().padded_group(5, 3), Alignment().padded_tokens(7)) == (5, 7)
 
 
 def test_what_is_padded_anyway_is_padded_for_the_faster_kernel_where_that_costs_little() -> None:
-    demands = te.demands(NVFP4)
-    assert demands == Demands(32, 32, 32, 16, fast_outputs=128)
-    assert te.demands(changed(NVFP4, wgrad_rht=0)).fast_outputs == te.demands(FP8).fast_outputs == 1
-    assert demands.padded_group(2320, 1) == 2432 and demands.padded_group(2836, 2) == 2880
-    assert demands.padded_group(2836, 8) == 2848  # together a multiple of 128
-    assert demands.padded_group(2848, 1) == 2848  # not padded
-    assert demands.padded_group(40, 1) == 64  # 128 would be twice as much
+    alignment = te.alignment(NVFP4)
+    assert alignment == Alignment(32, 32, 32, 16, fast_outputs=128)
+    assert te.alignment(changed(NVFP4, wgrad_rht=0)).fast_outputs == te.alignment(FP8).fast_outputs == 1
+    assert alignment.padded_group(2320, 1) == 2432 and alignment.padded_group(2836, 2) == 2880
+    assert alignment.padded_group(2836, 8) == 2848  # together a multiple of 128
+    assert alignment.padded_group(2848, 1) == 2848  # not padded
+    assert alignment.padded_group(40, 1) == 64  # 128 would be twice as much
 
 
 @pytest.mark.parametrize("recipe", [ref.nearest(NVFP4), ref.nearest(MXFP4), FP8, ref.QAF], ids=lambda r: r.name)
 def test_padded_tokens_and_features_change_nothing_of_the_others(recipe: Recipe) -> None:
     """Against tensors that were padded beforehand; odd sizes in both directions."""
     x, w, dy = ref.tensors(40, 256, 24)
-    demands = block_demands(recipe)
-    tokens, outputs = demands.padded_tokens(40), demands.padded_group(24, 1)
+    alignment = block_alignment(recipe)
+    tokens, outputs = alignment.padded_tokens(40), alignment.padded_group(24, 1)
     assert (tokens, outputs) != (40, 24)
     y, dx, dw = ref.run(x, w, dy, ref.context_of(recipe))
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.device_keys import DeviceKeys, keyed_operands
-from megatron_fp4.precision.linear_call import LinearCall
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.recipe import BF16, PLACES
+from megatron_fp4.precision.linear import LinearCall, LinearContext
+from megatron_fp4.precision.recipe import BF16, SLOTS
+from megatron_fp4.precision.rng import DeviceKeys, StepState, keyed_operands
 from megatron_fp4.quantization.rounding import RoundingKey, random_bits, rounding_draws, rounding_key
 from tests.precision.reference import NVFP4
 
@@ -26,7 +24,7 @@ def test_what_needs_a_key() -> None:
 
 
 def test_the_table_has_the_key_of_every_operand_step_and_micro_batch() -> None:
-    clock = RunClock(seed=11)
+    clock = StepState(seed=11)
     keys = DeviceKeys(RECIPES, torch.device("cpu"))
     seen = set()
     for clock.step in (0, 1, 70_000):
@@ -53,14 +51,14 @@ def test_draws_come_from_the_device(key: int) -> None:
 
 
 def test_a_linear_asks_the_clocks_table() -> None:
-    clock = RunClock(seed=5, step=2, micro_batch=3)
+    clock = StepState(seed=5, step=2, micro_batch=3)
     context = LinearContext(name="a", recipe=NVFP4, clock=clock, out_group_offset=1)
     call = LinearCall(context, torch.zeros(32, 32), torch.zeros(16, 32, dtype=torch.bfloat16))
-    on_host = [call.draws(place) for place in PLACES]
+    on_host = [call.draws(slot) for slot in SLOTS]
     clock.keys = DeviceKeys({"a": NVFP4}, torch.device("cpu"))
     clock.keys.fill(clock.seed, clock.step, clock.micro_batch)
-    for place, expected in zip(PLACES, on_host, strict=True):
-        found = call.draws(place)
+    for slot, expected in zip(SLOTS, on_host, strict=True):
+        found = call.draws(slot)
         assert found == expected  # offsets too; what lies on the device is no part of it
         if found is not None and expected is not None:
             assert found.device is not None and expected.device is None

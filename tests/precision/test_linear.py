@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from tests.precision import reference as ref
 from tests.quantization import oracle
@@ -261,10 +260,10 @@ def test_later_micro_batches_add_to_the_gradient_in_place(recipe, num_groups, gr
     alone = [gradient(micro_batch, w.clone().requires_grad_()) for micro_batch in range(3)]
     weight = w.clone().requires_grad_()
     first = gradient(0, weight)
-    place = first.data_ptr()
+    slot = first.data_ptr()
     assert torch.equal(first, alone[0])
     for micro_batch in (1, 2):
-        assert gradient(micro_batch, weight).data_ptr() == place
+        assert gradient(micro_batch, weight).data_ptr() == slot
     assert torch.equal(gradient(0, w.clone().requires_grad_()), alone[0])
     assert weight.grad is not None and torch.equal(weight.grad, alone[0] + alone[1] + alone[2])
 

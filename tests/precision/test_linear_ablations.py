@@ -23,7 +23,7 @@ SHAPE = (128, 128, 128)
 
 
 def operand_changes(recipe: Recipe, names: str, **changes) -> Recipe:
-    operands = {place.name: replace(operand, **changes) for place, operand in recipe.operands.items()}
+    operands = {slot.name: replace(operand, **changes) for slot, operand in recipe.operands.items()}
     return changed(recipe, **{name: operands[name] for name in names.split()})
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp4.precision import emulated
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.packed_weight import PackedWeight
+from megatron_fp4.precision.emulated import PackedWeight
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
 from tests.distributed.hybrid import NVFP4
 
 _MXFP4, _MXFP4_WEIGHT = Operand("mxfp4", (1, 32)), Operand("mxfp4", (32, 32))
@@ -28,7 +27,7 @@ def results(recipe: Recipe, groups: int, codes: bool) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(groups)
     rows = 50 * groups
     weight = nn.Parameter(torch.randn(rows, 64, generator=generator))
-    context = LinearContext(name="linear", recipe=recipe, clock=RunClock(seed=1), num_groups=groups)
+    context = LinearContext(name="linear", recipe=recipe, clock=StepState(seed=1), num_groups=groups)
     found: list[Tensor] = []
     with mock.patch.object(emulated, "keeps_codes", lambda device: codes):
         for _ in range(2):

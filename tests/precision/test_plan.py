@@ -15,12 +15,11 @@ from megatron_fp4.config.precision_schema import (
     RecipeConfig,
     WgradConfig,
 )
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from tests.precision import reference as ref
 from tests.recipes import changed
 
@@ -301,7 +300,7 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
     linears = {shape.name: LinearContext() for shape in shapes()}
-    clock = RunClock(seed=3)
+    clock = StepState(seed=3)
     name = "blocks.2.mixer.in_proj"
     x, w, dy = ref.tensors(32, 64, 160)
     plain, quantized = plan_of(recipe=BF16), plan_of()
@@ -342,7 +341,7 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
 
 def test_draws_follow_the_name_that_the_plan_gives():
     linears = {shape.name: LinearContext() for shape in shapes()}
-    PrecisionController(linears, plan_of(), RunClock(seed=3))
+    PrecisionController(linears, plan_of(), StepState(seed=3))
     x, w, dy = ref.tensors(32, 64, 160)
     one, other = (ref.run(x, w, dy, linears[f"blocks.{block}.mixer.in_proj"]) for block in (0, 2))
     assert torch.equal(one[0], other[0])
@@ -353,5 +352,5 @@ def test_draws_follow_the_name_that_the_plan_gives():
 def test_a_plan_of_another_model_is_not_applied():
     linears = {shape.name: LinearContext() for shape in shapes()[1:]}
     with pytest.raises(AssertionError, match="another model"):
-        PrecisionController(linears, plan_of(), RunClock(seed=0))
+        PrecisionController(linears, plan_of(), StepState(seed=0))
     assert quantized_linear(torch.randn(4, 4), torch.randn(4, 4), LinearContext()).shape == (4, 4)

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, OperandRequest, quantize_operand
-from megatron_fp4.precision.gemm_operand import GemmOperand
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
-from megatron_fp4.precision.operand_check import operand_fault
-from megatron_fp4.precision.recheck import Recheck, Rechecked
-from megatron_fp4.precision.recipe import BF16, PLACES, Operand, Recipe
+from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, GemmOperand, OperandRequest, quantize_operand
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.recipe import BF16, SLOTS, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.verify import Recheck, Rechecked, operand_fault
 from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
@@ -29,7 +26,7 @@ ONE_SIDED = changed(ref.NVFP4, dgrad_gradient=Operand(), dgrad_weight=Operand())
 
 
 def context_of(recipe: Recipe, backend=EMULATED, **settings) -> LinearContext:
-    return LinearContext("blocks.0.mixer.in_proj", recipe, RunClock(seed=1), backend, **settings)
+    return LinearContext("blocks.0.mixer.in_proj", recipe, StepState(seed=1), backend, **settings)
 
 
 def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor, step: int = 0) -> Rechecked:
@@ -91,7 +88,7 @@ class Spoiled(EmulatedBackend):
         made = super().operands(x, columns, rows, **settings)
 
         def spoiled(maker, request):
-            return lambda: self.spoil(maker()) if request.place.name == self.operand else maker()
+            return lambda: self.spoil(maker()) if request.slot.name == self.operand else maker()
 
         pairs = zip(made, (columns, rows), strict=True)
         return tuple(maker and spoiled(maker, request) for maker, request in pairs)
@@ -109,7 +106,7 @@ def flipped(made):
     return replace(made, values=values)
 
 
-@pytest.mark.parametrize("name", [place.name for place in PLACES])
+@pytest.mark.parametrize("name", [slot.name for slot in SLOTS])
 def test_one_wrong_code_in_any_operand_is_found(name):
     context = context_of(ref.ALL_THE_WAY, Spoiled(name, flipped))
     found = rechecked(context, *ref.tensors(32, 64, 48))
@@ -289,7 +286,7 @@ def test_a_native_operand_without_draws_or_transform_must_have_the_reference_bit
 
 def test_large_operands_are_compared_piece_by_piece(monkeypatch):
     """Draws and blocks of a piece are those of the whole."""
-    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("megatron_fp4.precision.verify._CHUNK_ELEMENTS", 1)
     rows = rows_of(384)
     for operand, rht in ((DRAWN, 16), (Operand("nvfp4", (16, 16)), 0), (Operand("fp8", (128, 128)), 0)):
         request = request_of(operand, rht)
@@ -311,7 +308,7 @@ def test_large_operands_are_compared_piece_by_piece(monkeypatch):
 @pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
 @pytest.mark.parametrize("is_native", [False, True])
 def test_an_operand_is_decoded_once_however_many_pieces_it_has(is_native, operand, rht, monkeypatch):
-    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("megatron_fp4.precision.verify._CHUNK_ELEMENTS", 1)
     rows, request = rows_of(384), request_of(operand, rht)
     kind, method = (te.NativeOperand, "decoded") if is_native else (GemmOperand, "unpacked")
     made: object = native(rows, operand, rht)

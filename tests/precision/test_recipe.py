@@ -9,7 +9,7 @@ from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_GRADIENT,
     GEMMS,
-    PLACES,
+    SLOTS,
     Gemm,
     Operand,
     recipe_from_config,
@@ -67,7 +67,7 @@ def test_every_field_of_a_config_arrives():
     operand = Operand("fp8", (128, 128), "stochastic", True, True, True, "forward", "squared")
     assert {f.name for f in fields(OperandConfig)} == {f.name for f in fields(Operand)}
     plain = OperandConfig("nvfp4", "1x16")
-    for index, place in enumerate(PLACES):
+    for index, slot in enumerate(SLOTS):
         six = [odd if i == index else plain for i in range(6)]
         config = PrecisionConfig(
             name="x",
@@ -77,7 +77,7 @@ def test_every_field_of_a_config_arrives():
             wgrad=WgradConfig(six[4], six[5], 8),
         )
         recipe = recipe_from_config(config)
-        assert recipe.operands == {key: operand if key == place else ref.X for key in PLACES}
+        assert recipe.operands == {key: operand if key == slot else ref.X for key in SLOTS}
         assert (recipe.name, recipe.rht_signs) == ("x", "none")
         assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (2, 4, 8)
 

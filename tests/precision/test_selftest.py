@@ -6,18 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import fair_rounding, refusals, selftest
+from megatron_fp4.precision import backend_support, verify
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.comparison import actual_parts, difference, unsigned_zeros
-from megatron_fp4.precision.demands import Demands
-from megatron_fp4.precision.emulated import EmulatedBackend, quantize_operand
-from megatron_fp4.precision.fair_rounding import Draws, dependence_fault, rounding_faults
-from megatron_fp4.precision.gemm_operand import GemmOperand
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.backend import Alignment
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, quantize_operand
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
-from megatron_fp4.precision.recipe import BF16, DGRAD_GRADIENT, WGRAD_GRADIENT, Operand, Place, Recipe
-from megatron_fp4.precision.selftest import Case, SelfTestError, check
+from megatron_fp4.precision.recipe import BF16, DGRAD_GRADIENT, WGRAD_GRADIENT, Operand, OperandSlot, Recipe
+from megatron_fp4.precision.verify import (
+    Case,
+    Draws,
+    SelfTestError,
+    actual_parts,
+    check,
+    dependence_fault,
+    difference,
+    rounding_faults,
+    unsigned_zeros,
+)
 from megatron_fp4.quantization.fp8 import quantize_fp8
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
@@ -25,7 +31,7 @@ from tests.precision import reference as ref
 from tests.recipes import changed
 from tests.training.harness import alone
 
-NVFP4, FP8, FP8_POWERS, MXFP8 = selftest.RECIPES
+NVFP4, FP8, FP8_POWERS, MXFP8 = verify.RECIPES
 CASE = Case(128, 128, 256, 1, NVFP4)
 CPU = torch.device("cpu")
 
@@ -60,7 +66,7 @@ def faults(backend, case: Case = CASE) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [*selftest.RECIPES, ref.ALL_THE_WAY, ref.MXFP4, ref.QAF, ref.QUARTET2], ids=lambda r: r.name
+    "recipe", [*verify.RECIPES, ref.ALL_THE_WAY, ref.MXFP4, ref.QAF, ref.QUARTET2], ids=lambda r: r.name
 )
 def test_the_emulation_passes(recipe):
     assert faults(Spoiled(), replace(CASE, recipe=recipe, outputs=3 * 80, num_groups=3)) == []
@@ -132,15 +138,15 @@ def test_one_draw_for_both_copies_of_an_element_is_noticed():
     made_from = {DGRAD_GRADIENT: rows, WGRAD_GRADIENT: rows.t().contiguous()}
     recipe = changed(NVFP4, wgrad_rht=0)
 
-    def draw(number: int, shared: bool) -> dict[Place, GemmOperand]:
+    def draw(number: int, shared: bool) -> dict[OperandSlot, GemmOperand]:
         uniform = torch.rand(2, *rows.shape, generator=torch.Generator().manual_seed(number))
         draws = {DGRAD_GRADIENT: uniform[0], WGRAD_GRADIENT: uniform[0 if shared else 1].t()}
         made = {}
-        for place, x in made_from.items():
-            grid = fair_rounding._Grid.of(x, quantize_nvfp4(x))
-            codes = torch.where(grid.between & (draws[place] < grid.position), grid.high, grid.low)
+        for slot, x in made_from.items():
+            grid = verify._Grid.of(x, quantize_nvfp4(x))
+            codes = torch.where(grid.between & (draws[slot] < grid.position), grid.high, grid.low)
             values = codes * grid.scales.repeat_interleave(16, 1)
-            made[place] = GemmOperand(values, None, True)
+            made[slot] = GemmOperand(values, None, True)
         return made
 
     assert dependence_fault(made_from, lambda number: draw(number, False), recipe) == ""
@@ -157,7 +163,7 @@ def test_a_zero_has_no_sign():
 
 def test_the_hardware_s_negative_zero_is_no_fault():
     """The samples have exact -0.0 in them, which the instruction may give code 8 and the reference gives 0."""
-    x, _, _ = selftest.sample_tensors(CASE, CPU)
+    x, _, _ = verify.sample_tensors(CASE, CPU)
     exact = (x == 0) & x.signbit()
     assert exact.any()
     quantized = quantize_nvfp4(x)
@@ -167,22 +173,22 @@ def test_the_hardware_s_negative_zero_is_no_fault():
     layout = te._Layout(Operand("nvfp4", (1, 16)), "columns", dict, ())
     padded = torch.nn.functional.pad(quantized.scales.view(torch.uint8), (0, 0, 0, 0))
     native = te.NativeOperand(signed, padded, quantized.amax.view(1), layout)
-    assert selftest._codes_fault(native, x, layout.operand, quantized.amax) == ""
+    assert verify._codes_fault(native, x, layout.operand, quantized.amax) == ""
     assert actual_parts(native, slice(None))["codes"].shape == signed.shape
 
 
 def test_codes_are_decoded_once_however_many_pieces_they_have(monkeypatch):
-    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
-    rows, _, _ = selftest.sample_tensors(replace(CASE, tokens=384), CPU)
+    monkeypatch.setattr("megatron_fp4.precision.verify._CHUNK_ELEMENTS", 1)
+    rows, _, _ = verify.sample_tensors(replace(CASE, tokens=384), CPU)
     operand = Operand("nvfp4", (1, 16))
     made = quantize_operand(rows, operand)
     decode, decoded = GemmOperand.unpacked, []
     monkeypatch.setattr(GemmOperand, "unpacked", lambda self: decoded.append(self) or decode(self))
-    assert selftest._codes_fault(made, rows, operand, rows.abs().amax().float()) == ""
+    assert verify._codes_fault(made, rows, operand, rows.abs().amax().float()) == ""
     assert len(decoded) == 1
     wrong = decode(made).clone()
     wrong[300, 0] *= -1
-    fault = selftest._codes_fault(replace(made, values=wrong), rows, operand, rows.abs().amax().float())
+    fault = verify._codes_fault(replace(made, values=wrong), rows, operand, rows.abs().amax().float())
     assert "first at [300, 0]" in fault
 
 
@@ -240,10 +246,10 @@ def test_difference_says_where_and_what():
 
 def test_a_fault_stops_the_run_and_is_named():
     with alone():
-        line = selftest.require(Spoiled(), [CASE], CPU)
+        line = verify.require(Spoiled(), [CASE], CPU)
         assert "no difference" in line
         with pytest.raises(SelfTestError) as error:
-            selftest.require(Spoiled(values=one_changed), [CASE], CPU)
+            verify.require(Spoiled(values=one_changed), [CASE], CPU)
     assert "nvfp4, 128 tokens, 128 -> 256: fprop_activation codes" in str(error.value)
     assert "precision.backend=emulated" in str(error.value)
 
@@ -253,7 +259,7 @@ def test_a_kernel_that_fails_is_a_fault_of_its_own():
         raise RuntimeError("CUDA Error: invalid argument\nin some file")
 
     with alone(), pytest.raises(SelfTestError) as error:
-        selftest.require(Spoiled(product=fail), [CASE], CPU)
+        verify.require(Spoiled(product=fail), [CASE], CPU)
     assert str(error.value).endswith("nvfp4, 128 tokens, 128 -> 256: kernels: failed: CUDA Error: invalid argument")
 
 
@@ -262,13 +268,13 @@ def test_cases_are_the_different_quantized_linears_of_the_plans():
     plan = Plan(tuple(PlannedLinear(s, BF16 if s.block == 2 else NVFP4, "") for s in shapes))
     switched = Plan(tuple(PlannedLinear(s, ref.QAF, "") for s in shapes))
     linears = {shape.name: LinearContext(num_groups=2) for shape in shapes}
-    cases = selftest.cases_of([plan, switched], linears, 512)
+    cases = verify.cases_of([plan, switched], linears, 512)
     assert cases == [Case(512, 64, 128, 2, NVFP4), Case(512, 64, 128, 2, ref.QAF)]
 
 
 def test_the_command_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert selftest.main(["--shape", "128,128,128"]) == 0
+    assert verify.main(["--shape", "128,128,128"]) == 0
     printed = capsys.readouterr().out
     assert "nvfp4, emulated: 13 comparisons, 0 faults" in printed
     assert "nvfp4, transformer_engine: not tested: there is no CUDA device" in printed
@@ -278,8 +284,8 @@ def test_an_old_release_is_not_tested_rather_than_at_fault(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
     monkeypatch.setattr(te, "not_installed", lambda: None)
     for version, reason in (("2.13.0", "2.13.0 is installed and precision=nvfp4 needs 2.19"), ("2.20.2", "")):
-        monkeypatch.setattr(refusals, "installed_version", lambda version=version: version)
-        found = selftest._untestable(NVFP4, "transformer_engine", torch.device("cuda"))
+        monkeypatch.setattr(backend_support, "installed_version", lambda version=version: version)
+        found = verify._untestable(NVFP4, "transformer_engine", torch.device("cuda"))
         assert reason in found if reason else found is None
 
 
@@ -297,7 +303,7 @@ def test_a_linear_computes_by_its_backend():
 def test_a_backend_that_does_not_borrow_quantizes_the_weight_along_both_dimensions_and_pads():
     backend = Spoiled()
     backend.transposed = None
-    backend.demands = lambda recipe: Demands(outputs=32, group_outputs=16)
+    backend.alignment = lambda recipe: Alignment(outputs=32, group_outputs=16)
     x, w, dy = ref.tensors(32, 64, 3 * 16)
     expected = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3))
     found = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3, backend=backend))
@@ -311,7 +317,7 @@ def test_a_backend_that_does_not_borrow_quantizes_the_weight_along_both_dimensio
 
 @pytest.mark.parametrize(("recipe", "multiple"), [(NVFP4, 32), (FP8, 128), (BF16, 1), (ref.QAF, 32)])
 def test_what_native_gemms_want(recipe: Recipe, multiple: int):
-    assert te.demands(recipe).outputs == multiple
+    assert te.alignment(recipe).outputs == multiple
 
 
 def test_native_operands_decode_to_our_layout():

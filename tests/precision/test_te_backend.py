@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from megatron_fp4.precision import selftest
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.linear import quantized_linear
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision import verify
+from megatron_fp4.precision.backend_support import needed_release
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Gemm, Operand, Recipe
-from megatron_fp4.precision.refusals import needed_release
-from megatron_fp4.precision.selftest import Case, check
+from megatron_fp4.precision.verify import Case, check
 from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.quantization.tensor import unswizzle_scales
 from tests.precision import reference as ref
@@ -25,7 +24,7 @@ from tests.precision import te_stand_in as stand_in
 from tests.recipes import changed
 from tests.training.harness import alone
 
-NVFP4, FP8, FP8_POWERS, *_ = selftest.RECIPES
+NVFP4, FP8, FP8_POWERS, *_ = verify.RECIPES
 X_46, W_46 = (Operand("nvfp4", block, four_over_six=True) for block in ((1, 16), (16, 16)))
 FOUR_OVER_SIX = Recipe("four over six", Gemm(X_46, W_46), Gemm(X_46, W_46), Gemm(X_46, X_46))
 FORWARD_46 = changed(

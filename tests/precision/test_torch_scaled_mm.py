@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision import selftest
 from megatron_fp4.precision import torch_scaled_mm as backend
+from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
+from megatron_fp4.precision.backend_support import torch_unsupported
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, side_of
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
-from megatron_fp4.precision.refusals import torch_unsupported
-from megatron_fp4.precision.selftest import Case
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
+from megatron_fp4.precision.verify import Case
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS
@@ -104,7 +104,11 @@ class Recorded:
     def __init__(self, inner: EmulatedBackend | TorchBackend) -> None:
         self.inner, self.gemms = inner, []
         self.name, self.accumulates, self.transposed = inner.name, False, inner.transposed
-        self.demands, self.operands, self.operand_from_saved = inner.demands, inner.operands, inner.operand_from_saved
+        self.alignment, self.operands, self.operand_from_saved = (
+            inner.alignment,
+            inner.operands,
+            inner.operand_from_saved,
+        )
         self.packed_weight = inner.packed_weight
 
     def gemm(self, a, b, out_dtype: torch.dtype, total=None, rows=None) -> Tensor:
@@ -152,7 +156,7 @@ def test_the_same_from_the_kernels_bytes(name, shape, kernels):
 
 def inputs_for(recipe: Recipe, shape: tuple[int, int, int]) -> tuple[int, int, int]:
     """With input features, which nobody pads, that the recipe takes."""
-    inputs = EMULATED.demands(recipe).inputs
+    inputs = EMULATED.alignment(recipe).inputs
     return shape[0], -(-shape[1] // inputs) * inputs, shape[2]
 
 
@@ -274,10 +278,10 @@ def test_scales_along_the_dot_product_cannot_be_exchanged(made_for):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_pads_as_the_emulation_and_a_gemm_has_16_columns(name):
-    demands = TorchBackend().demands(RECIPES[name])
-    assert demands == EMULATED.demands(RECIPES[name])
+    alignment = TorchBackend().alignment(RECIPES[name])
+    assert alignment == EMULATED.alignment(RECIPES[name])
     if RECIPES[name].quantized:
-        assert demands.inputs % 16 == demands.outputs % 16 == 0
+        assert alignment.inputs % 16 == alignment.outputs % 16 == 0
 
 
 def test_where_it_cannot_run(monkeypatch):
@@ -346,7 +350,7 @@ def codes_of_another_step(operand: PackedOperand, request: OperandRequest) -> Pa
 
 
 def faults(made: TorchBackend, case: Case = CASE) -> list[str]:
-    return [str(finding) for finding in selftest.check(made, case, torch.device("cpu")) if finding.fault]
+    return [str(finding) for finding in verify.check(made, case, torch.device("cpu")) if finding.fault]
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
@@ -354,7 +358,7 @@ def test_the_self_test_passes(name):
     case = replace(CASE, recipe=RECIPES[name])
     case = replace(case, inputs=inputs_for(case.recipe, (case.tokens, case.inputs, case.outputs))[1])
     assert faults(TorchBackend(), case) == []
-    found = [finding.what for finding in selftest.check(TorchBackend(), case, torch.device("cpu"))]
+    found = [finding.what for finding in verify.check(TorchBackend(), case, torch.device("cpu"))]
     quantized = [operand for operand in case.recipe.operands.values() if operand.quantized]
     assert sum("bytes" in what for what in found) == len(quantized)
 
@@ -377,7 +381,7 @@ def test_the_self_test_notices(spoil, seen):
 
 def test_large_operands_are_compared_piece_by_piece(monkeypatch):
     """Draws of a piece are those of the whole."""
-    monkeypatch.setattr("megatron_fp4.precision.comparison._CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr("megatron_fp4.precision.verify._CHUNK_ELEMENTS", 1)
     assert faults(TorchBackend(), replace(CASE, tokens=256)) == []
 
 

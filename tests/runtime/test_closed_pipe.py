@@ -87,7 +87,7 @@ def test_what_pretrain_says(argument: str, unbuffered: str, code: int, tmp_path:
 @pytest.mark.parametrize(("unbuffered", "code"), [("", 0), ("1", 141)])
 @pytest.mark.parametrize("arguments", [["--help"], ["--shape", "128,128,128"]], ids=" ".join)
 def test_what_the_self_test_says(arguments: list[str], unbuffered: str, code: int) -> None:
-    command = ["-m", "megatron_fp4.precision.selftest", *arguments]
+    command = ["-m", "megatron_fp4.precision.verify", *arguments]
     assert into_closed_pipe(*command, PYTHONUNBUFFERED=unbuffered, CUDA_VISIBLE_DEVICES="") == (code, "")
 
 

@@ -165,7 +165,7 @@ from megatron_fp4.runtime import ending
 from megatron_fp4.runtime.signals import StopRequest
 
 def wrong(*_):
-    raise pretrain.selftest.SelfTestError("fprop is off by one")
+    raise pretrain.verify.SelfTestError("fprop is off by one")
 
 ending.PATIENCE = 0.2
 ending.leave_distributed = lambda: time.sleep(3600)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.recheck import RecheckError
+from megatron_fp4.precision.verify import RecheckError
 from megatron_fp4.runtime.ending import code_for_launcher
 from megatron_fp4.runtime.exit_codes import DivergedError, ExitCode, WrongNumbersError, exit_code_of
 from megatron_fp4.runtime.progress import Progress

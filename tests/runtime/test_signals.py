@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime import signals
 from megatron_fp4.runtime.orders import Orders
 from megatron_fp4.runtime.signals import SIGNALS, StopRequest
@@ -188,7 +188,7 @@ def _stop_one(rank: int, run_dir: str) -> tuple[int, bool, bool]:
             if rank == 1 and step == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
             result = train_step(
-                model, optimizer, toy_batches(step, mesh), mesh, RunClock(0),
+                model, optimizer, toy_batches(step, mesh), mesh, StepState(0),
                 step=step, lr=1e-2, clip_norm=1.0, requests=StepRequests(stop=orders.stop),
             )  # fmt: skip
             if result.requests.stop:

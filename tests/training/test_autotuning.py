@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training import autotuning
 from megatron_fp4.training.autotuning import choices_in, choices_of, live_autotuners, pin_kernels, put_back, record_of
 from tests.training.harness import RankFailedError, alone, launch, toy, toy_mesh
@@ -257,7 +257,7 @@ def _ranks(
         mesh = toy_mesh()
         model, optimizer = toy(mesh)
         checkpointer = Checkpointer(Path(checkpoints), mesh, keep=0, identity={})
-        resumed = checkpointer.resume("auto", model, optimizer, RunClock(0), allow_mismatch=False)
+        resumed = checkpointer.resume("auto", model, optimizer, StepState(0), allow_mismatch=False)
         if resumed is not None:
             saved, step = resumed.trainer["autotuning"], resumed.step
     pinned = pin_kernels(lambda: call(128), saved, Path(folder))

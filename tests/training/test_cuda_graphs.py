@@ -20,12 +20,12 @@ from megatron_fp4.config.schema import Config, ConfigError, OptimizerConfig, Par
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
-from megatron_fp4.precision.controller import PrecisionController
 from megatron_fp4.precision.fp32_gradients import local_part
-from megatron_fp4.precision.linear_context import LinearContext
+from megatron_fp4.precision.linear import LinearContext
 from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
 from megatron_fp4.precision.recipe import BF16, Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs, choose_graphs, made_by_pytorch
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
@@ -48,7 +48,7 @@ class Job:
     """A model, its optimizer and its graphs, if it has any."""
 
     def __init__(self, mesh: ParallelMesh, capture: Callable[..., Any] | None = None, required: bool = True) -> None:
-        self.mesh, self.clock = mesh, RunClock(seed=3)
+        self.mesh, self.clock = mesh, StepState(seed=3)
         self.model: HybridModel = build_model(CONFIG, mesh, torch.bfloat16)
         settings: dict[str, Any] = {"units": [], "fp32_units": self.model.fp32_units(), "reshard": False}
         apply_data_parallel(self.model, mesh, compute_dtype=torch.bfloat16, **settings)

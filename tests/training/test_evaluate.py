@@ -8,8 +8,8 @@ import torch
 
 from data.bundle import TokenSource
 from data.validation import ValidationSet
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.evaluate import evaluate
 from megatron_fp4.training.step import train_step
 from tests.training.harness import LENGTH, VOCAB_SIZE, ToyBatch, alone, launch, toy, toy_batches, toy_mesh
@@ -31,7 +31,7 @@ def _sources(mesh: Any) -> dict[str, list[ToyBatch]]:
 def _evaluate(rank: int) -> dict[str, float]:
     mesh = toy_mesh()
     model, _ = toy(mesh)
-    return evaluate(model, _sources(mesh), mesh, RunClock(0))
+    return evaluate(model, _sources(mesh), mesh, StepState(0))
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def _evaluate_windows(rank: int, num_samples: int, micro_batch_size: int) -> tup
     model, _ = toy(mesh)
     source = ValidationSet("random", RandomTokens(), LENGTH, num_samples, VOCAB_SIZE)
     batches = list(source.batches(micro_batch_size, mesh.dp_rank, mesh.dp_size))
-    return evaluate(model, {"random": batches}, mesh, RunClock(0))["random"], [len(b.tokens) for b in batches]
+    return evaluate(model, {"random": batches}, mesh, StepState(0))["random"], [len(b.tokens) for b in batches]
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_is_the_mean_over_tokens() -> None:
         batches = _sources(mesh)["web"]
         losses = [model(b.tokens, b.targets).item() for b in batches]
         expected = (2 * losses[0] + 2 * losses[1] + losses[2]) / 5
-        assert evaluate(model, {"web": batches}, mesh, RunClock(0))["web"] == pytest.approx(expected, rel=1e-6)
+        assert evaluate(model, {"web": batches}, mesh, StepState(0))["web"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_leaves_no_trace_in_training() -> None:
     def train(with_evaluation: bool) -> tuple[list[float], torch.Tensor]:
         model, optimizer = toy(mesh)
-        clock = RunClock(0)
+        clock = StepState(0)
         losses = []
         for step in range(3):
             losses.append(
@@ -105,7 +105,7 @@ def test_leaves_no_trace_in_training() -> None:
             if with_evaluation:
                 clock.micro_batch = 77
                 evaluate(model, _sources(mesh), mesh, clock)
-                assert clock == RunClock(0, step, 77, step + 1)
+                assert clock == StepState(0, step, 77, step + 1)
                 assert model.training and model.blocks[0].training
                 assert all(parameter in optimizer.state for parameter in model.parameters())
         return losses, local_part(model.head.weight).clone()
@@ -119,4 +119,4 @@ def test_empty_source_is_refused() -> None:
     with alone() as mesh:
         model, _ = toy(mesh)
         with pytest.raises(ValueError, match="'nothing' has no tokens"):
-            evaluate(model, {"web": _sources(mesh)["web"], "nothing": []}, mesh, RunClock(0))
+            evaluate(model, {"web": _sources(mesh)["web"], "nothing": []}, mesh, StepState(0))

@@ -3,7 +3,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_state, parameter_groups, set_lr
 from megatron_fp4.training.step import train_step
 from tests.training.harness import alone, launch, toy, toy_batches, toy_mesh, whole
@@ -74,7 +74,7 @@ def _updates_on_a_grid(rank: int) -> torch.Tensor:
     mesh = toy_mesh(tp_size=2 if torch.distributed.get_world_size() == 4 else 1)
     model, optimizer = toy(mesh, on_tp=True)
     for step in range(2):
-        train_step(model, optimizer, toy_batches(step, mesh), mesh, RunClock(0), step=step, lr=1e-2, clip_norm=0.0)
+        train_step(model, optimizer, toy_batches(step, mesh), mesh, StepState(0), step=step, lr=1e-2, clip_norm=0.0)
     return whole(model.blocks[1].up.weight)
 
 

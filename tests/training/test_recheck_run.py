@@ -12,8 +12,8 @@ import torch
 
 import pretrain
 from megatron_fp4.precision.emulated import EmulatedBackend
-from megatron_fp4.precision.recheck import Recheck, Rechecked
 from megatron_fp4.precision.recipe import DGRAD_GRADIENT
+from megatron_fp4.precision.verify import Recheck, Rechecked
 from tests.measure.test_diagnostics_run import ALL_THE_WAY, LINEARS, NVFP4, Run, _same
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch, toy_mesh

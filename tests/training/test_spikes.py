@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_fp4.config.schema import SpikesConfig
-from megatron_fp4.precision.clock import RunClock
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.spikes import SpikeError, SpikeGuard
 from megatron_fp4.training.step import StepResult, train_step
@@ -186,7 +186,7 @@ def pattern(step: int, poisoned: bool) -> list[ToyBatch]:
 def test_a_poisoned_batch_leaves_weights_and_moments_as_they_were() -> None:
     with alone() as mesh:
         model, optimizer = toy(mesh)
-        clock, guard = RunClock(0), SpikeGuard(SpikesConfig(action="skip", window=32, min_history=16))
+        clock, guard = StepState(0), SpikeGuard(SpikesConfig(action="skip", window=32, min_history=16))
         spikes = []
         for step in range(60):
             before = {

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.clock import RunClock
 from megatron_fp4.precision.fp32_gradients import rounded_part
+from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import StepRequests, StepResult, train_step
 from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, toy_mesh, whole
@@ -20,7 +20,7 @@ from tests.training.harness import ToyBatch, alone, launch, toy, toy_batches, to
 def _train(rank: int, num_steps: int, replicate: int = 1, **keywords: Any) -> tuple[list[float], list[float], Tensor]:
     mesh = toy_mesh(replicate=replicate)
     model, optimizer = toy(mesh)
-    clock = RunClock(seed=0)
+    clock = StepState(seed=0)
     results = [
         train_step(
             model, optimizer, toy_batches(step, mesh), mesh, clock, step=step, lr=1e-2, clip_norm=1.0, **keywords
@@ -62,7 +62,7 @@ def test_freeing_parameters_between_micro_batches_changes_nothing() -> None:
 class Watching(nn.Module):
     """Notes the clock at every forward."""
 
-    def __init__(self, clock: RunClock) -> None:
+    def __init__(self, clock: StepState) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(()))
         self.clock = clock
@@ -79,7 +79,7 @@ def _constant(index: int, value: float) -> ToyBatch:
 
 def test_the_clock_the_loss_and_the_clipped_update() -> None:
     with alone() as mesh:
-        clock = RunClock(seed=0)
+        clock = StepState(seed=0)
         model = Watching(clock)
         optimizer = torch.optim.SGD(model.parameters(), lr=123.0)
         batches = [_constant(4, 1.0), _constant(6, 5.0)]
@@ -98,7 +98,7 @@ def _one_bad(rank: int, bad_rank: int) -> dict[str, Any]:
     """A step whose gradient is NaN on one rank only, between two good ones."""
     mesh = toy_mesh()
     model, optimizer = toy(mesh)
-    clock = RunClock(seed=0)
+    clock = StepState(seed=0)
 
     def step(number: int) -> Any:
         return train_step(model, optimizer, toy_batches(number, mesh), mesh, clock, step=number, lr=1e-2, clip_norm=1.0)
@@ -141,7 +141,7 @@ def _ahead_or_not(rank: int, clip_norm: float) -> tuple[dict[str, Tensor], dict[
     for accept in (None, lambda *_: True):
         mesh = toy_mesh()
         model, optimizer = toy(mesh)
-        clock = RunClock(seed=0)
+        clock = StepState(seed=0)
         for step in range(4):
             batches = toy_batches(step, mesh)
             poison = None
@@ -208,7 +208,7 @@ def _sixty_four(rank: int) -> tuple[Tensor, Tensor]:
         for index in range(64)
     ]
     mine = batches[rank :: mesh.dp_size]
-    train_step(model, optimizer, mine, mesh, RunClock(seed=0), step=0, lr=1.0, clip_norm=0.0)
+    train_step(model, optimizer, mine, mesh, StepState(seed=0), step=0, lr=1.0, clip_norm=0.0)
     exact = torch.stack([b.targets.double().T @ b.tokens.double() for b in batches]).sum(0) / 64
     return -whole(model.weight), exact
 

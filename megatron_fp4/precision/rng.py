@@ -1,4 +1,6 @@
-"""The keys of all stochastic rounding of a micro-batch in device memory, for CUDA graphs.
+"""Where a run stands, as far as numerics depend on it, and what draws are keyed by.
+
+The keys of all stochastic rounding of a micro-batch in device memory, for CUDA graphs.
 
 A key is a function of the run's seed, step, micro-batch, linear and operand (quantization/rounding.py), computed on the
 host. A captured graph would keep the numbers of the micro-batch that it was captured in. So its kernels read their keys
@@ -10,12 +12,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_fp4.precision.recipe import PLACES, Recipe
+from megatron_fp4.precision.recipe import SLOTS, Recipe
 from megatron_fp4.quantization.rounding import RoundingKey
+
+
+@dataclass
+class StepState:
+    """The one mutable object that all linears of a model share; the training step advances it.
+
+    seed: the run's seed. step: the optimizer step being computed, from 0. micro_batch: the *global* micro-batch index
+    within the step's batch (the same whichever rank computes it). weights_version: changes whenever weights do;
+    quantized weights are kept while it stands still. keys: where draws take their keys from, filled for `step` and
+    `micro_batch`; None: from these numbers themselves.
+    """
+
+    seed: int
+    step: int = 0
+    micro_batch: int = 0
+    weights_version: int = 0
+    keys: DeviceKeys | None = field(default=None, compare=False, repr=False)
 
 
 class DeviceKeys:
@@ -29,7 +48,7 @@ class DeviceKeys:
         self.table = torch.zeros(len(self._rows), 4, dtype=torch.int32, device=device)
 
     def fill(self, seed: int, step: int, micro_batch: int) -> None:
-        """Write the keys of a micro-batch, in the order of the current stream. The numbers are those of `RunClock`."""
+        """Write the keys of a micro-batch, in the order of the current stream. The numbers are those of `StepState`."""
         if not self._rows:
             return
         where = (seed, step, micro_batch)
@@ -50,7 +69,7 @@ def keyed_operands(recipes: Mapping[str, Recipe]) -> list[tuple[str, str]]:
     """Names of linear and operand of everything that is drawn: rounding, fresh signs of transforms."""
     names = []
     for linear, recipe in recipes.items():
-        names += [(linear, place.name) for place in PLACES if recipe[place].drawn]
+        names += [(linear, slot.name) for slot in SLOTS if recipe[slot].drawn]
         if recipe.rht_signs == "fresh":
             names += [(linear, f"{gemm}_signs") for gemm, of in recipe.gemms.items() if of.rht]
     return names

@@ -16,6 +16,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
 Gather = Callable[[Tensor], "Pending"]
 
 

@@ -3,6 +3,17 @@
 `first_refusal` is for configurations: a problem and its remedy, both with the configuration's keys. `refused_here` is
 about this machine. What releases of Transformer Engine lack was read from its sources (2.9 to 2.20): one that lacks
 something computes other numbers than the reference, or none, and is refused by name before the self-test would find it.
+
+Refuses linears whose input features are no multiple of what their recipe demands (precision/backend.py).
+
+Tokens and output features never appear here: the linear layer pads them. Input features are what the user chose.
+
+Which backend a run computes with, decided once from configuration and machine.
+
+`emulated` runs anywhere. `transformer_engine` and `torch` are refused, with the reason, where they cannot run. `auto`
+is transformer_engine where the run's recipes, the GPU and the installation all allow it, and else emulated; either way
+the reason is shown with the backend's name, because speed depends on it. `auto` is never `torch`, which no chip has run
+yet: who has one names it, and the self-test says whether it computes what it should.
 """
 
 from __future__ import annotations
@@ -14,12 +25,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_fp4.config.precision_schema import PrecisionConfig
+from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import transformer_engine as te
-from megatron_fp4.precision.plan import recipe_of
-from megatron_fp4.precision.recipe import PLACES, Operand, Place, Recipe, recipe_from_config
+from megatron_fp4.precision.backend import Alignment, Backend, block_alignment
+from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.plan import Plan, PlannedLinear, recipe_of
+from megatron_fp4.precision.recipe import SLOTS, Operand, OperandSlot, Recipe, recipe_from_config
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as TORCH_FORMATS
+from megatron_fp4.precision.torch_scaled_mm import TorchBackend
+from megatron_fp4.quantization.formats import format_of
 
 TE_FORMATS = ("nvfp4", "mxfp8", "fp8")
 # Blackwell: data-centre chips, and those of consumers and workstations.
@@ -60,12 +77,12 @@ def _refusals(backend: str, recipe: Recipe, compute_dtype: str, key: str) -> Ite
     if native and recipe.rht_signs == "fresh":
         yield Refusal(f"{key}.rht_signs=fresh", f"use fixed, {_EMULATED}")
     for name, gemm in recipe.gemms.items():
-        left, right = (place for place in PLACES if place.gemm == name)
-        for place in (left, right):
-            if recipe[place].quantized:
-                where = f"{key}.{place.key}"
-                yield from _of_any_tensor_core(recipe[place], where, TE_FORMATS if native else tuple(TORCH_FORMATS))
-                yield from _of_transformer_engine(recipe[place], place, gemm.rht, where) if native else ()
+        left, right = (slot for slot in SLOTS if slot.gemm == name)
+        for slot in (left, right):
+            if recipe[slot].quantized:
+                where = f"{key}.{slot.key}"
+                yield from _of_any_tensor_core(recipe[slot], where, TE_FORMATS if native else tuple(TORCH_FORMATS))
+                yield from _of_transformer_engine(recipe[slot], slot, gemm.rht, where) if native else ()
         if gemm.left.format != gemm.right.format:
             both = f"{key}.{left.key}.format={gemm.left.format} and {right.tensor}.format={gemm.right.format}"
             yield Refusal(f"{both} in one GEMM", f"make them equal, {_EMULATED}")
@@ -83,15 +100,15 @@ def _of_any_tensor_core(operand: Operand, key: str, formats: tuple[str, ...]) ->
         yield Refusal(f"{key}.reuse_fprop=true", f"{along}; set it to false, {_EMULATED}")
 
 
-def _of_transformer_engine(operand: Operand, place: Place, rht: int, key: str) -> Iterator[Refusal]:
+def _of_transformer_engine(operand: Operand, slot: OperandSlot, rht: int, key: str) -> Iterator[Refusal]:
     drawn, (rows, columns) = operand.rounding == "stochastic", operand.block
     if operand.rounding == "ms_eden":
         yield Refusal(f"{key}.rounding=ms_eden", f"it has no such quantizer; use stochastic or nearest, {_EMULATED}")
     if operand.source == "forward":
         yield Refusal(f"{key}.source=forward", f"its quantizers take tensors; use tensor, {_EMULATED}")
-    if drawn and (operand.format != "nvfp4" or place.tensor != "gradient"):
+    if drawn and (operand.format != "nvfp4" or slot.tensor != "gradient"):
         yield Refusal(f"{key}.rounding=stochastic", f"it rounds only nvfp4 gradients so; use nearest, {_EMULATED}")
-    if rows > 1 and place.tensor != "weight":
+    if rows > 1 and slot.tensor != "weight":
         remedy = f"square blocks are for weights there; use 1x{columns}, {_EMULATED}"
         yield Refusal(f"{key}.block={rows}x{columns}", remedy)
     if operand.four_over_six and (rht or drawn):
@@ -233,3 +250,148 @@ def installed_version() -> str | None:
 
 def _text(release: Release) -> str:
     return f"{release[0]}.{release[1]}"
+
+
+def check_sizes(plan: Plan, tensor: int, backend: str) -> None:
+    """Raise ConfigError unless every quantized linear of `plan` has input features that blocks and transforms divide.
+
+    tensor: ranks that share the input features of some linears. backend: as `precision.backend` has it.
+    """
+    if found := _misfit(plan, tensor, block_alignment):
+        row, multiple = found
+        size, shards = row.linear.in_features, tensor if row.linear.input_sharded else 1
+        below = size // (shards * multiple) * shards * multiple
+        working = f"{below} or {below + shards * multiple}" if below else str(shards * multiple)
+        fewer = [str(n) for n in range(1, shards) if shards % n == 0 and size % (n * multiple) == 0]
+        ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
+        raise ConfigError(
+            f"{_inputs(row, tensor)} is the input of {row.linear.title} and not a multiple of {multiple}, as "
+            f"{_what_demands(row, multiple)} needs; {working} work{ranks}, or choose another format"
+        )
+    if split := _split_tile(plan, tensor):
+        row = split
+        multiple, size = block_alignment(row.recipe).group_outputs, row.linear.out_features
+        fewer = [str(n) for n in range(1, tensor) if tensor % n == 0 and size % (n * multiple) == 0]
+        ranks = f", or parallel.tensor={' or '.join(fewer)}" if fewer else ""
+        raise ConfigError(
+            f"{size} output features of {row.linear.title} / parallel.tensor={tensor} are not a multiple of "
+            f"{multiple}, as {row.key}.dgrad.rht={row.recipe.dgrad.rht} needs, which mixes as many; use a multiple of "
+            f"{tensor * multiple}{ranks}, or a smaller transform"
+        )
+    if refusal := size_refusal([plan], tensor, backend):
+        raise ConfigError(f"{refusal.problem} does not go with precision.backend={backend}; {refusal.remedy}")
+
+
+def size_refusal(plans: Iterable[Plan | None], tensor: int, backend: str) -> Refusal | None:
+    """The first input of a linear that the backend's GEMMs cannot sum over although blocks divide it, or None."""
+    for plan in plans:
+        if backend == "transformer_engine" and plan is not None and (found := _misfit(plan, tensor, te.alignment)):
+            row, multiple = found
+            problem = f"{_inputs(row, tensor)}, the input of {row.linear.title},"
+            return Refusal(problem, f"use a multiple of {multiple}, or precision.backend=emulated")
+    return None
+
+
+def _split_tile(plan: Plan, tensor: int) -> PlannedLinear | None:
+    """The first quantized linear whose output features ranks share so that one transform would mix those of two.
+
+    Groups (KV heads, state groups) are padded one by one and never lie on two ranks.
+    """
+    for row in plan.rows:
+        multiple, outputs = block_alignment(row.recipe).group_outputs, row.linear.out_features
+        shared = tensor > 1 and not row.linear.input_sharded and row.linear.groups == 1
+        if row.recipe.dgrad.rht and shared and outputs % (tensor * multiple):
+            return row
+    return None
+
+
+def _misfit(plan: Plan, tensor: int, alignment: Callable[[Recipe], Alignment]) -> tuple[PlannedLinear, int] | None:
+    """The first quantized linear whose input features on a rank are not a multiple of what is demanded, and that."""
+    for row in plan.rows:
+        multiple, shards = alignment(row.recipe).inputs, tensor if row.linear.input_sharded else 1
+        if row.recipe.quantized and row.linear.in_features % (shards * multiple):
+            return row, multiple
+    return None
+
+
+def _inputs(row: PlannedLinear, tensor: int) -> str:
+    each = f" / parallel.tensor={tensor}" if row.linear.input_sharded and tensor > 1 else ""
+    return f"{row.linear.input_key}={row.linear.in_features}{each}"
+
+
+def _what_demands(row: PlannedLinear, multiple: int) -> str:
+    """The key of the first operand or transform that wants input features to be a multiple of `multiple`."""
+    for slot, operand in row.recipe.operands.items():
+        if operand.quantized and format_of(operand.format).tile == multiple:
+            return f"{row.key}.{slot.key}.format={operand.format}"
+    return f"{row.key}.fprop.rht={row.recipe.fprop.rht}"
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "emulated": lambda: EMULATED,
+    "transformer_engine": te.TransformerEngineBackend,
+    "torch": TorchBackend,
+}
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend's name, and why this one."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+    def open(self) -> Backend:
+        """The backend itself."""
+        return BACKENDS[self.name]()
+
+
+def choose_backend(config: Config, device_type: str, plans: Iterable[Plan | None]) -> BackendChoice:
+    """The backend for a checked `config`, before and after its switch, on this machine's `device_type`.
+
+    plans: before and after the switch, None without one.
+    Raises ConfigError if `precision.backend=transformer_engine` or `torch` cannot be had, or if the first would be used
+    and an environment variable asks it for inexact arithmetic.
+    """
+    wanted = config.precision.backend
+    if wanted == "emulated":
+        return BackendChoice("emulated", "as precision.backend says")
+    recipes = recipes_by_key(config.precision, "precision")
+    if config.after_switch is not None:
+        key = f"precision.switch.target={config.precision.switch.target}: precision"
+        recipes |= recipes_by_key(config.after_switch, key)
+    if wanted == "auto" and not any(recipe.quantized for recipe in recipes.values()):
+        return BackendChoice("emulated", "nothing is quantized")
+    native = "transformer_engine" if wanted == "auto" else wanted
+    refusal = first_refusal(native, recipes, config.precision.compute_dtype)
+    refusal = refusal or size_refusal(plans, config.parallel.tensor, native)
+    reason = f"it cannot do {refusal.problem}" if refusal else refused_here(native, recipes.values(), device_type)
+    if reason is not None and wanted == "auto":
+        return BackendChoice("emulated", f"not {native}: {reason}")
+    if reason is not None:
+        same = ", which has the same codes" if native == "torch" else ""
+        raise ConfigError(f"precision.backend={native}: {reason}; use precision.backend=emulated{same}")
+    if native == "transformer_engine" and (variable := te.fast_math_variable()):
+        raise ConfigError(
+            f"{variable} is set, which makes Transformer Engine quantize inexactly; unset it, or use "
+            "precision.backend=emulated"
+        )
+    why = {"transformer_engine": "native on", "torch": "our codes, tensor cores of"}[native]
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    return BackendChoice(native, f"{why} compute capability {capability}")
+
+
+def agreed_backend(choice: BackendChoice) -> BackendChoice:
+    """`choice`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
+    choices: list[BackendChoice] = [choice] * dist.get_world_size()
+    dist.all_gather_object(choices, choice)
+    for rank, other in enumerate(choices):
+        if other.name != choices[0].name:
+            raise ConfigError(
+                f"precision.backend=auto is {choices[0]} on rank 0, but {other} on rank {rank}; make the machines "
+                "alike, or name the backend"
+            )
+    return choice
