@@ -18,9 +18,9 @@ from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
 from data.plan import check_phases
 from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
-from megatron_fp4.checkpoint.identity import run_identity
+from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.checkpoint.find import check_resume
 from megatron_fp4.checkpoint.initialize import check_initialization
-from megatron_fp4.checkpoint.preview import check_resume
 from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import refuse_nothing_quantized, validate_precision
 from megatron_fp4.config.compose import ConfigError, compose_config
@@ -240,8 +240,6 @@ def build(config: Config, mesh: ParallelMesh, progress: Progress | None = None) 
         identity=identity,
         asynchronous=config.checkpoint.asynchronous,
         max_failed_saves=config.checkpoint.max_failed_saves,
-        local_dir=None if config.checkpoint.local_dir is None else Path(config.checkpoint.local_dir),
-        num_steps=config.train.steps,
         timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
     )
     return Run(

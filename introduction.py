@@ -12,7 +12,7 @@ from assembly import CONFIGS, plans_of, sharded_model, world_size
 from data.opening import phase_schedule
 from data.plan import planned_use
 from data.validation import fewer_windows
-from megatron_fp4.checkpoint import drift
+from megatron_fp4.checkpoint import config_diff
 from megatron_fp4.checkpoint.checkpointer import Resumed
 from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.config.schema import Config
@@ -129,20 +129,17 @@ def phase_rows(run: Run) -> list[show.PhaseRow]:
 
 
 def say_what_differs(run: Run, resumed: Resumed) -> None:
-    """Print and record what was damaged, that the checkpoint is a local one, and what has changed of the configuration
-    and the data since it was made."""
+    """Print and record what was damaged, and what has changed of the configuration and the data since the checkpoint
+    was made."""
     saved, switch, start = resumed.trainer.get("config", {}), run.controller.switch, resumed.step
     for damage in resumed.damaged:
         line = (
             f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step {start}"
         )
         run.log.found("damaged", [line], **asdict(damage))
-    if resumed.local:
-        lines = [f"step {start} is read from the nodes' own disks, in {run.config.checkpoint.local_dir}"]
-        run.log.found("resumed_locally", lines, path=str(resumed.path))
-    if saved and (changes := drift.configuration_changes(saved, run.config)):
-        lines = drift.change_lines(changes) + drift.untrained_recipe(changes, run.config, switch, start)
-        lines += drift.consequences(saved, run.config, switch, start)
+    if saved and (changes := config_diff.configuration_changes(saved, run.config)):
+        lines = config_diff.change_lines(changes) + config_diff.untrained_recipe(changes, run.config, switch, start)
+        lines += config_diff.consequences(saved, run.config, switch, start)
         run.log.found("configuration", lines, changes=[change._asdict() for change in changes])
     if run.loader.changes:
         run.log.found("data", run.loader.changes, changes=run.loader.changes)

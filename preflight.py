@@ -35,8 +35,8 @@ from data.phases import PhaseSchedule
 from data.plan import check_epochs
 from data.validation import fewer_windows
 from introduction import when_it_switches
-from megatron_fp4.checkpoint.identity import run_identity
-from megatron_fp4.checkpoint.preview import Preview, preview
+from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.checkpoint.find import Chosen, preview
 from megatron_fp4.config.gone import refuse_gone
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.logging.console import plan_shares
@@ -75,8 +75,8 @@ def print_check(config: Config) -> int:
     for line in (*fewer_windows(validation, config.validation.num_samples), *precision_lines(config)):
         print(line)
     print(f"checkpoint: {begins(config, found)}")
-    for problem in found.problems if found else ():
-        print(f"checkpoint: NOT WHOLE, would be moved aside: {problem}")
+    for damage in found.damaged if found else ():
+        print(f"checkpoint: NOT WHOLE, would be moved aside: {damage.name}: {damage.problem}")
     for change in loader.changes:
         print(f"data: {change}")
     memory, minutes, assumed = needs(config, ranks, loader.schedule, found, start)
@@ -115,7 +115,7 @@ def check_run_dir(run_dir: Path) -> None:
         ) from error
 
 
-def take_up(config: Config, found: Preview | None, loader: MicroBatchLoader) -> int:
+def take_up(config: Config, found: Chosen | None, loader: MicroBatchLoader) -> int:
     """Let the loader stand where the checkpoint does; returns steps done. Raises ValueError if it cannot."""
     if found is None:
         return 0
@@ -137,7 +137,7 @@ def check_samples(schedule: PhaseSchedule, start: int, consumed: int) -> None:
         )
 
 
-def begins(config: Config, found: Preview | None) -> str:
+def begins(config: Config, found: Chosen | None) -> str:
     """Where the run begins, in words."""
     if found is not None:
         return f"{found.folder}, step {found.manifest.step} of {config.train.steps}"
@@ -147,7 +147,7 @@ def begins(config: Config, found: Preview | None) -> str:
 
 
 def needs(
-    config: Config, ranks: int, schedule: PhaseSchedule, found: Preview | None, start: int
+    config: Config, ranks: int, schedule: PhaseSchedule, found: Chosen | None, start: int
 ) -> tuple[int, str, str]:
     """By a dry run: bytes of a rank's memory at its peak, how long the steps behind `start` take, what both assume."""
     from megatron_fp4.planning.dry_run import dry_run  # which loads much that no run needs

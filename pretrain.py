@@ -41,8 +41,8 @@ from data.cache import default_cache_dir
 from inference.in_run import text_samples
 from introduction import introduce_run, print_needs, say_all, say_what_differs, sizes
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
-from megatron_fp4.checkpoint.origin import origin_state
-from megatron_fp4.checkpoint.preview import would_overwrite
+from megatron_fp4.checkpoint.files import origin_state
+from megatron_fp4.checkpoint.find import would_overwrite
 from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
@@ -242,8 +242,6 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
         if done == steps or ordered or is_due(config.checkpoint.interval, done) or run.exports.due(done):
             save(run, done, last=done == steps or result.requests.stop)
             orders.obeyed()
-        elif is_due(config.checkpoint.local_interval, done):
-            save(run, done, local=True)
         if result.requests.stop and done < steps:
             log.stop(done, orders.why_stop)
             return done, losses
@@ -327,13 +325,12 @@ def validation_losses(run: Run) -> dict[str, float]:
     return evaluate(run.model, batches, mesh, run.controller.clock, run.progress)
 
 
-def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
-    """Write the checkpoint of `step` steps done, or begin to. local: to the nodes' own disks. last: of this start."""
+def save(run: Run, step: int, last: bool = False) -> None:
+    """Write the checkpoint of `step` steps done, or begin to. last: of this start."""
     run.progress.at(step, "save")
     if run.mesh.rank == 0:
         run.kernels.write(Path(run.config.run.dir))
-    if not local:
-        run.exports.want(step)
+    run.exports.want(step)
     run.checkpointer.save(
         step,
         run.model,
@@ -341,7 +338,6 @@ def save(run: Run, step: int, local: bool = False, last: bool = False) -> None:
         run.state_dict(),
         consumed_samples=run.samples(step),
         consumed_tokens=run.tokens(step),
-        local=local,
         last=last,
     )
 

@@ -15,7 +15,7 @@ from data.validation import ValidationSet, Yardstick
 from exchange.in_run import Exports
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
-from megatron_fp4.checkpoint.origin import origin_state
+from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.gone import refuse_gone
 from megatron_fp4.config.schema import Config

@@ -121,7 +121,7 @@ class Checkpoint:
         """The content of a small file of the checkpoint. Raises DamagedCheckpointError if it is not as it was saved."""
         if name not in self.manifest.files:
             raise DamagedCheckpointError(f"{files.MANIFEST} does not name {name}")
-        return files.read_checked(self.folder, name, self.manifest.files[name])
+        return files.read_checked(self.folder, name, self.manifest.files)
 
 
 def open_checkpoint(folder: Path, config_dir: Path) -> Checkpoint:

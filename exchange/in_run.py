@@ -189,7 +189,7 @@ class Exports:
     def saved(self, reports: Sequence[SaveReport]) -> None:
         """Saves have ended: export what is due. Call it after every step; it waits for nothing."""
         for report in reports:
-            if report.local or report.step not in self._wanted:
+            if report.step not in self._wanted:
                 continue
             if report.error is not None:
                 self._wanted.discard(report.step)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +18,8 @@ from torch import Tensor
 from exchange.new_folder import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.identity import run_identity
+from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, metadata_of
-from megatron_fp4.checkpoint.saves import manifest_of
 from megatron_fp4.checkpoint.shards import OwnPiece, write_shard
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
@@ -63,8 +61,18 @@ def write_weights_only(
         }
         for name, text in content.items():
             records[name] = files.write_file(staging / name, text)
-        manifest = manifest_of(0, 0, 0, 1, run_identity(config, {"tokenizer": tokenizer}))
-        files.write_manifest(staging, replace(manifest, save_index=1, files=records, weights_only=True))
+        manifest = files.Manifest(
+            save_index=1,
+            step=0,
+            consumed_samples=0,
+            consumed_tokens=0,
+            world_size=1,
+            identity=run_identity(config, {"tokenizer": tokenizer}),
+            files=records,
+            torch_version=str(torch.__version__),
+            weights_only=True,
+        )
+        files.write_manifest(staging, manifest)
 
 
 def _write_tensors(

@@ -31,14 +31,14 @@ from assembly import CONFIGS, build, check, set_determinism
 from megatron_fp4.checkpoint.files import (
     TRAINER,
     DamagedCheckpointError,
+    Origin,
     folder_name,
     list_checkpoints,
     read_manifest,
     read_trainer,
     step_of,
 )
-from megatron_fp4.checkpoint.origin import origin_in
-from megatron_fp4.checkpoint.together import CheckpointError
+from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.metrics import METRICS_FILE, read_metrics
@@ -164,7 +164,7 @@ def begin_as_then(run: Run, checkpoint: Path) -> None:
     checkpoint: of the run. Raises ConfigError if those weights are gone or other ones.
     """
     trainer = read_trainer(checkpoint)
-    if (begun := origin_in(trainer, "initialized_from")) is None:
+    if (begun := Origin.of(trainer, "initialized_from")) is None:
         return
     parts = run.model, run.controller.clock
     found = run.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)

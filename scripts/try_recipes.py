@@ -39,7 +39,7 @@ from assembly import device_type_of, set_determinism
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, read_manifest, read_trainer
-from megatron_fp4.checkpoint.together import CheckpointError
+from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import ConfigError

@@ -83,7 +83,7 @@ PLACES: dict[str, Place] = {
     "start": Place("pretrain", "build", repeats=0),
     "start: clean": Place(_FILES, "clean_stale", ranks="first", repeats=0),
     "start: choose": Place("megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", repeats=0),
-    "start: load": Place("megatron_fp4.checkpoint.loading", "read_shards", repeats=0, resumes=True),
+    "start: load": Place("megatron_fp4.checkpoint.shards", "read_shards", repeats=0, resumes=True),
     "start: loaded": Place(
         "megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", after=True, repeats=0, resumes=True
     ),

@@ -18,7 +18,6 @@ from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.origin import contents_digest
 from run_parts import Run
 from scripts import replay
 from tests.spiked_run import FAST, small_corpus
@@ -111,7 +110,10 @@ def test_it_begins_with_these_bits_and_nothing_else(
         (record,) = records(run_dir, "run")
         assert record["step"] == 0 and record["origin"] is None
         assert record["initialized_from"]["path"] == str(begun) == trainer(run_dir, 2)["initialized_from"]["path"]
-        assert record["initialized_from"]["contents_sha256"] == contents_digest(files.read_manifest(begun))
+        assert (
+            record["initialized_from"]["contents_sha256"]
+            == files.Origin.at(begun, files.read_manifest(begun)).contents_sha256
+        )
         assert [r["step"] for r in records(run_dir, "event") if r["event"] == "switch"] == [4]
     assert losses(tmp_path / "1") == losses(tmp_path / "2") != losses(tmp_path / "0")
     assert losses(tmp_path / "1")[1] != losses(parent)[1]

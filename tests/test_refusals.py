@@ -295,7 +295,6 @@ TOGETHER = [
     (["logging.wandb=online"], "logging.wandb=online needs a key, and none is found in WANDB_API_KEY or ~/.netrc"),
     (["logging.profile_steps=[5]"], "logging.profile_steps=[5] is no window of this run's 300 steps"),
     (["logging.profile_steps=[5, 400]"], "logging.profile_steps=[5, 400] is no window"),
-    (["checkpoint.local_interval=5"], "needs checkpoint.local_dir"),
     (["run.file_mode=640"], "run.file_mode=640 is no file mode"),
     (["run.dir=' '"], "run.dir is empty"),
     (["train.sequence_length=100"], "train.sequence_length=100 is not a multiple of 16; use 96 or 112"),

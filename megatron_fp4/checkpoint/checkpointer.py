@@ -1,6 +1,7 @@
 """Save and resume, as all ranks together do it.
 
-saves.py says how a checkpoint is written, files.py how one tells that it is whole, loading.py how it is read.
+saves.py says how a checkpoint is written, files.py how one tells that it is whole, find.py which one a start resumes
+from, shards.py how it is read.
 
 Tensors are stored by their global shape: a checkpoint loads at any world size and mesh, bit for bit. `run.dir` must
 be on a file system that all nodes share.
@@ -23,19 +24,21 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.choice import Damage, choose
-from megatron_fp4.checkpoint.identity import identity_differences, other_run
-from megatron_fp4.checkpoint.initialize import check_begun_from, initialize_weights, refuse_weights_only
-from megatron_fp4.checkpoint.loading import check_files, load_checkpoint
-from megatron_fp4.checkpoint.local import LocalCheckpoints
-from megatron_fp4.checkpoint.local_files import forget_starts
-from megatron_fp4.checkpoint.local_start import choose_with_local
-from megatron_fp4.checkpoint.origin import Origin, origin_in
-from megatron_fp4.checkpoint.random_state import capture_random_state
-from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot, manifest_of
-from megatron_fp4.checkpoint.shards import own_pieces, state_of, wholes_of
+from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
+from megatron_fp4.checkpoint.files import Manifest, Origin
+from megatron_fp4.checkpoint.find import Damage, Finder, refuse_weights_only
+from megatron_fp4.checkpoint.initialize import check_begun_from, initialize_weights
+from megatron_fp4.checkpoint.saves import SaveReport, Saves, Snapshot
+from megatron_fp4.checkpoint.shards import (
+    capture_random_state,
+    check_files,
+    load_checkpoint,
+    own_pieces,
+    state_of,
+    wholes_of,
+)
 from megatron_fp4.checkpoint.staging import Staging, host_memory_error
-from megatron_fp4.checkpoint.together import CheckpointError, Together
+from megatron_fp4.checkpoint.sync import CheckpointError, RankSync
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
@@ -50,7 +53,7 @@ class Resumed:
 
     step: optimizer steps done, so also the next step's number. trainer: as it was given to `save`.
     same_world: the job had as many ranks, and generators were restored; otherwise they are as the start left them.
-    damaged: newer checkpoints that were not whole, moved aside. local: it was one on the nodes' own disks.
+    damaged: newer checkpoints that were not whole, moved aside.
     """
 
     path: Path
@@ -60,7 +63,6 @@ class Resumed:
     trainer: dict[str, Any]
     same_world: bool
     damaged: tuple[Damage, ...] = ()
-    local: bool = False
 
 
 class CheckpointGoneError(CheckpointError):
@@ -70,11 +72,9 @@ class CheckpointGoneError(CheckpointError):
 class Checkpointer:
     """Saves to and resumes from the checkpoints under one folder; every method is a collective.
 
-    root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see identity.run_identity.
-    asynchronous: saves go on in the background, after `prepare`. max_failed_saves: so many in a row that come to
+    root: `<run.dir>/checkpoints`. keep: how many to keep (0: all). identity: see config_diff.py.
+    asynchronous: saves are written in the background, after `prepare`. max_failed_saves: so many in a row that come to
     nothing end the run. timeout: after which ranks that wait for one give up, where training waits as well.
-    local_dir: a folder on each node's own disk for checkpoints in between (local.py), None without these; num_steps: of
-    the run, which is to be given then.
     """
 
     def __init__(
@@ -87,8 +87,6 @@ class Checkpointer:
         asynchronous: bool = False,
         max_failed_saves: int = 1,
         timeout: datetime.timedelta = dist.default_pg_timeout,
-        local_dir: Path | None = None,
-        num_steps: int = 0,
     ) -> None:
         if keep < 0:
             raise ValueError(f"checkpoint.keep is {keep}; give the number to keep, or 0 for all")
@@ -102,29 +100,21 @@ class Checkpointer:
         """The checkpoint of another run that this one began from; its trainer state keeps it."""
         self.initialized_from: Origin | None = None
         """The checkpoint whose weights, and nothing else, this run began with; its trainer state keeps it too."""
-        self._together = Together(root, timeout)
-        # A shared disk may hang for hours while training goes on; its recovery must find the group alive.
-        in_background = Together(root, max(timeout, _PATIENCE)) if asynchronous else self._together
+        self._sync = RankSync(root, timeout)
+        # A shared disk may hang for hours while training runs; its recovery must find the group alive.
+        in_background = RankSync(root, max(timeout, _PATIENCE)) if asynchronous else self._sync
         self.saves = Saves(root, in_background, mesh.device, keep, max_failed_saves)
-        self.saves.after_publish = lambda: forget_starts(root)
-        self.local: LocalCheckpoints | None = None
-        if local_dir is not None:
-            self.local = LocalCheckpoints(local_dir, root, self._together, in_background, before=num_steps)
-            self.local.before_publish = lambda: self.saves.before_publish()
-            self.saves.after_publish, self.saves.save_local = self.local.note, self.local.save
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take the host memory that saves in the background need: this rank's share of weights and moments.
 
         Raises ConfigError on all ranks if a machine does not have it.
         """
-        if self.local is not None:
-            self.local.clear_unfinished()
         if self._asynchronous:
-            pieces = own_pieces(state_of(model, optimizer), self._mesh.rank, everything=self.local is not None)
+            pieces = own_pieces(state_of(model, optimizer), self._mesh.rank)
             needed = sum(piece.values.nbytes for piece in pieces) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            problems = self._together.collect("look for memory", lambda: host_memory_error(needed))
-            if problem := self._together.first("look for memory", lambda: next(filter(None, problems), None)):
+            problems = self._sync.gather("look for memory", lambda: host_memory_error(needed))
+            if problem := self._sync.on_rank0("look for memory", lambda: next(filter(None, problems), None)):
                 raise ConfigError(problem)
             staging = Staging(pieces, self._mesh.device)
             optimizer.register_step_pre_hook(lambda *_: staging.before_update())
@@ -139,14 +129,13 @@ class Checkpointer:
         *,
         consumed_samples: int,
         consumed_tokens: int,
-        local: bool = False,
         last: bool = False,
     ) -> Path:
         """Write a checkpoint after `step` optimizer steps and return its folder, where it will be.
 
         trainer: the loop's own state, JSON types, the same on all ranks (rank 0's is written). Saving a step that
         was just saved or resumed from does nothing. In the background, this waits for the save before and for nothing
-        else; `saves.collect` tells how one went. local: write it to the nodes' own disks, which never ends a run.
+        else; `reports` tells how one went. last: of this start.
 
         Raises CheckpointError on all ranks if so many saves in a row came to nothing that the run must end.
         """
@@ -157,12 +146,19 @@ class Checkpointer:
         began = time.perf_counter()
         trainer_json = json.dumps(dict(trainer), indent=1)
         state = state_of(model, optimizer)
-        manifest = manifest_of(step, consumed_samples, consumed_tokens, self._mesh.world_size, self._identity)
-        pieces = own_pieces(state, self._mesh.rank, everything=local)
-        generators = capture_random_state(self._mesh.device)
-        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, local, last), began)
-        if not local:
-            self._saved_step = step
+        manifest = Manifest(
+            save_index=0,  # found out while it is written, as are the files
+            step=step,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_tokens,
+            world_size=self._mesh.world_size,
+            identity=self._identity,
+            files={},
+            torch_version=str(torch.__version__),
+        )
+        pieces, generators = own_pieces(state, self._mesh.rank), capture_random_state(self._mesh.device)
+        self.saves.begin(Snapshot(manifest, wholes_of(state), pieces, generators, trainer_json, last), began)
+        self._saved_step = step
         return final
 
     def before_change(self) -> None:
@@ -188,7 +184,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:  # what is on its way must not become a checkpoint behind the next try's back
+        if kind is not None:  # what is on its way must not become a checkpoint during the next try
             self.saves.abandon()
 
     def finish(self) -> None:
@@ -208,78 +204,51 @@ class Checkpointer:
     ) -> Resumed | None:
         """Load a checkpoint into `model` and `optimizer`; None if the run begins at step 0. Call it once, first.
 
-        resume: `auto` (the newest intact checkpoint under `root`), `never`, or the folder of a checkpoint; choice.py
-        has what each means. allow_mismatch: load although the run's identity differs from the checkpoint's.
+        resume: `auto` (the newest intact checkpoint under `root`), `required` (the same, and one must be there),
+        `never`, or the folder of a checkpoint; find.py has what each means. allow_mismatch: load although the run's
+        identity differs from the checkpoint's.
 
         Raises ValueError for what the user has to decide: the identity differs, nothing is intact or left of an
         earlier run, the given folder is not a checkpoint; and CheckpointError if reading fails otherwise.
         """
-        together = self._together
-        for line in together.first("clean up", lambda: files.clean_stale(self.root)):
+        for line in self._sync.on_rank0("clean up", lambda: files.clean_stale(self.root)):
             self._log(logging.WARNING, f"{self.root}: {line}")
 
-        def load(folder: Path, manifest: files.Manifest) -> dict[str, Any]:
+        def load(folder: Path, manifest: Manifest) -> dict[str, Any]:
             self._check_identity(folder, manifest, allow_mismatch)
-            return self._load(folder, manifest, model, optimizer)
+            return load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
 
-        def check(folder: Path, manifest: files.Manifest) -> None:
-            check_files(folder, manifest, together)
+        def check(folder: Path, manifest: Manifest) -> None:
+            check_files(folder, manifest, self._sync)
 
-        if self.local is None:
-            chosen = choose(self.root, resume, together, load, check)
-        else:
-            state = state_of(model, optimizer)
-            chosen = choose_with_local(
-                self.local, state, self._mesh.device, resume, load, check,
-                lambda folder, manifest: self._check_identity(folder, manifest, allow_mismatch),
-            )  # fmt: skip
+        chosen = Finder(self.root, self._sync, load, check).choose(resume)
         if chosen is None:
             return None
         clock.weights_version += 1
         self.origin, manifest = chosen.origin, chosen.manifest
-        self.initialized_from = origin_in(chosen.trainer, "initialized_from")
+        self.initialized_from = Origin.of(chosen.trainer, "initialized_from")
         if chosen.folder.absolute().parent == self.root.absolute():
             self._saved_step = manifest.step
-        self._resumed = self._shared_before(manifest.step) if chosen.local else (chosen.folder, manifest.step)
-        return Resumed(
-            chosen.folder,
-            manifest.step,
-            manifest.consumed_samples,
-            manifest.consumed_tokens,
-            chosen.trainer,
-            manifest.world_size == self._mesh.world_size,
-            chosen.damaged,
-            chosen.local,
-        )
+        self._resumed = chosen.folder, manifest.step
+        return self._resumed_from(chosen.folder, manifest, chosen.trainer, chosen.damaged)
 
     def initialize(
         self, given: str, model: nn.Module, clock: StepState, *, resumed: bool, allow_mismatch: bool
     ) -> Origin | None:
         """Take the weights of the checkpoint that `given` names (initialize.py) into `model`, and nothing else of it;
-        returns which that was. Call it behind `resume`.
+        returns which that was. Call it after `resume`.
 
-        resumed: the run goes on with a checkpoint of its own; then this only looks whether it began from `given`, and
+        resumed: the run resumed from a checkpoint of its own; then this only looks whether it began from `given`, and
         returns None. Raises ValueError for what the user has to decide, CheckpointError if reading fails otherwise.
         """
         if resumed:
-            check_begun_from(self.initialized_from, given, self.root, self._together)
+            check_begun_from(self.initialized_from, given, self.root, self._sync)
             return None
         self.initialized_from = initialize_weights(
-            given, model, self._identity, self._together, allow_mismatch=allow_mismatch
+            given, model, self._identity, self._sync, allow_mismatch=allow_mismatch
         )
         clock.weights_version += 1
         return self.initialized_from
-
-    def _shared_before(self, step: int) -> tuple[Path, int] | None:
-        """The newest shared checkpoint before a local one: what the run would have gone back to without a stop."""
-
-        def find() -> tuple[Path, int] | None:
-            earlier = [folder for folder in files.list_checkpoints(self.root) if files.step_of(folder) <= step]
-            if earlier:
-                return earlier[-1], files.step_of(earlier[-1])
-            return (Path(self.origin.path), self.origin.step) if self.origin is not None else None
-
-        return self._together.first("scan", find)
 
     def has(self, step: int) -> bool:
         """Whether this run's checkpoint of `step` steps was loaded or saved last; the same on all ranks."""
@@ -321,34 +290,34 @@ class Checkpointer:
         if the checkpoint is not there or not whole; then nothing has changed, for which it is read twice. Raises
         ValueError if the run's identity differs, unless `allow_mismatch`.
         """
-        together = self._together
         try:
-            manifest = together.first("read its manifest", lambda: files.read_manifest(folder))
-            check_files(folder, manifest, together)
+            manifest = self._sync.on_rank0("read its manifest", lambda: files.read_manifest(folder))
+            check_files(folder, manifest, self._sync)
         except CheckpointError as error:
             raise CheckpointGoneError(f"{folder}: {error}") from error
         self._check_identity(folder, manifest, allow_mismatch)
-        trainer = self._load(folder, manifest, model, optimizer)
+        trainer = load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
         clock.weights_version += 1
+        return self._resumed_from(folder, manifest, trainer)
+
+    def _resumed_from(
+        self, folder: Path, manifest: Manifest, trainer: dict[str, Any], damaged: tuple[Damage, ...] = ()
+    ) -> Resumed:
+        consumed = manifest.consumed_samples, manifest.consumed_tokens
         same_world = manifest.world_size == self._mesh.world_size
-        return Resumed(folder, manifest.step, manifest.consumed_samples, manifest.consumed_tokens, trainer, same_world)
+        return Resumed(folder, manifest.step, *consumed, trainer, same_world, damaged)
 
     def steps_after(self, step: int) -> list[int]:
-        """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that goes on from
-        `step` would come to replace them."""
-        folders = self._together.first("scan", lambda: files.list_checkpoints(self.root))
+        """Steps of the checkpoints under the folder that lie after `step`, whole or not: a run that resumes
+        from `step` would come to replace them."""
+        folders = self._sync.on_rank0("scan", lambda: files.list_checkpoints(self.root))
         return [other for folder in folders if (other := files.step_of(folder)) > step]
 
-    def _load(
-        self, folder: Path, manifest: files.Manifest, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        return load_checkpoint(folder, manifest, model, optimizer, self._together, self._mesh.device)
-
-    def _check_identity(self, folder: Path, manifest: files.Manifest, allow_mismatch: bool) -> None:
+    def _check_identity(self, folder: Path, manifest: Manifest, allow_mismatch: bool) -> None:
         refuse_weights_only(folder, manifest)
         # Of all ranks, because data may differ from node to node, and a rank that leaves alone lets the others hang.
-        of_ranks = self._together.collect("compare", lambda: identity_differences(manifest.identity, self._identity))
-        differences = self._together.first(
+        of_ranks = self._sync.gather("compare", lambda: identity_differences(manifest.identity, self._identity))
+        differences = self._sync.on_rank0(
             "compare", lambda: list(dict.fromkeys(line for lines in of_ranks for line in lines))
         )
         if not differences:

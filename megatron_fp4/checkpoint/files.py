@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -26,7 +27,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,18 @@ _FOLDER = re.compile(r"step_\d{8,}")
 
 
 class DamagedCheckpointError(Exception):
-    """A checkpoint is not whole; the message says in what way."""
+    """A checkpoint is not whole; the message says in what way.
+
+    file: whose content is not as it was written; "" where what the files hold is no checkpoint.
+    """
+
+    def __init__(self, message: str, file: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+
+
+class UnreadableError(DamagedCheckpointError):
+    """The disk reports an error for a file of a checkpoint: damage, or a broken way to the disk."""
 
 
 class OtherFormatError(DamagedCheckpointError):
@@ -64,8 +76,8 @@ class Manifest:
 
     save_index: 1 for the first ever made in its folder, then counting up. step: optimizer steps done.
     consumed_*: training samples and tokens up to it. world_size: of the job that saved it.
-    identity: see identity.py. files: by name relative to the checkpoint, all but the manifest itself.
-    weights_only: it has no optimizer state, so a run can begin from it but not go on with it.
+    identity: see config_diff.py. files: by name relative to the checkpoint, all but the manifest itself.
+    weights_only: it has no optimizer state: a run can begin from it, and not resume from it.
     """
 
     save_index: int
@@ -78,6 +90,51 @@ class Manifest:
     torch_version: str
     format: int = FORMAT
     weights_only: bool = False
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint of another run that a run began from. path: absolute. manifest_sha256: of its manifest.json.
+
+    contents_sha256: of the names and digests of its files but the trainer state, which holds the run's configuration
+    and times: equal where weights, moments and generators are. Empty in what version 0.2 wrote.
+    """
+
+    path: str
+    step: int
+    manifest_sha256: str
+    contents_sha256: str = ""
+
+    @staticmethod
+    def at(folder: Path, manifest: Manifest) -> Origin:
+        """The checkpoint in `folder`, an absolute path, with its manifest. Raises OSError."""
+        digest = hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+        digests = sorted((name, record.sha256) for name, record in manifest.files.items() if name != TRAINER)
+        contents = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+        return Origin(str(folder), manifest.step, digest, contents)
+
+    @staticmethod
+    def of(trainer: Mapping[str, Any], key: str = "origin") -> Origin | None:
+        """The origin that a checkpoint's run had when it was saved. key: `origin`, or `initialized_from`."""
+        return Origin(**trainer[key]) if trainer.get(key) else None
+
+    def is_in(self, folder: Path) -> bool | None:
+        """Whether the checkpoint in `folder` is this one or equals it in every bit, which a damaged one does not; None
+        if there is none. Raises OSError."""
+        if not (folder / MANIFEST).is_file():
+            return None
+        try:
+            other = Origin.at(folder, read_manifest(folder))
+        except DamagedCheckpointError:
+            return False
+        if self.manifest_sha256 == other.manifest_sha256:
+            return True
+        return self.contents_sha256 == other.contents_sha256 != ""
+
+
+def origin_state(origin: Origin | None) -> dict[str, Any] | None:
+    """What a checkpoint's trainer state holds under `origin`: JSON types."""
+    return None if origin is None else dataclasses.asdict(origin)
 
 
 def folder_name(step: int) -> str:
@@ -97,11 +154,6 @@ def list_checkpoints(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
 
 
-def list_damaged(root: Path) -> list[Path]:
-    """Folders under `root` that `move_aside` renamed."""
-    return sorted(root.glob("step_*.damaged*"))
-
-
 def move_aside(folder: Path) -> Path:
     """Rename a checkpoint that is not whole to `NAME.damaged`, `.damaged.1` and so on; returns its new name."""
     number, target = 0, folder.with_name(f"{folder.name}.damaged")
@@ -119,31 +171,54 @@ def open_plain(path: Path) -> io.FileIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path.name} is missing") from None
+        raise DamagedCheckpointError(f"{path.name} is missing", path.name) from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise DamagedCheckpointError(f"{path.name} is a link") from None
+            raise DamagedCheckpointError(f"{path.name} is a link", path.name) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DamagedCheckpointError(f"{path.name} is not a plain file")
+        raise DamagedCheckpointError(f"{path.name} is not a plain file", path.name)
     return io.FileIO(descriptor, "rb")
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """What is read inside is the file `name`: EIO, the disk's own word for damage, is an UnreadableError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise UnreadableError(f"{name} is not readable: {os.strerror(errno.EIO)}", name) from error
 
 
 def record_of(path: Path) -> FileRecord:
     """Read a file and say what it is. Raises DamagedCheckpointError as `open_plain` does."""
-    with open_plain(path) as file:
+    with reading(path.name), open_plain(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(os.fstat(file.fileno()).st_size, digest)
 
 
-def check_file(folder: Path, name: str, record: FileRecord) -> str | None:
-    """What is wrong with a file of a checkpoint; None if it is what the manifest says."""
+def open_sized(folder: Path, name: str, record: FileRecord) -> io.FileIO:
+    """`open_plain` of a file of a checkpoint. Raises DamagedCheckpointError if it has not its size."""
+    file = open_plain(folder / name)
+    size = os.fstat(file.fileno()).st_size
+    if size != record.size:
+        file.close()
+        raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}", name)
+    return file
+
+
+def check_file(folder: Path, name: str, record: FileRecord, from_disk: bool = False) -> str | None:
+    """What is wrong with a file of a checkpoint; None if it is what the manifest says.
+
+    from_disk: read it anew; what this host's memory holds of it may be what is wrong.
+    """
     try:
-        with open_plain(folder / name) as file:
-            size = os.fstat(file.fileno()).st_size
-        if size != record.size:
-            return f"{name} has {size} bytes instead of {record.size}"
+        with reading(name), open_sized(folder, name, record) as file:
+            if from_disk:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return None if record_of(folder / name) == record else changed(name)
     except DamagedCheckpointError as error:
         return str(error)
@@ -154,15 +229,14 @@ def changed(name: str) -> str:
     return f"{name} has changed since it was written (its SHA-256 differs)"
 
 
-def read_checked(folder: Path, name: str, record: FileRecord) -> bytes:
+def read_checked(folder: Path, name: str, records: Mapping[str, FileRecord]) -> bytes:
     """A small file of a checkpoint. Raises DamagedCheckpointError if it is not what the manifest says."""
-    with open_plain(folder / name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != record.size:
-            raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
+    if name not in records:
+        raise DamagedCheckpointError(f"{MANIFEST} does not name {name}")
+    with reading(name), open_sized(folder, name, records[name]) as file:
         content = file.readall()
-    if hashlib.sha256(content).hexdigest() != record.sha256:
-        raise DamagedCheckpointError(changed(name))
+    if hashlib.sha256(content).hexdigest() != records[name].sha256:
+        raise DamagedCheckpointError(changed(name), name)
     return content
 
 
@@ -184,11 +258,10 @@ def read_trainer(folder: Path) -> dict[str, Any]:
 def read_manifest(folder: Path) -> Manifest:
     """Raises DamagedCheckpointError if there is none, it is damaged, or it is of a format not known here; OSError."""
     try:
-        content = json.loads((folder / MANIFEST).read_text())
+        with reading(MANIFEST), open_plain(folder / MANIFEST) as file:
+            content = json.loads(file.readall())
         if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
             raise DamagedCheckpointError(changed(MANIFEST))
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{MANIFEST} is missing") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise DamagedCheckpointError(f"{MANIFEST} is not readable: {error}") from error
     numbers = {name: content.get(name) for name in ("format", "save_index", "step", "world_size")}
@@ -257,11 +330,9 @@ def write_pointer(folder: Path) -> None:
 
 
 def read_pointer(root: Path) -> str | None:
-    """The name in `latest`; None if the file is missing or empty."""
-    try:
-        return (root / POINTER).read_text(errors="replace").strip() or None
-    except FileNotFoundError:
-        return None
+    """The name in `latest`; None if the file is missing, empty or no file."""
+    path = root / POINTER
+    return path.read_text(errors="replace").strip() or None if path.is_file() else None
 
 
 def prune(root: Path, keep: int, just_made: Path, needed: Collection[str] = ()) -> list[Path]:
@@ -285,7 +356,7 @@ def clean_stale(root: Path) -> list[str]:
     done: list[str] = []
     if not root.is_dir():
         return done
-    (root / f"{POINTER}.tmp").unlink(missing_ok=True)
+    remove(root / f"{POINTER}.tmp")
     for path in sorted(root.iterdir()):
         if path.suffix not in (".tmp", ".old") or not _FOLDER.fullmatch(path.stem):
             continue
@@ -294,9 +365,17 @@ def clean_stale(root: Path) -> list[str]:
             os.rename(path, path.with_suffix(""))
             done.append(f"restored {path.with_suffix('').name}")
         else:
-            shutil.rmtree(path)
+            remove(path)
             done.append(f"removed unfinished {path.name}")
     return done
+
+
+def remove(path: Path) -> None:
+    """Remove whatever has this name: a folder with all in it, a file, or a link, not what that leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_file(path: Path, content: str | bytes) -> FileRecord:

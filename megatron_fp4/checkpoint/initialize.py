@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_fp4.checkpoint import files, local_files
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest
-from megatron_fp4.checkpoint.identity import run_identity
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin
+from megatron_fp4.checkpoint.find import confirm
 from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
-from megatron_fp4.checkpoint.origin import Origin, is_origin, origin_at
-from megatron_fp4.checkpoint.second_look import agree_on_damage
 from megatron_fp4.checkpoint.shards import read_shards, wholes_of
-from megatron_fp4.checkpoint.together import DamageError, Together
+from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, RankSync
 from megatron_fp4.config.schema import Config, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -48,13 +47,13 @@ class Source(NamedTuple):
 def check_initialization(config: Config) -> None:
     """Raise ConfigError if `checkpoint.initialize_from` cannot be begun from: no checkpoint, or of another model.
 
-    Reads manifests only. A run that has checkpoints of its own goes on with those, whatever has become of the path.
+    Reads manifests only. A run that has checkpoints of its own resumes from those, whatever has become of the path.
     """
     settings = config.checkpoint
     if settings.initialize_from is None:
         return
     given = settings.initialize_from
-    if settings.resume not in ("auto", "never"):
+    if settings.resume not in ("auto", "required", "never"):
         raise ConfigError(
             f"{KEY}={given} takes weights alone and checkpoint.resume={settings.resume} all of a checkpoint; give one "
             "of them"
@@ -70,9 +69,8 @@ def check_initialization(config: Config) -> None:
 
 
 def has_begun(run_dir: str | Path) -> bool:
-    """Whether a run has checkpoints, whole or not, shared or on its nodes' own disks."""
-    root = Path(run_dir) / "checkpoints"
-    return bool(files.list_checkpoints(root)) or (root / local_files.POINTER).is_file()
+    """Whether a run has checkpoints, whole or not."""
+    return bool(files.list_checkpoints(Path(run_dir) / "checkpoints"))
 
 
 def find_sources(given: Path) -> tuple[list[Source], list[str]]:
@@ -96,7 +94,7 @@ def find_sources(given: Path) -> tuple[list[Source], list[str]]:
     for folder in folders:
         try:
             manifest = files.read_manifest(folder)
-            found.append(Source(folder, manifest, origin_at(folder, manifest)))
+            found.append(Source(folder, manifest, Origin.at(folder, manifest)))
         except files.OtherFormatError as error:  # it may be the newest and whole: nothing older is taken instead
             raise ValueError(f"{KEY}={folder} is of another version: {error}; give another checkpoint") from error
         except (DamagedCheckpointError, IsADirectoryError) as error:
@@ -132,8 +130,8 @@ def tokenizer_problem(source: Source, identity: Mapping[str, Any], allow_mismatc
         remedy = "see that ids mean the same to both"
     words = [f"{str(value)[:12]}" if value is not None else "not known" for value in (there, here)]
     return (
-        f"{KEY}={source.folder} is of another tokenizer: {words[0]} there, {words[1]} here; {remedy}, or go on all the "
-        "same with checkpoint.allow_mismatch=true"
+        f"{KEY}={source.folder} is of another tokenizer: {words[0]} there, {words[1]} here; {remedy}, or begin all "
+        "the same with checkpoint.allow_mismatch=true"
     )
 
 
@@ -141,7 +139,7 @@ def initialize_weights(
     given: str,
     model: nn.Module,
     identity: Mapping[str, Any],
-    together: Together,
+    sync: RankSync,
     *,
     allow_mismatch: bool,
 ) -> Origin:
@@ -160,49 +158,41 @@ def initialize_weights(
             logger.error("CHECKPOINT DAMAGED: under %s, %s", given, problem)
         return found, None
 
-    sources, refusal = together.first("find it", look)
+    sources, refusal = sync.on_rank0("find it", look)
     _refuse(refusal)
-    damaged: list[tuple[Path, str]] = []
+    damaged: list[str] = []
     for source in sources:
-        _check(source, identity, together, allow_mismatch)
+        _check(source, identity, sync, allow_mismatch)
         try:
-            _load(source, model, together)
-        except DamageError as error:
-            damaged.append((source.folder, error.reasons))
-            if together.rank == 0:
-                logger.error("CHECKPOINT DAMAGED: %s: %s", source.folder, error.reasons)
-        else:
-            if damaged:
-                agree_on_damage(damaged, together)
+            _load(source, model, sync)
             return source.origin
-    agree_on_damage(damaged, together, anywhere=True)
-    listing = "; ".join(f"{folder.name}: {problem}" for folder, problem in damaged)
-    raise ValueError(f"{KEY}={given} is damaged: {listing}; give another checkpoint")
+        except DamageError as error:
+            confirm(source.folder, error, sync)
+            if error.unreadable:
+                raise CheckpointError(f"{KEY}={given} cannot be read: {error.reasons}") from error
+            damaged.append(f"{source.folder.name}: {error.reasons}")
+            if sync.rank == 0:
+                logger.error("CHECKPOINT DAMAGED: %s: %s", source.folder, error.reasons)
+    raise ValueError(f"{KEY}={given} is damaged: {'; '.join(damaged)}; give another checkpoint")
 
 
-def _check(source: Source, identity: Mapping[str, Any], together: Together, allow_mismatch: bool) -> None:
+def _check(source: Source, identity: Mapping[str, Any], sync: RankSync, allow_mismatch: bool) -> None:
     """Raise ValueError on all ranks if any finds another model or tokenizer than the run's."""
-    of_ranks = together.collect(
+    of_ranks = sync.gather(
         "compare",
         lambda: model_problem(source, identity, allow_mismatch) or tokenizer_problem(source, identity, allow_mismatch),
     )
-    _refuse(together.first("compare", lambda: next(filter(None, of_ranks), None)))
+    _refuse(sync.on_rank0("compare", lambda: next(filter(None, of_ranks), None)))
 
 
-def _load(source: Source, model: nn.Module, together: Together) -> None:
+def _load(source: Source, model: nn.Module, sync: RankSync) -> None:
     """Read the weights; raises DamageError on all ranks, after which `model` holds nothing that can be used."""
     folder, records = source.folder, source.manifest.files
-
-    def read_index() -> bytes:
-        if METADATA not in records:
-            raise DamagedCheckpointError(f"{files.MANIFEST} does not name {METADATA}")
-        return files.read_checked(folder, METADATA, records[METADATA])
-
-    content = together.first("read it", read_index)
-    metadata = together.each("read it", lambda: read_metadata(content))
+    content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, records))
+    metadata = sync.on_all("read it", lambda: read_metadata(content))
     state = {"model": model.state_dict()}
-    _refuse(together.first("compare", lambda: _tensor_problem(folder, metadata, state)))
-    together.each("load it", lambda: read_shards(folder, metadata, records, state))
+    _refuse(sync.on_rank0("compare", lambda: _tensor_problem(folder, metadata, state)))
+    sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
 
 
 def _tensor_problem(folder: Path, metadata: Metadata, state: dict[str, Any]) -> str | None:
@@ -226,8 +216,8 @@ def _tensor_problem(folder: Path, metadata: Metadata, state: dict[str, Any]) -> 
     return None
 
 
-def check_begun_from(begun: Origin | None, given: str, root: Path, together: Together) -> None:
-    """Refuse to go on with checkpoints under `root` of a run that did not begin from the weights that `given` names.
+def check_begun_from(begun: Origin | None, given: str, root: Path, sync: RankSync) -> None:
+    """Refuse to resume from checkpoints under `root` of a run that did not begin from the weights that `given` names.
 
     begun: what it began from. That may be gone by now, moved, or have newer checkpoints beside it.
     """
@@ -240,24 +230,15 @@ def check_begun_from(begun: Origin | None, given: str, root: Path, together: Tog
         if path in (was, was.parent, was.parent.parent):
             return True
         moved = (path, path / was.name, path / "checkpoints" / was.name)
-        return any(is_origin(begun, folder) for folder in moved)
+        return any(begun.is_in(folder) for folder in moved)
 
-    if together.first("compare origins", known):
+    if sync.on_rank0("compare origins", known):
         return
     began = "with weights of its own" if begun is None else f"from the weights of {begun.path}"
     raise ValueError(
         f"{KEY}={given}, but {root} has checkpoints of a run that began {began}; choose another run.dir to begin from "
-        f"{path.name} there, or go on with them by {KEY}={'null' if begun is None else begun.path}"
+        f"{path.name} there, or resume from them with {KEY}={'null' if begun is None else begun.path}"
     )
-
-
-def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
-    """Raise ValueError for a checkpoint that a run cannot go on with, because it has no optimizer state."""
-    if manifest.weights_only:
-        raise ValueError(
-            f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
-            f"with {KEY}={folder}, in a run.dir of its own"
-        )
 
 
 def _refuse(problem: str | None) -> None:

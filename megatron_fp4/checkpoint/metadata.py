@@ -30,6 +30,7 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"  # torch's, of the format
+_NO_DESCRIPTION = f"{METADATA} does not describe a checkpoint"
 
 
 def _name(cls: type) -> str:
@@ -135,9 +136,8 @@ def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
     foreign: another program wrote it, with objects besides tensors and classes of its own, which are left out.
     Raises DamagedCheckpointError if it is anything but the description of tensors.
     """
-    unpickler = (_Tolerant if foreign else _Restricted)(io.BytesIO(content))
     try:
-        return unpickler.described(unpickler.load())
+        return _StandIns(content, foreign).metadata()
     except DamagedCheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
@@ -145,7 +145,10 @@ def read_metadata(content: bytes, foreign: bool = False) -> Metadata:
 
 
 class _Thing:
-    """What a pickle made: of a class that only this one reading has, because a pickle can set attributes of classes."""
+    """What a pickle made: of a class that only this one reading has, because a pickle can set attributes of classes.
+
+    It takes whatever fills a list, a set or a dictionary, and keeps nothing of that.
+    """
 
     state: Any = None
 
@@ -160,33 +163,40 @@ class _Thing:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    def append(self, *_: Any) -> None: ...
 
-class _Restricted(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    extend = add = __setitem__ = append
+
+
+class _StandIns(pickle.Unpickler):
+    """Makes a stand-in for every class that a checkpoint holds (foreign: for whatever is named)."""
+
+    def __init__(self, content: bytes, foreign: bool) -> None:
+        super().__init__(io.BytesIO(content))
+        self._foreign = foreign
         self._classes: dict[str, type[_Thing]] = {name: type(name, (_Thing,), {}) for name in _NAMES}
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full in self._classes:
-            return self._classes[full]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise DamagedCheckpointError(f"{METADATA} names {full}, which no checkpoint holds; it was not written by this")
+        if full not in self._classes and not self._foreign:
+            raise DamagedCheckpointError(f"{METADATA} names {full}, which no checkpoint holds; nothing of it was run")
+        return self._classes.setdefault(full, type("Foreign", (_Thing,), {}))
 
-    def described(self, read: Any) -> Metadata:
+    def metadata(self) -> Metadata:
         """The real thing, of values of the expected types. Raises whatever other values come to."""
-        state = self._state(read, Metadata)
+        state = self._state(self.load(), Metadata)
         tensors: dict[str, STORAGE_TYPES] = {
             str(name): self._tensor(saved)
             for name, saved in state["state_dict_metadata"].items()
-            if self._is_kept(saved)
+            if not self._foreign or isinstance(saved, self._classes[_name(TensorStorageMetadata)])
         }
         places = {}
         for key, value in state["storage_data"].items():
-            if self._is_left_out(key, tensors):
-                continue
             index, place = self._state(key, MetadataIndex), self._state(value, filesystem._StorageInfo)
+            if self._foreign and str(index["fqn"]) not in tensors:
+                continue
             path, offset, length = place["relative_path"], place["offset"], place["length"]
             if place.get("transform_descriptors") or not isinstance(path, str):
                 raise DamagedCheckpointError(f"{METADATA}: {index['fqn']} is not a plain tensor")
@@ -195,64 +205,33 @@ class _Restricted(pickle.Unpickler):
         paths = {str(name): tuple(map(str, path)) for name, path in (state.get("planner_data") or {}).items()}
         return Metadata(tensors, paths, places, version=str(state.get("version")))
 
-    def _is_kept(self, saved: Any) -> bool:
-        return True
-
-    def _is_left_out(self, index: Any, kept: Mapping[str, Any]) -> bool:
-        return False
-
-    def _tensor(self, saved: _Thing) -> TensorStorageMetadata:
+    def _tensor(self, saved: Any) -> TensorStorageMetadata:
         state = self._state(saved, TensorStorageMetadata)
-        properties = state["properties"]
-        if not isinstance(properties, self._class(TensorProperties)) or not isinstance(
-            properties.state[0], torch.dtype
-        ):
-            raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
+        dtype = self._made(state["properties"], TensorProperties).state[0]
+        if not isinstance(dtype, torch.dtype):
+            raise DamagedCheckpointError(_NO_DESCRIPTION)
         chunks = []
         for chunk in state["chunks"]:
             place = self._state(chunk, ChunkStorageMetadata)
             chunks.append(ChunkStorageMetadata(self._size(place["offsets"]), self._size(place["sizes"])))
-        return TensorStorageMetadata(TensorProperties(properties.state[0]), self._size(state["size"]), chunks)
+        return TensorStorageMetadata(TensorProperties(dtype), self._size(state["size"]), chunks)
 
     def _size(self, size: Any) -> torch.Size:
-        if not isinstance(size, self._class(torch.Size)):
-            raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
-        return torch.Size(map(_count, size.arguments[0]))
+        return torch.Size(map(_count, self._made(size, torch.Size).arguments[0]))
 
     def _state(self, thing: Any, cls: type) -> dict[str, Any]:
-        if not isinstance(thing, self._class(cls)) or not isinstance(thing.state, dict):
-            raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
-        return thing.state
+        state = self._made(thing, cls).state
+        if not isinstance(state, dict):
+            raise DamagedCheckpointError(_NO_DESCRIPTION)
+        return state
 
-    def _class(self, cls: type) -> type[_Thing]:
-        return self._classes[_name(cls)]
-
-
-class _Container(_Thing):
-    """Also of a class that is filled like a list, a set or a dictionary; nothing of that is kept."""
-
-    def append(self, *_: Any) -> None: ...
-
-    extend = add = __setitem__ = append
-
-
-class _Tolerant(_Restricted):
-    """Makes a stand-in for whatever is named, and describes the tensors."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return super().find_class(module, name)
-        except DamagedCheckpointError:
-            return self._classes.setdefault(f"{module}.{name}", type("Foreign", (_Container,), {}))
-
-    def _is_kept(self, saved: Any) -> bool:
-        return isinstance(saved, self._class(TensorStorageMetadata))
-
-    def _is_left_out(self, index: Any, kept: Mapping[str, Any]) -> bool:
-        return str(self._state(index, MetadataIndex)["fqn"]) not in kept
+    def _made(self, thing: Any, cls: type) -> _Thing:
+        if not isinstance(thing, self._classes[_name(cls)]):
+            raise DamagedCheckpointError(_NO_DESCRIPTION)
+        return thing
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise DamagedCheckpointError(f"{METADATA} does not describe a checkpoint")
+        raise DamagedCheckpointError(_NO_DESCRIPTION)
     return value

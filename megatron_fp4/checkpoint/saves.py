@@ -24,17 +24,16 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, check_complete, metadata_of
-from megatron_fp4.checkpoint.random_state import pack
-from megatron_fp4.checkpoint.shards import OwnPiece, write_shards
+from megatron_fp4.checkpoint.shards import OwnPiece, pack, write_shards
 from megatron_fp4.checkpoint.staging import Staging
-from megatron_fp4.checkpoint.together import CheckpointError, Together
+from megatron_fp4.checkpoint.sync import CheckpointError, RankSync
 
 logger = logging.getLogger(__name__)
 _PAUSES = (2.0,)
@@ -44,17 +43,13 @@ _LAST_PAUSES = (2.0, 10.0, 30.0)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold. manifest: without files and index. generators: this rank's.
-
-    local: it is for the nodes' own disks (local.py), with all pieces that this rank holds. last: no other will follow.
-    """
+    """What a checkpoint will hold. manifest: without files and index. generators: this rank's. last: of this start."""
 
     manifest: files.Manifest
     tensors: Sequence[Whole]
     pieces: Sequence[OwnPiece]
     generators: bytes
     trainer: str
-    local: bool = False
     last: bool = False
 
 
@@ -62,7 +57,7 @@ class Snapshot:
 class SaveReport:
     """A save that has ended. seconds: from its begin. stall: seconds in which training waited for it.
 
-    error: why there is no checkpoint, None if there is one. local: it was one for the nodes' own disks.
+    error: why there is no checkpoint, None if there is one.
     """
 
     step: int
@@ -70,7 +65,6 @@ class SaveReport:
     seconds: float
     stall: float
     error: str | None = None
-    local: bool = False
 
 
 class _OfRank(NamedTuple):
@@ -88,21 +82,18 @@ class Saves:
 
     device: for the collectives of training's own group. keep: how many checkpoints to keep (0: all). staging: given,
     saves go on in the background. max_failed: so many in a row that come to nothing end the run. before_publish: called
-    on rank 0, in whatever thread, before a checkpoint gets its name; after_publish: once it has it. needed: asked there
-    for the names of checkpoints that must not be removed yet. save_local: writes a local one, and asks between pieces
-    whether to give up.
+    on rank 0, in whatever thread, before a checkpoint gets its name. needed: asked there for the names of checkpoints
+    that must not be removed yet. failed_in_a_row: saves that came to nothing. last: the checkpoint that was made last.
     """
 
     root: Path
-    together: Together
+    sync: RankSync
     device: torch.device
     keep: int
     max_failed: int = 1
     staging: Staging | None = None
     before_publish: Callable[[], None] = lambda: None
-    after_publish: Callable[[], None] = lambda: None
     needed: Callable[[], Collection[str]] = tuple
-    save_local: Callable[[Snapshot, Callable[[], bool]], None] | None = None
     failed_in_a_row: int = 0
     last: tuple[Path, int] | None = None
     _thread: threading.Thread | None = None
@@ -134,7 +125,7 @@ class Saves:
         """
         self._began, self._outcome = began, None
         step = snapshot.manifest.step
-        self._current = SaveReport(step, self.root / files.folder_name(step), 0, 0, local=snapshot.local)
+        self._current = SaveReport(step, self.root / files.folder_name(step), 0, 0)
         if self.staging is None:
             self._save(snapshot)
             self.end()
@@ -186,8 +177,6 @@ class Saves:
         report = replace(self._current, seconds=seconds, stall=stall, error=error)
         self._reports.append(report)
         self._current = None
-        if report.local:  # it is of use only until the next shared one
-            return
         if self._outcome is None:
             self.failed_in_a_row, self.last = 0, (report.folder, report.step)
             return
@@ -209,12 +198,8 @@ class Saves:
     def _save(self, snapshot: Snapshot) -> None:
         try:
             if self.staging is not None:
-                self.together.each("copy model and optimizer", self.staging.wait)
-            if snapshot.local:
-                assert self.save_local is not None
-                self.save_local(snapshot, self._abandoned.is_set)
-            else:
-                self._shared(snapshot)
+                self.sync.on_all("copy model and optimizer", self.staging.wait)
+            self._write(snapshot)
         except CheckpointError as error:
             self._outcome = error
         except Exception as error:  # not agreed upon: another rank is gone, or waits for this one
@@ -222,34 +207,34 @@ class Saves:
             self._outcome = CheckpointError(f"checkpoint under {self.root}: {type(error).__name__}: {error}")
         self._ended = time.perf_counter()
 
-    def _shared(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         for pause in _LAST_PAUSES if snapshot.last else _PAUSES:
             try:
                 return self._attempt(snapshot)
             except CheckpointError as error:
                 if self._abandoned.is_set():
                     raise
-                if self.together.rank == 0:
+                if self.sync.rank == 0:
                     logger.warning("%s; trying again in %.0f s", error, pause)
                 time.sleep(pause)
         return self._attempt(snapshot)
 
     def _attempt(self, snapshot: Snapshot) -> None:
-        step, together = snapshot.manifest.step, self.together
+        step, sync = snapshot.manifest.step, self.sync
         final = self.root / files.folder_name(step)
         staging = final.with_name(final.name + ".tmp")
         try:
-            together.first("make a folder", lambda: _make_folder(staging, snapshot.tensors))
-            written = together.collect("write model and optimizer", lambda: self._write_own(staging, snapshot))
-            together.first("finish", lambda: self._finish(staging, final, snapshot, written))
+            sync.on_rank0("make a folder", lambda: _make_folder(staging, snapshot.tensors))
+            written = sync.gather("write model and optimizer", lambda: self._write_own(staging, snapshot))
+            sync.on_rank0("finish", lambda: self._finish(staging, final, snapshot, written))
         except CheckpointError:
             self._own_layouts = {}  # rank 0 may not have got them
-            if together.rank == 0:
+            if sync.rank == 0:
                 shutil.rmtree(staging, ignore_errors=True)
             raise
 
     def _write_own(self, folder: Path, snapshot: Snapshot) -> _OfRank:
-        written = write_shards(folder, self.together.rank, snapshot.pieces, self._abandoned.is_set)
+        written = write_shards(folder, self.sync.rank, snapshot.pieces, self._abandoned.is_set)
         layouts = {name: file.layout for name, file in written.items()}
         changed, self._own_layouts = layouts != self._own_layouts, layouts
         records = {name: file.record for name, file in written.items()}
@@ -281,7 +266,6 @@ class Saves:
             raise InterruptedError("the run ended while it was being written")
         files.publish(staging, final)
         try:
-            self.after_publish()
             removed = files.prune(self.root, self.keep, just_made=final, needed=self.needed())
         except OSError as error:  # the new checkpoint is safe, and that is what matters
             logger.warning("could not clear up after a save: %s", error)
@@ -291,15 +275,9 @@ class Saves:
 
 
 def _make_folder(folder: Path, tensors: Sequence[Whole]) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    files.remove(folder)
     folder.mkdir(parents=True)
     needed, free = sum(tensor.num_bytes for tensor in tensors), shutil.disk_usage(folder).free
     if needed > free:
         text = f"a checkpoint needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free; make room, or lower"
         raise OSError(errno.ENOSPC, f"{text} checkpoint.keep", str(folder))
-
-
-def manifest_of(step: int, samples: int, tokens: int, world_size: int, identity: dict[str, Any]) -> files.Manifest:
-    """The manifest of a checkpoint to come; index and files are found out while it is written."""
-    return files.Manifest(0, step, samples, tokens, world_size, identity, {}, str(torch.__version__))

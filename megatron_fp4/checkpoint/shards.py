@@ -1,10 +1,10 @@
-"""The tensors of a run as files: what each rank writes, and how any mesh reads it back.
+"""The tensors and generators of a run as files: what each rank writes, and how any mesh reads it back.
 
 A rank writes `__RANK_0.distcp` and, if it has much, `__RANK_1.distcp` and so on, side by side, which
 torch.distributed.checkpoint's readers understand: one torch.save after another.
 Of what several ranks hold alike, one of them writes it: which follows from its placement, without asking. A file is
 hashed while it is written, and while it is read: each is read once from the first byte to the last, by the ranks that
-need something in it, which is the whole check of a checkpoint.
+need something in it, which is the whole check of a checkpoint; what no rank needs is read as well.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import hashlib
 import io
 import json
 import os
+import random
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,8 +31,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from megatron_fp4.checkpoint import files
-from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, FileRecord, Manifest
 from megatron_fp4.checkpoint.metadata import METADATA, Piece, Whole, read_metadata
+from megatron_fp4.checkpoint.sync import RankSync
 from megatron_fp4.training.optimizer import optimizer_state
 
 _CHUNK = 1 << 24
@@ -64,11 +67,8 @@ def wholes_of(state: dict[str, Any]) -> list[Whole]:
     ]
 
 
-def own_pieces(state: dict[str, Any], rank: int, everything: bool = False) -> list[OwnPiece]:
-    """What this rank writes of `state_of`; together the ranks write every tensor once.
-
-    everything: all that this rank holds instead, whoever else holds it too.
-    """
+def own_pieces(state: dict[str, Any], rank: int) -> list[OwnPiece]:
+    """What this rank writes of `state_of`; together the ranks write every tensor once."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, None, is_coordinator=rank == 0)
     numbers = {whole.name: number for number, whole in enumerate(wholes_of(state))}
@@ -77,7 +77,7 @@ def own_pieces(state: dict[str, Any], rank: int, everything: bool = False) -> li
         number, data = numbers[item.index.fqn], item.tensor_data
         assert data is not None
         whole = planner.state_dict[item.index.fqn]
-        if not (everything or _is_writer(whole, number, rank)) or data.chunk.sizes.numel() == 0:
+        if not _is_writer(whole, number, rank) or data.chunk.sizes.numel() == 0:
             continue
         values = planner.resolve_data(item)
         assert isinstance(values, Tensor)
@@ -107,13 +107,6 @@ def _is_common(tensor: Tensor) -> bool:
     if not isinstance(tensor, DTensor):
         return dist.get_world_size() > 1
     return tensor.placements[-1].is_replicate() and tensor.device_mesh.size(-1) > 1
-
-
-def layout_digest(tensors: Sequence[Whole], pieces: Sequence[OwnPiece]) -> str:
-    """The same for ranks that hold the same parts of tensors of the same names, types and shapes."""
-    wholes = [(tensor.name, str(tensor.dtype), tensor.shape) for tensor in tensors]
-    parts = [(piece.tensor, piece.offsets, piece.sizes) for piece in pieces]
-    return hashlib.sha256(json.dumps([wholes, parts]).encode()).hexdigest()
 
 
 class Written(NamedTuple):
@@ -289,10 +282,8 @@ class CheckedReader(FileSystemReader):
         if Path(name).name != name or (self._records is not None and record is None):
             raise DamagedCheckpointError(f"{METADATA} names the file {name!r}, which the checkpoint does not have")
         digest, position = hashlib.sha256(), 0
-        with files.open_plain(self._folder / name) as file:
+        with files.reading(name), self._open(name, record) as file:
             size = os.fstat(file.fileno()).st_size
-            if record is not None and size != record.size:
-                raise DamagedCheckpointError(f"{name} has {size} bytes instead of {record.size}")
             for start in sorted(wanted):
                 length = wanted[start][0][0]
                 if not 0 <= start <= start + length <= size or start < position:
@@ -310,15 +301,13 @@ class CheckedReader(FileSystemReader):
             if record is not None:
                 _digest_to(file, size - position, digest, name)
                 if digest.hexdigest() != record.sha256:
-                    raise DamagedCheckpointError(files.changed(name))
+                    raise DamagedCheckpointError(files.changed(name), name)
         return record is not None
 
-
-def verify(folder: Path, records: dict[str, FileRecord], names: Collection[str]) -> None:
-    """Read files that nobody needed. Raises DamagedCheckpointError, OSError."""
-    for name in names:
-        if problem := files.check_file(folder, name, records[name]):
-            raise DamagedCheckpointError(problem)
+    def _open(self, name: str, record: FileRecord | None) -> io.FileIO:
+        if record is None:
+            return files.open_plain(self._folder / name)
+        return files.open_sized(self._folder, name, record)
 
 
 def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> None:
@@ -326,7 +315,7 @@ def _put(content: bytes, item: ReadItem, planner: LoadPlanner, name: str) -> Non
         saved = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         part = saved[tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))]
     except Exception as error:  # whatever torch makes of damaged bytes
-        raise DamagedCheckpointError(f"{name}: {item.storage_index.fqn} is not readable: {error}") from error
+        raise DamagedCheckpointError(f"{name}: {item.storage_index.fqn} is not readable: {error}", name) from error
     target = planner.resolve_tensor(item).detach()
     if target.shape != part.shape or target.dtype != part.dtype:
         raise DamagedCheckpointError(
@@ -343,7 +332,7 @@ def read_exactly(file: io.FileIO, length: int, name: str) -> bytes:
     while length > 0:  # one call returns two GiB at most
         parts.append(file.read(length))
         if not parts[-1]:
-            raise DamagedCheckpointError(f"{name} ends too early")
+            raise DamagedCheckpointError(f"{name} ends too early", name)
         length -= len(parts[-1])
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -353,3 +342,101 @@ def _digest_to(file: io.FileIO, length: int, digest: Any, name: str) -> None:
         content = read_exactly(file, min(length, _CHUNK), name)
         digest.update(content)
         length -= len(content)
+
+
+def check_files(folder: Path, manifest: Manifest, sync: RankSync, names: Collection[str] | None = None) -> None:
+    """Read `names` (None: all files), each rank its share. Raises DamageError on all ranks if one is not whole."""
+    mine = sorted(manifest.files if names is None else names)[sync.rank :: sync.world_size]
+
+    def check() -> None:
+        for name in mine:
+            files.open_sized(folder, name, manifest.files[name]).close()
+            if files.record_of(folder / name) != manifest.files[name]:
+                raise DamagedCheckpointError(files.changed(name), name)
+
+    sync.on_all("check it", check)
+
+
+def load_checkpoint(
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sync: RankSync,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Read a checkpoint into model, optimizer and generators, as all ranks together; returns the trainer's state.
+
+    device: whose generators these are. Raises DamageError on all ranks if it is not whole (what was read into must then
+    be read into again), CheckpointError if it cannot be read or is of another model.
+    """
+    records = manifest.files
+    content = sync.on_rank0("read it", lambda: files.read_checked(folder, METADATA, records))
+    metadata = sync.on_all("read it", lambda: read_metadata(content))
+    state = state_of(model, optimizer)
+    read = sync.on_all("load it", lambda: read_shards(folder, metadata, records, state))
+    generators: list[bytes] = []  # rank 0's
+
+    def read_small() -> dict[str, Any]:
+        trainer: dict[str, Any] = json.loads(files.read_checked(folder, files.TRAINER, records))
+        if files.RANDOM_STATE in records:
+            generators.extend(unpack(files.read_checked(folder, files.RANDOM_STATE, records)))
+        else:  # format 1
+            of_ranks = sorted(name for name in records if name.startswith("rng_"))
+            generators.extend(files.read_checked(folder, name, records) for name in of_ranks)
+        if len(generators) != manifest.world_size:
+            raise DamagedCheckpointError(f"{len(generators)} ranks' generators of {manifest.world_size}")
+        return trainer
+
+    trainer = sync.on_rank0("read it", read_small)
+    small = {METADATA, files.TRAINER, files.RANDOM_STATE, *(name for name in records if name.startswith("rng_"))}
+    of_ranks = sync.gather("check it", lambda: read)
+    left = sync.on_rank0("check it", lambda: sorted(records.keys() - small - set().union(*of_ranks)))
+    check_files(folder, manifest, sync, left)
+    if manifest.world_size == sync.world_size:
+        mine = sync.scatter(generators)
+        sync.on_all("restore generators", lambda: restore_random_state(mine, device))
+    return trainer
+
+
+# Random generators of one rank: Python, NumPy, torch on the CPU and on its GPU. Data order and stochastic rounding do
+# not draw from these (they are functions of the seed and the step); whatever else draws resumes with them.
+
+
+def capture_random_state(device: torch.device) -> bytes:
+    """This process's generator states."""
+    numpy_state: dict[str, Any] = dict(np.random.get_state(legacy=False))  # type: ignore[arg-type]
+    # Tensors and plain types only, so that loading never runs code from the file.
+    state = {
+        "python": random.getstate(),
+        "numpy_key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy_rest": (int(numpy_state["state"]["pos"]), int(numpy_state["has_gauss"]), float(numpy_state["gauss"])),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def restore_random_state(content: bytes, device: torch.device) -> None:
+    """Put this process's generators where `capture_random_state` found them. A GPU's only if one was saved."""
+    state = torch.load(io.BytesIO(content), weights_only=True)
+    random.setstate(state["python"])
+    position, has_gauss, gauss = state["numpy_rest"]
+    np.random.set_state(("MT19937", state["numpy_key"].numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def pack(states: Sequence[bytes]) -> bytes:
+    """The states of all ranks as one file."""
+    buffer = io.BytesIO()
+    torch.save([torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states], buffer)
+    return buffer.getvalue()
+
+
+def unpack(content: bytes) -> list[bytes]:
+    """The inverse of `pack`."""
+    return [state.numpy().tobytes() for state in torch.load(io.BytesIO(content), weights_only=True)]

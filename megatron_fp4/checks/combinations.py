@@ -45,7 +45,6 @@ def validate(
     _schedule(config)
     _data(config.data, check_kind)
     _paths_and_device(config, device_type)
-    _local_checkpoints(config)
     _looking_inside(config, device_type)
     validate_spikes(config)
     validate_replay(config)
@@ -214,36 +213,6 @@ def _paths_and_device(config: Config, device_type: str) -> None:
         raise ConfigError(f"data.tokenizer={tokenizer}: there is no such file or folder; correct the path, or set null")
     if table is not None and not Path(table).is_file():
         raise ConfigError(f"precision.bf16_blocks.file={table}: there is no such file; correct the path, or set null")
-
-
-def _local_checkpoints(config: Config) -> None:
-    settings, steps = config.checkpoint, config.train.steps
-    interval, local_dir = settings.local_interval, settings.local_dir
-    if local_dir is None:
-        if interval > 0:
-            raise ConfigError(
-                f"checkpoint.local_interval={interval} needs checkpoint.local_dir, a folder on each node's own disk, "
-                "such as /scratch/checkpoints; or set it to 0"
-            )
-        return
-    if not local_dir.strip():
-        raise ConfigError("checkpoint.local_dir is empty; name a folder on each node's own disk, or null for none")
-    if interval == 0:
-        raise ConfigError(
-            f"checkpoint.local_dir={local_dir} does nothing without checkpoint.local_interval; give the steps between "
-            "local checkpoints, or set checkpoint.local_dir=null"
-        )
-    shared = min(settings.interval or steps, settings.export_interval or steps, steps)
-    if interval >= shared:
-        raise ConfigError(
-            f"checkpoint.local_interval={interval} does nothing: a shared checkpoint is made every {shared} steps; "
-            f"give less than {shared}, or make shared ones more rarely"
-        )
-    if Path(config.run.dir).resolve() in (folder := Path(local_dir).resolve(), *folder.parents):
-        raise ConfigError(
-            f"checkpoint.local_dir={local_dir} is in run.dir={config.run.dir}, which all nodes share; name a folder on "
-            "each node's own disk"
-        )
 
 
 def _installed(module: str) -> bool:

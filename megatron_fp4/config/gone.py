@@ -30,6 +30,14 @@ _GONE = {
     "precision.mean_group": (None, _NO_MEANS),
     **dict.fromkeys(_MEANS, ("kept", _NO_MEANS)),
     "optimizer.deoscillation": (None, "is no key any more: master weights are never reset; leave it out"),
+    "checkpoint.local_dir": (
+        None,
+        "is no key any more: checkpoints on the nodes' own disks are gone; save shared ones more often instead",
+    ),
+    "checkpoint.local_interval": (
+        0,
+        "is no key any more: checkpoints on the nodes' own disks are gone; lower checkpoint.interval instead",
+    ),
 }
 # Abilities that are gone: key -> the value under which a run did without it. A run that used one cannot resume.
 _ABILITIES = {"optimizer.deoscillation.interval": 0, **dict.fromkeys(_MEANS, "kept")}

@@ -187,10 +187,9 @@ class CheckpointConfig:
     asynchronous: training goes on while a checkpoint is written, of a copy in host memory (each rank's share of weights
         and moments); `false`: it waits. max_failed_saves: a save that fails is tried again, then left out; so many in
         a row end the run.
-    local_dir: a folder on each node's own disk, for checkpoints between the shared ones; a copy of each rank's part
-        goes to the next node (null: none). local_interval: steps between these (0: none).
-    resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `never`, or the path of a checkpoint: of another
-        run, from which this one begins (its own go first on later starts), or of this one, to go back to.
+    resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `required` (the same, and one must be there),
+        `never`, or the path of a checkpoint: of another run, from which this one begins (its own go first on later
+        starts), or of this one, to go back to.
     initialize_from: begin at step 0 with the weights, and nothing else, of this checkpoint: of another run (or its
         folder: the newest intact one), or an imported one, which has only weights. Later starts go on with the run's
         own.
@@ -206,8 +205,6 @@ class CheckpointConfig:
     keep: AtLeastZero = 3
     asynchronous: bool = True
     max_failed_saves: AtLeastOne = 3
-    local_dir: str | None = None
-    local_interval: AtLeastZero = 0
     resume: str = "auto"
     initialize_from: str | None = None
     export_interval: AtLeastZero = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_fp4.checkpoint.identity import NOT_OF_THE_MODEL
+from megatron_fp4.checkpoint.config_diff import NOT_OF_THE_MODEL
 
 _SECTIONS = {
     "model": None,

@@ -23,7 +23,6 @@ _MOST_EVENTS = 200
 # Events that come again and again while all is well: told as one line each.
 _ROUTINE = {
     "checkpoint": "checkpoints saved",
-    "local_checkpoint": "checkpoints saved on the nodes' own disks",
     "export": "checkpoints exported",
     "replay": "micro-batches computed twice",
     "recheck": "linears computed again by the reference",

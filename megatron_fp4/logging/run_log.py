@@ -144,13 +144,7 @@ class RunLog:
         """Saves have ended; those of which no checkpoint came are said loudly."""
         for report in reports:
             times = {"seconds": round(report.seconds, 3), "stall": round(report.stall, 3)}
-            if report.local and report.error is None:
-                self.metrics.event(report.step, "local_checkpoint", **times)
-                self.console.event(report.step, "saved on the nodes' own disks")
-            elif report.local:
-                self.metrics.event(report.step, "local_save_failed", error=report.error, **times)
-                self.console.event(report.step, f"NOT SAVED LOCALLY, going on without: {report.error}")
-            elif report.error is None:
+            if report.error is None:
                 self.metrics.event(report.step, "checkpoint", path=str(report.folder), **times)
                 self.console.event(report.step, f"saved {report.folder}")
             else:

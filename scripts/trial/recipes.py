@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from assembly import CONFIGS, backend_of, check, execution_of, graphs_of, plans_of
+from megatron_fp4.checkpoint.config_diff import flatten, identity_differences, other_run, run_identity
 from megatron_fp4.checkpoint.files import Manifest
-from megatron_fp4.checkpoint.identity import flatten, identity_differences, other_run, run_identity
-from megatron_fp4.checkpoint.initialize import refuse_weights_only
+from megatron_fp4.checkpoint.find import refuse_weights_only
 from megatron_fp4.config.compose import config_from_saved, group_options
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config, ConfigError
@@ -126,7 +126,7 @@ def settings_kept(saved: dict[str, Any]) -> list[str]:
 
 def _config(saved: dict[str, Any], overrides: list[str]) -> Config:
     config = config_from_saved(saved, overrides, CONFIGS)
-    return replace(config, checkpoint=replace(config.checkpoint, asynchronous=False, local_dir=None))
+    return replace(config, checkpoint=replace(config.checkpoint, asynchronous=False))
 
 
 def _check(config: Config, start: int, steps: int, ranks: int) -> None:

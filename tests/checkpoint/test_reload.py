@@ -5,18 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-import pretrain
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer, CheckpointGoneError
-from megatron_fp4.config.schema import SpikesConfig
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
-from megatron_fp4.training.spikes import Spike
 from megatron_fp4.training.step import train_step
 from tests.training.harness import alone, toy, toy_batches, whole
 
@@ -73,15 +69,3 @@ def test_reload(damage: str, asynchronous: bool, tmp_path: Path, monkeypatch: py
         with pytest.raises(CheckpointGoneError, match="step_00000001"):
             checkpointer.reload(model, optimizer, clock)
         assert same(state(model, optimizer), moved) and clock.weights_version == version
-
-
-def test_a_spike_whose_checkpoint_is_gone_is_skipped_and_says_why() -> None:
-    run = MagicMock()
-    run.config.spikes = SpikesConfig(action="rollback")
-    run.config.train.global_batch_size = 8
-    run.phases.source_ranges.return_value = []
-    run.roll_back.side_effect = CheckpointGoneError("it is no longer there")
-    pretrain.answer_spike(run, Spike(9, 9.0, 2.0, 3.0, 1.0, 1.0, 2.0, 1, 1), lambda: "never asked")
-    (_, answer), details = run.log.spike.call_args
-    assert answer == "skipped, because going back failed: it is no longer there"
-    assert (details["action"], details["checkpoint"], details["steps"]) == ("skip", None, [9, 9])

@@ -58,24 +58,6 @@ PATHS = [
     ({"run.dir": " "}, "run.dir is empty", "runs/first"),
     ({"run.device": "cuda"}, "run.device=cuda", "run.device=auto or cpu"),
     ({"checkpoint.resume": "/nowhere"}, "checkpoint.resume=/nowhere", "auto, never or the path"),
-    ({"checkpoint.local_interval": 10}, "checkpoint.local_interval=10", "a folder on each node's own disk"),
-    ({"checkpoint.local_dir": "/disk"}, "checkpoint.local_dir=/disk", "checkpoint.local_interval; give"),
-    ({"checkpoint.local_dir": " ", "checkpoint.local_interval": 10}, "checkpoint.local_dir is empty", "or null"),
-    (
-        {"checkpoint.local_dir": "/disk", "checkpoint.local_interval": 100, "checkpoint.interval": 100},
-        "checkpoint.local_interval=100",
-        "give less than 100",
-    ),
-    (
-        {"checkpoint.local_dir": "/disk", "checkpoint.local_interval": 300, "checkpoint.interval": 0},
-        "checkpoint.local_interval=300",
-        "give less than 300",
-    ),
-    (
-        {"run.dir": "/runs/a", "checkpoint.local_dir": "/runs/a/local", "checkpoint.local_interval": 10},
-        "checkpoint.local_dir=/runs/a/local",
-        "node's own disk",
-    ),
     ({"precision.bf16_blocks.file": "/nowhere"}, "precision.bf16_blocks.file=/nowhere", "correct the path"),
 ]
 

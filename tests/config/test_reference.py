@@ -45,7 +45,7 @@ def test_explanations_are_those_of_the_docstrings() -> None:
     [
         (OptimizerConfig, "beta1", "number ≥ 0 and < 1"),
         (CheckpointConfig, "interval", "integer ≥ 0"),
-        (CheckpointConfig, "local_dir", "text or null"),
+        (CheckpointConfig, "initialize_from", "text or null"),
         (PhaseConfig, "blend", "mapping of names to number ≥ 0 or `tokens`"),
     ],
 )

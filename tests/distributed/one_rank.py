@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
-from megatron_fp4.checkpoint.origin import origin_state
+from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.rng import StepState

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
-from megatron_fp4.checkpoint.random_state import capture_random_state
-from megatron_fp4.checkpoint.shards import state_of
+from megatron_fp4.checkpoint.shards import capture_random_state, state_of
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import train_step

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fp4.checkpoint.together import Together
+from megatron_fp4.checkpoint.sync import Together
 from megatron_fp4.parallel import mesh as mesh_module
 from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
 from tests.training.harness import launch

@@ -1,4 +1,4 @@
-"""What of a configuration has changed since a checkpoint."""
+"""What of a configuration has changed since a checkpoint: what is refused, and what is said."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 
-from megatron_fp4.checkpoint.drift import (
+from megatron_fp4.checkpoint.config_diff import (
     Change,
     change_lines,
     configuration_changes,
     consequences,
+    identity_differences,
+    run_identity,
     untrained_recipe,
 )
 from megatron_fp4.config.data_schema import DataConfig, PhaseConfig
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.precision_schema import PrecisionConfig, SwitchConfig
-from megatron_fp4.config.schema import Config
+from megatron_fp4.config.schema import Config, ParallelConfig, RunConfig, TrainConfig
 from megatron_fp4.precision.switch import PrecisionSwitch
 
 PHASES = [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"web": 2.0, "code": 1.0})]
+DATA = {"tokenizer": "abc", "train": {"web": {"sha256": "1", "num_tokens": 10}}, "validation": {}}
 
 
 def config(**changes: Any) -> Config:
@@ -38,9 +41,28 @@ def saved(**changes: Any) -> dict[str, Any]:
     return content
 
 
-def test_the_same_configuration() -> None:
-    assert configuration_changes(saved(), config()) == []
-    assert change_lines([]) == []
+def test_the_same_run_on_another_mesh_and_for_longer() -> None:
+    other = Config(parallel=ParallelConfig(tensor=4), train=TrainConfig(steps=7), run=RunConfig(dir="elsewhere"))
+    other = replace(other, model=replace(other.model, name="renamed"))
+    assert identity_differences(run_identity(Config(), DATA), run_identity(other, DATA)) == []
+
+
+def test_another_run_is_named_by_each_field_with_both_values() -> None:
+    other = Config(train=TrainConfig(sequence_length=512), run=RunConfig(seed=5))
+    other = replace(other, model=replace(other.model, hidden_dim=64))
+    data = {"tokenizer": "abd", "train": {"web": {"sha256": "2", "num_tokens": 10}, "code": {"sha256": "3"}}}
+    lines = identity_differences(run_identity(Config(), DATA), run_identity(other, data))
+    assert [line.split(":")[0] for line in lines] == [
+        "data.tokenizer",
+        "data.train.code.sha256",
+        "data.train.web.sha256",
+        "data.validation",
+        "model.hidden_dim",
+        "run.seed",
+        "train.sequence_length",
+    ]
+    assert "train.sequence_length: 256 in the checkpoint, 512 now" in lines
+    assert "data.train.code.sha256: '(absent)' in the checkpoint, '3' now" in lines
 
 
 def test_every_kind_of_value() -> None:
@@ -54,44 +76,23 @@ def test_every_kind_of_value() -> None:
         Change("optimizer.lr", 0.002, 0.5),
         Change("parallel.sequence", None, True),
     ]
-    assert change_lines([Change("optimizer.lr", 0.002, 0.5), Change("precision.name", "nvfp4", "bf16")]) == [
-        "changed since the checkpoint: optimizer.lr 0.002 -> 0.5",
-        "changed since the checkpoint: precision.name nvfp4 -> bf16",
+    assert change_lines([Change("optimizer.lr", 0.002, 0.5)]) == [
+        "changed since the checkpoint: optimizer.lr 0.002 -> 0.5"
     ]
     fewer = configuration_changes(saved(), config(data__phases=PHASES[:1]))
     assert [change.key for change in fewer] == ["data.phases"]
+    many = change_lines([Change(f"k{i}", i, i + 1) for i in range(20)])
+    assert len(many) == 13 and many[-1] == "and 8 more, all in metrics.jsonl"
 
 
-def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:
-    bf16, switches = PrecisionConfig(name="bf16"), SwitchConfig("before_decay")
-    now = config(precision=PrecisionConfig(name="nvfp4", switch=switches))
-    changes = configuration_changes(saved(precision=bf16), now)
-    [line] = untrained_recipe(changes, now, PrecisionSwitch(switches, 255), 255)
-    assert line.startswith("WARNING: no step is trained in the recipe nvfp4, which is not the checkpoint's: ")
-    assert "when=before_decay means before step 256, so all that is left is in bf16." in line
-    of_itself = saved(precision=PrecisionConfig(name="nvfp4"))  # a switch that is meant
-    half = SwitchConfig("before_decay", scope="forward")
-    for before, after, switch, start in (
-        (of_itself, now, PrecisionSwitch(switches, 255), 255),
-        (saved(precision=bf16), now, PrecisionSwitch(switches, 255), 254),
-        (saved(precision=bf16), now, PrecisionSwitch(SwitchConfig()), 255),
-        (saved(precision=bf16), config(precision=PrecisionConfig(switch=half)), PrecisionSwitch(half, 255), 255),
-        (saved(precision=bf16), now, PrecisionSwitch(switches, 255), now.train.steps),
-    ):
-        assert untrained_recipe(configuration_changes(before, after), after, switch, start) == []
-
-
-def test_what_belongs_to_a_start_is_no_change() -> None:
-    now = config(run__dir="elsewhere", run__dry=True, checkpoint__resume="never", checkpoint__allow_mismatch=True)
-    assert configuration_changes(saved(), now) == []
-
-
-def test_a_key_that_one_of_the_versions_does_not_have() -> None:
-    before = saved()
+def test_what_is_no_change() -> None:
+    assert configuration_changes(saved(), config()) == []
+    of_a_start = config(run__dir="elsewhere", run__dry=True, checkpoint__resume="never")
+    assert configuration_changes(saved(), of_a_start) == []
+    before = saved()  # keys that one of the versions does not have
     del before["optimizer"]["eps"], before["logging"]
     before["optimizer"]["forgotten"] = 3
     assert configuration_changes(before, config(optimizer__eps=1.0)) == []
-    assert configuration_changes({}, config(optimizer__eps=1.0)) == []
 
 
 def test_what_the_switch_resolves_to() -> None:
@@ -111,11 +112,23 @@ def test_values_of_the_environment_are_compared_as_they_are_written() -> None:
     ]
 
 
-def test_many_changes_are_not_all_shown() -> None:
-    changes = [Change(f"k{i}", i, i + 1) for i in range(20)]
-    lines = change_lines(changes)
-    assert len(lines) == 13 and lines[-1] == "and 8 more, all in metrics.jsonl"
-    assert len(change_lines(changes[:13])) == 13 and "more" not in change_lines(changes[:13])[-1]
+def test_a_key_that_is_gone_is_told_if_it_had_another_value() -> None:
+    before = saved()
+    before["checkpoint"]["local_dir"] = None
+    assert configuration_changes(before, config()) == []
+    before["checkpoint"]["local_dir"] = "/scratch"
+    assert configuration_changes(before, config()) == [Change("checkpoint.local_dir", "/scratch", None)]
+
+
+def test_a_recipe_of_which_no_step_is_left_before_the_switch() -> None:
+    bf16, switches = PrecisionConfig(name="bf16"), SwitchConfig("before_decay")
+    now = config(precision=PrecisionConfig(name="nvfp4", switch=switches))
+    changes = configuration_changes(saved(precision=bf16), now)
+    [line] = untrained_recipe(changes, now, PrecisionSwitch(switches, 255), 255)
+    assert "when=before_decay means before step 256, so all that is left is in bf16." in line
+    of_itself = saved(precision=PrecisionConfig(name="nvfp4"))  # a switch that is meant
+    for before, start in ((of_itself, 255), (saved(precision=bf16), 254), (saved(precision=bf16), now.train.steps)):
+        assert untrained_recipe(configuration_changes(before, now), now, PrecisionSwitch(switches, 255), start) == []
 
 
 def test_a_longer_run_decays_again_and_stays_switched() -> None:
@@ -125,7 +138,6 @@ def test_a_longer_run_decays_again_and_stays_switched() -> None:
     assert "switched before step 86 and stays switched" in lines[0] and "now means step 171" in lines[0]
     # By hand: the last step of 100 has 1% of 2e-3; at step 101 of 200 nothing has decayed yet.
     assert "from 2.00e-05 in step 100 to 2.00e-03 in step 101; it decays from step 171 now" in lines[1]
-    assert consequences(saved(train__steps=200), now, replace(switch, switched_at=None), start=100) == []
     not_yet = consequences(saved(train__steps=100), now, replace(switch, switched_at=None), start=80)
     assert not_yet == []  # the decay had not begun
 
@@ -135,11 +147,3 @@ def test_a_longer_run_decays_again_and_stays_switched() -> None:
 )
 def test_consequences_of_a_configuration_of_another_version(before: dict[str, Any]) -> None:
     assert consequences(before, config(), PrecisionSwitch(), start=3) == []
-
-
-def test_a_key_that_is_gone_is_told_if_it_had_another_value() -> None:
-    before = saved()
-    before["optimizer"]["implementation"] = "torch"
-    assert configuration_changes(before, config()) == []
-    before["optimizer"]["implementation"] = "apex"
-    assert configuration_changes(before, config()) == [Change("optimizer.implementation", "apex", "torch")]

@@ -1,7 +1,8 @@
-"""What of the configuration has changed since the checkpoint that a run goes on from, and what follows from that.
+"""How a checkpoint's configuration differs from the run's: what a resume is refused for, and what it says.
 
-Most of a configuration may change on a resume, so nothing here refuses; but a change that nobody meant (a default of a
-newer version, an override that was left out) must be seen.
+The identity of a run is what a checkpoint must not be resumed without: model, batch, data, seed. Everything else may
+change on a resume (the mesh, precision, optimizer and schedule, number of steps, intervals); but a change that was not
+meant (a default of a newer version, an override that was left out) must be seen.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fp4.config.environment import as_saved
@@ -17,23 +19,63 @@ from megatron_fp4.config.schema import Config, ScheduleConfig
 from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.training.schedule import WSDSchedule
 
-# Of a start, not of the run.
-_EXPECTED = {
-    "run.dir",
-    "run.dry",
-    "run.dry_mfu",
-    "run.dry_peak_tflops",
-    "run.dry_host_bandwidth",
-    "run.dry_network_bandwidth",
-    "run.dry_ranks_per_host",
-    "run.dry_host_ms",
-    "checkpoint.resume",
-    "checkpoint.initialize_from",
-    "checkpoint.allow_mismatch",
-}
+NOT_OF_THE_MODEL = ("name", "nvfp4_bf16_blocks", "fp8_bf16_blocks")
+"""Keys under `model` that are a label, and precision."""
+_ABSENT = "(absent)"
+# Keys, or their beginnings, that say something of a start and nothing of the run.
+_OF_A_START = ("run.dir", "run.dry", "checkpoint.resume", "checkpoint.initialize_from", "checkpoint.allow_mismatch")
 # Of `precision`, but of no recipe.
 _NO_RECIPE = tuple(f"precision.{key}" for key in ("switch", "diagnostics", "backend", "recheck"))
 _SHOWN = 12
+
+
+def run_identity(config: Config, data_fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of a run as a flat dict, dotted name -> JSON value.
+
+    data_fingerprint: what data and tokenizer are, of JSON types, nested as one likes; it appears under `data.`.
+    """
+    model = dataclasses.asdict(config.model)
+    for name in NOT_OF_THE_MODEL:
+        del model[name]
+    nested = {
+        "model": model,
+        "train": {
+            "sequence_length": config.train.sequence_length,
+            "global_batch_size": config.train.global_batch_size,
+        },
+        "run": {"seed": config.run.seed},
+        "data": json.loads(json.dumps(data_fingerprint)),  # as it will come back from the checkpoint
+    }
+    return flatten(nested)
+
+
+def identity_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One line for each field that differs, with both values; empty if it is the same run."""
+    lines = []
+    for name in sorted({*saved, *current}):
+        before, now = saved.get(name, _ABSENT), current.get(name, _ABSENT)
+        if before != now:
+            lines.append(f"{name}: {before!r} in the checkpoint, {now!r} now")
+    return lines
+
+
+def other_run(folder: Path, differences: Sequence[str]) -> str:
+    """The refusal of a checkpoint that another run made."""
+    return (
+        f"{folder} belongs to another run: {'; '.join(differences)}. Set these back, choose another run.dir, or resume "
+        "anyway with checkpoint.allow_mismatch=true"
+    )
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Mappings in mappings as one, with names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 class Change(NamedTuple):
@@ -51,7 +93,7 @@ def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Chan
     its contents changed: another target says it all.
     """
     now = json.loads(json.dumps(as_saved(config)))
-    changes = [change for change in _differences("", config, saved, now) if change.key not in _EXPECTED]
+    changes = [change for change in _differences("", config, saved, now) if not change.key.startswith(_OF_A_START)]
     changes += [Change(*value) for value in gone_values(saved)]
     if any(change.key == "precision.switch.target" for change in changes) or not saved.get("after_switch"):
         changes = [change for change in changes if not change.key.startswith("after_switch")]
@@ -66,7 +108,7 @@ def change_lines(changes: list[Change]) -> list[str]:
 
 
 def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
-    """What a change of the run's length does to the precision switch and the learning rate, behind `start` steps."""
+    """What a change of the run's length does to the precision switch and the learning rate, after `start` steps."""
     lines = []
     if switch.switched_at is not None and switch.at_step is not None and switch.at_step > start:
         lines.append(
@@ -91,7 +133,7 @@ def consequences(saved: Mapping[str, Any], config: Config, switch: PrecisionSwit
 
 
 def untrained_recipe(changes: Sequence[Change], config: Config, switch: PrecisionSwitch, start: int) -> list[str]:
-    """A warning if `changes` bring another recipe, and the precision switch leaves it no step behind `start`."""
+    """A warning if `changes` bring another recipe, and the precision switch leaves it no step after `start`."""
     settings = config.precision.switch
     if switch.switched_at is not None or switch.at_step is None or settings.scope != "both":
         return []

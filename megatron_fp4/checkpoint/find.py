@@ -1,0 +1,444 @@
+"""Which checkpoint a start resumes from.
+
+Rank 0 alone looks at the folder and decides; the others are told, so that a slow file system which shows two ranks
+different folders cannot split them. All then load what was chosen, and a checkpoint is known to be whole only once it
+is loaded: if any rank finds damage all learn it, and rank 0 names the next.
+
+    checkpoint.resume   there are checkpoints of this run          there are none
+    auto                the newest intact one                      step 0, unless something says that there was one
+    required            the newest intact one                      refused
+    PATH, elsewhere     the newest intact one, if this run began   PATH, unless something says that there was one
+                        from PATH; otherwise refused
+    PATH, among them    PATH, unless later ones are intact         -
+    never               refused by the caller                      step 0
+
+What was found damaged on the way is moved aside once an intact one is loaded, and kept: `step_00000400.damaged`. One
+rank of many may have a bad client or bad memory and find an intact file damaged: rank 0 reads the file that it named
+anew, and if that is whole the start ends, nothing is moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.config_diff import identity_differences, other_run
+from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, Origin, OtherFormatError
+from megatron_fp4.checkpoint.sync import CheckpointError, DamageError, OneProcess, RankSync
+from megatron_fp4.config.schema import Config, ConfigError
+
+logger = logging.getLogger(__name__)
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"  # as logging/ writes them
+Read = Callable[[Path, Manifest], dict[str, Any]]
+
+
+class ResumeRefusedError(CheckpointError, ValueError):
+    """What to resume from is for the user to decide; the message has the remedies. Raised on all ranks."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A checkpoint that is not whole. moved_to: its name since it was moved aside. unreadable: see DamageError."""
+
+    name: str
+    problem: str
+    moved_to: str = ""
+    unreadable: bool = False
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a start resumes from: a loaded checkpoint, its trainer state, and what was damaged and is moved aside.
+
+    origin: where the run began, if that was another run's checkpoint.
+    """
+
+    folder: Path
+    manifest: Manifest
+    trainer: dict[str, Any]
+    damaged: tuple[Damage, ...] = ()
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True)
+class Finder:
+    """Finds the checkpoint to resume from among those under `root`; its methods are collectives.
+
+    load: loads a checkpoint and returns its trainer state. A collective, which raises DamageError on all ranks if any
+    found the checkpoint not to be what its manifest says; what else it raises, on all ranks too, ends the search.
+    check: only looks whether a checkpoint is whole, and raises as `load` does. only_look: change nothing on disk.
+    """
+
+    root: Path
+    sync: RankSync
+    load: Read
+    check: Callable[[Path, Manifest], object]
+    only_look: bool = False
+
+    def choose(self, resume: str) -> Chosen | None:
+        """Load what `resume` (see the table above) means; None if the run begins at step 0.
+
+        Raises ResumeRefusedError on all ranks if nothing is intact or left of an earlier run, if there are checkpoints
+        of another origin, or if a given one is not there or damaged; CheckpointError if it cannot be known, because
+        ranks disagree about damage or nothing can be read.
+        """
+        if resume == "never":
+            return None
+        given = None if resume in ("auto", "required") else Path(os.path.realpath(resume))
+        if given is not None and is_own(self.root, given):
+            return self._go_back(given)
+        chosen = self._newest_intact()
+        if chosen is not None:
+            if given is not None:
+                self._check_origin(chosen, given)
+            return self._settle(chosen)
+        steps, found = self.sync.on_rank0(
+            "look for an earlier run", lambda: earlier_run(self.root, branch=given is not None)
+        )
+        if found:
+            raise ResumeRefusedError(_nothing_left(self.root, found, given))
+        if resume == "required":
+            raise ResumeRefusedError(
+                f"checkpoint.resume=required, but there is no checkpoint in {self.root}: mount its disk or restore it, "
+                "or begin at step 0 with checkpoint.resume=auto"
+            )
+        if given is not None:
+            return self._given(given)
+        if steps:
+            self._log(
+                logging.WARNING,
+                f"{self.root.parent}: an earlier start made {steps} steps and no checkpoint; beginning at step 0 "
+                "again, its records are moved aside",
+            )
+        return None
+
+    def _newest_intact(self) -> Chosen | None:
+        """Load the newest checkpoint that is whole; None if there is none at all. Raises as `choose`."""
+        candidates: list[tuple[Path, Manifest]] = []  # rank 0's
+
+        def scan() -> tuple[list[Damage], str | None]:
+            broken = []
+            for folder in files.list_checkpoints(self.root):
+                try:
+                    candidates.append((folder, files.read_manifest(folder)))
+                except OtherFormatError as error:
+                    return [], f"{folder}: {error}; resume with the version that wrote it"
+                except DamagedCheckpointError as error:
+                    broken.append(Damage(folder.name, str(error), unreadable=isinstance(error, files.UnreadableError)))
+            candidates.sort(key=lambda candidate: candidate[1].save_index)
+            pointer = files.read_pointer(self.root)
+            if candidates and pointer is not None and not (self.root / pointer).is_dir():
+                logger.warning("%s names %s, which is not there", self.root / files.POINTER, pointer)
+            return broken, None
+
+        damaged, refusal = self.sync.on_rank0("scan", scan)
+        if refusal is not None:
+            raise ResumeRefusedError(refusal)
+        for broken in damaged:
+            self._report(broken)
+        while (found := self.sync.on_rank0("scan", lambda: candidates.pop() if candidates else None)) is not None:
+            folder, manifest = found
+            try:
+                trainer = self.load(folder, manifest)
+            except DamageError as error:
+                confirm(folder, error, self.sync)
+                damaged.append(Damage(folder.name, error.reasons, unreadable=error.unreadable))
+                self._report(damaged[-1])
+            else:
+                return Chosen(folder, manifest, trainer, tuple(damaged), Origin.of(trainer))
+        if not damaged:
+            return None
+        listing = " | ".join(f"{each.name}: {each.problem}" for each in damaged)
+        if any(each.unreadable for each in damaged):  # which may be the way to the disk: a crash, and no refusal
+            raise CheckpointError(f"no checkpoint under {self.root} can be read ({listing}); nothing was moved")
+        raise ResumeRefusedError(
+            f"there are checkpoints under {self.root}, but none is whole ({listing}). Not starting again at step 0 "
+            "unasked: restore one, or begin anew in another run.dir"
+        )
+
+    def _go_back(self, folder: Path) -> Chosen:
+        """Load this run's own checkpoint in `folder`, and move later ones aside if all of them are damaged.
+
+        Intact ones stay, and the caller will not overwrite them.
+        """
+        given = self._given(folder)
+        given = replace(given, origin=Origin.of(given.trainer))
+
+        def scan() -> list[tuple[Path, Manifest | Damage]]:
+            later = [each for each in files.list_checkpoints(self.root) if files.step_of(each) > given.manifest.step]
+            return [(each, _manifest_in(each)) for each in later]
+
+        damaged = []
+        try:
+            later = self.sync.on_rank0("scan", scan)
+        except DamageError:  # one of another version
+            return given
+        for other, found in later:
+            if isinstance(found, Manifest):
+                try:
+                    self.check(other, found)
+                    return given
+                except DamageError as error:
+                    confirm(other, error, self.sync)
+                    found = Damage(other.name, error.reasons)
+            damaged.append(found)
+            self._report(found)
+        return self._settle(replace(given, damaged=tuple(damaged)))
+
+    def _given(self, folder: Path) -> Chosen:
+        """Load the checkpoint in `folder`, of this run or another. Raises as `choose`."""
+
+        def look() -> tuple[Manifest, Origin] | str:
+            if not folder.is_dir():
+                return "is not a folder; give auto, never or a path such as RUN/checkpoints/step_00000200"
+            try:
+                manifest = files.read_manifest(folder)
+                return manifest, Origin.at(folder, manifest)
+            except OtherFormatError as error:
+                return f"is of another version: {error}"
+
+        try:
+            found = self.sync.on_rank0("read a manifest", look)
+            if isinstance(found, str):
+                raise ResumeRefusedError(f"checkpoint.resume={folder} {found}")
+            return Chosen(folder, found[0], self.load(folder, found[0]), origin=found[1])
+        except DamageError as error:
+            confirm(folder, error, self.sync)
+            if error.unreadable:
+                raise CheckpointError(f"checkpoint.resume={folder} cannot be read: {error.reasons}") from error
+            text = f"checkpoint.resume={folder} is damaged: {error.reasons}; give another one"
+            raise ResumeRefusedError(text) from error
+
+    def _check_origin(self, chosen: Chosen, given: Path) -> None:
+        """Refuse to resume from checkpoints of a run that did not begin from `given`."""
+        origin = chosen.origin
+        if origin is not None:
+            same = self.sync.on_rank0("compare origins", lambda: origin.is_in(given))
+            if str(given) == origin.path:  # which may be gone by now
+                if same is False:
+                    self._log(logging.WARNING, f"{given} is not the checkpoint any more that this run began from")
+                return
+            if same:  # moved, or made again in the same bits
+                return
+        began = "at step 0" if origin is None else f"from {origin.path}"
+        raise ResumeRefusedError(
+            f"checkpoint.resume={given}, but {self.root} has checkpoints of a run that began {began} (the newest is "
+            f"{chosen.folder.name}); choose another run.dir to begin from {given.name} there, or resume from them with "
+            "checkpoint.resume=auto"
+        )
+
+    def _settle(self, chosen: Chosen) -> Chosen:
+        """Rename damaged checkpoints, and let the pointer name what was loaded: a run that was killed before it could
+        may be finished, and save no more."""
+        if self.only_look:
+            return chosen
+
+        def move() -> tuple[Damage, ...]:
+            moved = tuple(
+                replace(each, moved_to=files.move_aside(self.root / each.name).name) for each in chosen.damaged
+            )
+            if files.read_pointer(self.root) != chosen.folder.name:
+                try:
+                    files.write_pointer(chosen.folder)
+                except OSError as error:
+                    logger.warning("`%s` does not name %s: %s", files.POINTER, chosen.folder.name, error)
+            return moved
+
+        moved = self.sync.on_rank0("move damaged checkpoints aside", move)
+        for each in moved:
+            text = f"{each.name} was moved to {self.root / each.moved_to}; resuming from {chosen.folder.name}"
+            self._log(logging.ERROR, text)
+        return replace(chosen, damaged=moved)
+
+    def _report(self, damage: Damage) -> None:
+        self._log(logging.ERROR, f"CHECKPOINT DAMAGED: {damage.name}: {damage.problem}")
+
+    def _log(self, level: int, message: str) -> None:
+        if self.sync.rank == 0 and not self.only_look:
+            logger.log(level, message)
+
+
+def confirm(folder: Path, error: DamageError, sync: RankSync) -> None:
+    """Return if rank 0, too, finds damaged what `error` names. Raises CheckpointError on all ranks otherwise: on other
+    machines the same checkpoint may well be read."""
+
+    def is_damaged() -> bool:
+        records = files.read_manifest(folder).files
+        return any(files.check_file(folder, name, records[name], from_disk=True) for name in error.files)
+
+    if error.files and files.MANIFEST not in error.files and not sync.on_rank0("read it again", is_damaged):
+        raise CheckpointError(
+            f"{folder} is damaged, says {error.reasons}; but rank 0 reads it anew and finds it whole. Nothing was "
+            "moved; start again, on other machines if this comes back"
+        )
+
+
+def refuse_weights_only(folder: Path, manifest: Manifest) -> None:
+    """Raise ValueError for a checkpoint that no run can resume from, because it has no optimizer state."""
+    if manifest.weights_only:
+        raise ValueError(
+            f"{folder} is an imported checkpoint, which holds weights alone: nothing to resume; begin a run from it "
+            f"with checkpoint.initialize_from={folder}, in a run.dir of its own"
+        )
+
+
+def is_own(root: Path, given: Path) -> bool:
+    """Whether `given` is one of the checkpoints under `root`, there or not."""
+    return Path(os.path.realpath(given)).parent == Path(os.path.realpath(root))
+
+
+def _manifest_in(folder: Path) -> Manifest | Damage:
+    try:
+        return files.read_manifest(folder)
+    except OtherFormatError:
+        raise
+    except DamagedCheckpointError as error:
+        return Damage(folder.name, str(error))
+
+
+# What a run leaves behind besides its checkpoints, so that a start can tell a new run from one that lost them
+
+
+def earlier_run(root: Path, *, branch: bool) -> tuple[int, list[str]]:
+    """Traces of a run whose checkpoints under `root` are gone: the last step in its records, and what says that there
+    were checkpoints.
+
+    A run that was killed before its first checkpoint leaves none, and may begin again where it began. branch: that is
+    after step 0, so a start from a later step says nothing. Raises OSError.
+    """
+    run_dir, found = root.parent, []
+    steps = saved = resumed_from = 0
+    anew = False  # told to begin at step 0, whatever there was before
+    for record in _records(run_dir / METRICS):
+        kind, step = record.get("kind"), record.get("step")
+        step = step if isinstance(step, int) else 0
+        if kind == "step":
+            steps = max(steps, step)
+        elif kind == "event" and record.get("event") == "checkpoint":
+            saved += 1
+        elif kind == "run":
+            resumed_from = max(resumed_from, step)
+            anew = anew or record.get("resume") == "never"
+    if saved:
+        found.append(f"{METRICS} has {steps} steps, and {saved} checkpoints saved")
+    elif resumed_from and not branch:
+        found.append(f"{METRICS} has a start from step {resumed_from}")
+    if not anew:  # otherwise the rest is of the run before, which was given up knowingly
+        if (run_dir / SUMMARY).exists():
+            found.append(f"{SUMMARY} says that it was finished")
+        if (pointer := files.read_pointer(root)) is not None:
+            found.append(f"checkpoints/{files.POINTER} names {pointer}")
+        if damaged := sorted(folder.name for folder in root.glob("step_*.damaged*")):
+            found.append(f"damaged checkpoints were moved aside: {', '.join(damaged)}")
+    return steps, found
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Whatever lines can be read: a damaged one must not hide the others."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record
+
+
+def _nothing_left(root: Path, found: list[str], given: Path | None) -> str:
+    remedies = [f"restore {root}"]
+    if given is None:
+        remedies.append("start from step 0 with checkpoint.resume=never, which moves the records aside")
+    remedies.append("choose another run.dir")
+    return (
+        f"run.dir={root.parent} is of an earlier run ({'; '.join(found)}), but there is no checkpoint to resume from "
+        f"in {root}: {', or '.join(remedies)}"
+    )
+
+
+# What one process can say of it before any rank waits for others, from manifests, sizes and the trainer's state alone
+
+
+def preview(config: Config, identity: Mapping[str, Any]) -> Chosen | None:
+    """What a start of `config` would resume from; None if it begins at step 0. Changes nothing on disk.
+
+    identity: the run's. Raises ConfigError for what a start would refuse, as far as it can be seen so; OSError.
+    """
+    check_resume(config)
+    resume, root = config.checkpoint.resume, _root(config)
+    sync = OneProcess(root)
+
+    def check_sizes(folder: Path, manifest: Manifest) -> None:
+        def look() -> None:
+            for name, record in manifest.files.items():
+                files.open_sized(folder, name, record).close()
+
+        sync.on_rank0("look at it", look)
+
+    def load(folder: Path, manifest: Manifest) -> dict[str, Any]:
+        refuse_weights_only(folder, manifest)
+        differences = identity_differences(manifest.identity, identity)
+        if differences and not config.checkpoint.allow_mismatch:
+            raise ConfigError(other_run(folder, differences))
+        check_sizes(folder, manifest)
+        content = sync.on_rank0("read it", lambda: files.read_checked(folder, files.TRAINER, manifest.files))
+        trainer: dict[str, Any] = json.loads(content)
+        return trainer
+
+    try:
+        found = Finder(root, sync, load, check_sizes, only_look=True).choose(resume)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    start, broken = 0, set()
+    if found is not None:
+        start, broken = found.manifest.step, {damage.name for damage in found.damaged}
+    later = [files.step_of(each) for each in files.list_checkpoints(root) if each.name not in broken]
+    if last := max((step for step in later if step > start), default=0):
+        raise ConfigError(would_overwrite(resume, start, root, last))
+    return found
+
+
+def check_resume(config: Config) -> None:
+    """Raise ConfigError if `checkpoint.resume` is a path that no start could resume from.
+
+    A branch resumes from its own checkpoints also when its parent is gone; the start sees whether they are its own.
+    """
+    resume, root = config.checkpoint.resume, _root(config)
+    if config.checkpoint.initialize_from is not None or resume in ("auto", "required", "never"):
+        return
+    if any(root.glob("step_*")) and not is_own(root, Path(resume)):
+        return
+    given = Path(resume)
+    if not given.is_dir():
+        raise ConfigError(
+            f"checkpoint.resume={resume} is no checkpoint folder; give auto, required, never or the path of one, such "
+            f"as {config.run.dir}/checkpoints/step_00000200"
+        )
+    try:
+        refuse_weights_only(given, files.read_manifest(given))
+    except DamagedCheckpointError as error:
+        inside = files.list_checkpoints(given / "checkpoints") or files.list_checkpoints(given)
+        remedy = f"it has some inside: give {inside[-1]}" if inside else "give auto, never or the path of another one"
+        raise ConfigError(f"checkpoint.resume={resume} is no whole checkpoint ({error}); {remedy}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"checkpoint.resume={resume}: {error}") from error
+
+
+def would_overwrite(resume: str, start: int, root: Path, last: int) -> str:
+    """The refusal of a start from step `start` that would come to replace checkpoints up to step `last`."""
+    return (
+        f"checkpoint.resume={resume} starts from step {start}, but {root} already has checkpoints up to step {last}, "
+        "which the run would overwrite; choose another run.dir"
+    )
+
+
+def _root(config: Config) -> Path:
+    return Path(config.run.dir) / "checkpoints"

@@ -1,0 +1,428 @@
+"""Which checkpoint is resumed from, which are kept, and what is no checkpoint of the run. One rank, in this process,
+where nothing else is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import logging
+import os
+import pickle
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_fp4.checkpoint import files, shards
+from megatron_fp4.checkpoint.checkpointer import CheckpointError
+from megatron_fp4.parallel.mesh import ParallelMesh
+from tests.distributed.one_rank import Job, flip_a_bit, names
+from tests.training.harness import launch, toy_mesh
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
+
+
+def test_the_newest_or_a_given_one(root: Path, tmp_path: Path, mesh: ParallelMesh) -> None:
+    assert Job(tmp_path / "none", mesh).resume() is None
+    assert Job(root, mesh).resume() == 3 == Job(root, mesh).resume("required")
+    assert Job(root, mesh).resume("never") is None
+    assert Job(root, mesh).resume(str(root / "step_00000002")) == 2
+    with pytest.raises(ValueError, match="step_00000009 is not a folder; give auto"):
+        Job(root, mesh).resume(str(root / "step_00000009"))
+    flip_a_bit(root / "step_00000002" / "__0_0.distcp")
+    with pytest.raises(ValueError, match=r"is damaged: .*__0_0\.distcp has changed"):
+        Job(root, mesh).resume(str(root / "step_00000002"))
+    with pytest.raises(ValueError, match=r"is damaged: .*manifest\.json is missing"):
+        Job(root.parent / "another", mesh).resume(str(root.parent))
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("__0_0.distcp", flip_a_bit),
+        (".metadata", _truncate),
+        ("trainer.json", Path.unlink),
+        ("rng.pt", flip_a_bit),
+        ("manifest.json", flip_a_bit),
+        ("manifest.json", _pipe),
+        ("trainer.json", _pipe),
+    ],
+)
+def test_any_damage_falls_back_loudly(
+    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture, name: str, harm: Callable[[Path], None]
+) -> None:
+    harm(root / "step_00000003" / name)
+    assert Job(root, mesh).resume() == 2
+    loud = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(loud) == 2 and "DAMAGED: step_00000003: " in loud[0] and name in loud[0]
+    assert "was moved to" in loud[1] and loud[1].endswith("step_00000003.damaged; resuming from step_00000002")
+    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
+    assert (root / "latest").read_text() == "step_00000002\n"
+
+
+def test_damaged_ones_are_kept_and_the_step_is_saved_again(root: Path, mesh: ParallelMesh) -> None:
+    for again in range(3):
+        flip_a_bit(root / "step_00000003" / "__0_0.distcp")
+        (root / "step_00000002" / ".metadata").unlink(missing_ok=True)
+        job = Job(root, mesh, keep=1)
+        assert job.resume() == 1
+        job.checkpointer.saves.keep = 0 if again < 2 else 1
+        job.save(2)
+        job.save(3)
+        assert Job(root, mesh).checkpointer.steps_after(3) == []
+    kept = [f"step_0000000{step}.damaged{more}" for step in (2, 3) for more in ("", ".1", ".2")]
+    assert names(root) == ["latest", *kept[:3], "step_00000003", *kept[3:]]  # keep=1 prunes checkpoints, none of these
+
+
+def test_a_checkpoint_of_another_version_is_not_damaged(root: Path, mesh: ParallelMesh) -> None:
+    manifest = files.read_manifest(root / "step_00000003")
+    files.write_manifest(root / "step_00000003", dataclasses.replace(manifest, format=files.FORMAT + 1))
+    with pytest.raises(ValueError, match=r"has format \d, .* resume with the version that wrote it"):
+        Job(root, mesh).resume()
+    job = Job(root, mesh)
+    assert job.resume(str(root / "step_00000001")) == 1 and job.checkpointer.steps_after(1) == [2, 3]
+    assert "step_00000003" in names(root)
+
+
+def test_going_back_past_damaged_ones(root: Path, mesh: ParallelMesh) -> None:
+    (root / "step_00000003" / "manifest.json").unlink()
+    job = Job(root, mesh)
+    assert job.resume(str(root / "step_00000001")) == 1
+    assert job.checkpointer.steps_after(1) == [2, 3]  # 2 is intact: nothing is moved, and the caller refuses
+    flip_a_bit(root / "step_00000002" / "__0_0.distcp")
+    job = Job(root, mesh)
+    assert job.resume(str(root / "step_00000001")) == 1
+    assert job.checkpointer.steps_after(1) == []
+    assert names(root) == ["latest", "step_00000001", "step_00000002.damaged", "step_00000003.damaged"]
+    job.save(2)
+    assert Job(root, mesh).resume() == 2
+
+
+@pytest.mark.parametrize("content", ["", None, "step_00000001\n", "step_99999999\n", "\0\0\0", "a folder"])
+def test_whatever_the_pointer_is(root: Path, mesh: ParallelMesh, content: str | None) -> None:
+    (root / "latest").unlink()
+    if content == "a folder":
+        (root / "latest").mkdir()
+    elif content is not None:
+        (root / "latest").write_text(content)
+    job = Job(root, mesh)
+    assert job.resume() == 3
+    assert job.save(4).is_dir()
+
+
+def test_what_interrupted_saves_left_is_removed(
+    root: Path, tmp_path: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    (root / "step_00000008.tmp").mkdir()
+    (root / "step_00000008.tmp" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    (root / "step_00000009.tmp").symlink_to(tmp_path / "elsewhere")
+    job = Job(root, mesh)
+    assert job.resume() == 3
+    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003"]
+    assert "removed unfinished step_00000008.tmp" in caplog.text and (tmp_path / "elsewhere" / "kept").exists()
+    (root / "step_00000004.tmp").symlink_to(tmp_path / "elsewhere")
+    job.save(4)
+    assert Job(root, mesh).resume() == 4 and (tmp_path / "elsewhere" / "kept").exists()
+
+
+def test_pruning_and_saving_a_step_again(tmp_path: Path, mesh: ParallelMesh) -> None:
+    job = Job(tmp_path, mesh, keep=2)
+    for step in (1, 2, 3, 4):
+        job.save(step)
+    assert names(tmp_path) == ["latest", "step_00000003", "step_00000004"]
+    again = Job(tmp_path, mesh)
+    assert again.resume() == 4
+    before = (tmp_path / "step_00000004" / "manifest.json").stat()
+    assert again.save(4) == tmp_path / "step_00000004"
+    assert (tmp_path / "step_00000004" / "manifest.json").stat() == before
+    anew = Job(tmp_path, mesh)
+    assert anew.resume("never") is None
+    anew.save(3, note="new")  # replaced, and the newest now
+    assert Job(tmp_path, mesh).resume() == 3
+
+
+def test_another_run_is_refused(root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture) -> None:
+    other = Job(root, mesh, hidden=16, tokenizer="abc")
+    with pytest.raises(ValueError, match="belongs to another run") as caught:
+        other.resume()
+    for part in ("hidden: 12 in the checkpoint, 16 now", "tokenizer: '(absent)'", "checkpoint.allow_mismatch=true"):
+        assert part in str(caught.value)
+    assert other.resume(allow_mismatch=True) == 3
+    assert "although it differs" in caplog.text
+    other.model.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.extra\.weight"):
+        other.resume(allow_mismatch=True)
+
+
+def _resume_with_another_view(rank: int, root: str) -> tuple[int | None, list[int]]:
+    """Rank 1 sees an empty folder, as on a file system that is slow to show what another host wrote."""
+    if rank == 1:
+        files.list_checkpoints = lambda root: []  # type: ignore[assignment]
+    job = Job(Path(root), toy_mesh())
+    return job.resume(), job.checkpointer.steps_after(1)
+
+
+def test_the_first_rank_decides(root: Path) -> None:
+    flip_a_bit(root / "step_00000003" / "trainer.json")
+    assert launch(_resume_with_another_view, 2, str(root)) == [(2, [2])] * 2
+    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
+
+
+# Damage that one rank alone finds, and damage that is there
+
+
+def _dying_disk(file: Any, *unused: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))  # without a name, as reading an open file has it
+
+
+def _wrong_hash(file: Any, length: int, digest: Any, name: str) -> None:
+    digest.update(b"x")
+
+
+def _resume_with_trouble(rank: int, root: str, sick: int, trouble: str) -> list[Any]:
+    """Resume as some would, with trouble that rank `sick` alone has in its shards of the newest checkpoint."""
+    read, digest_to = shards.read_exactly, shards._digest_to
+
+    def troubled(what: str, sound: Any, sick_one: Any) -> Any:
+        def either(file: Any, *rest: Any) -> Any:
+            newest = Path(os.readlink(f"/proc/self/fd/{file.fileno()}")).parent.name == "step_00000003"
+            return (sick_one if newest and trouble == what else sound)(file, *rest)
+
+        return either
+
+    if rank == sick:
+        shards.read_exactly = troubled("io", read, _dying_disk)
+        shards._digest_to = troubled("hash", digest_to, _wrong_hash)
+    outcomes: list[Any] = []
+    mesh = toy_mesh()
+    for resume in ("auto", str(Path(root) / "step_00000003")):
+        try:
+            outcomes.append(Job(Path(root), mesh).resume(resume))
+        except (CheckpointError, ValueError) as error:
+            outcomes.append((type(error), str(error)))
+    return outcomes
+
+
+@pytest.mark.parametrize(("trouble", "sick"), [("hash", 1), ("io", 1), ("hash", 0)])
+def test_what_one_rank_alone_finds_damaged_is_not_moved(root: Path, trouble: str, sick: int) -> None:
+    """A bad client or bad memory of one: an error that starts again elsewhere (no refusal), with rank and host."""
+    before = names(root)
+    results = launch(_resume_with_trouble, 2, str(root), sick, trouble)
+    assert results[0] == results[1]
+    for kind, message in results[0]:
+        assert kind is CheckpointError  # neither a refusal nor the damage itself
+        assert f"rank {sick}: " in message and f"(on {socket.gethostname()})" in message
+        assert "step_00000003" in message and "finds it whole" in message
+    assert names(root) == before
+
+
+def _save_on_two(rank: int, root: str) -> None:
+    Job(Path(root), toy_mesh()).save(4)
+
+
+def test_damage_that_only_another_rank_reads_is_moved(root: Path) -> None:
+    """Rank 0 has no need of that file, and finds it damaged when it looks."""
+    launch(_save_on_two, 2, str(root))
+    flip_a_bit(root / "step_00000004" / "__1_0.distcp")
+    assert launch(_resume_with_trouble, 2, str(root), 1, "")[0][0] == 3
+    assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003", "step_00000004.damaged"]
+
+
+@pytest.mark.parametrize("steps", [(3,), (1, 2, 3)])
+def test_a_file_that_no_rank_can_read(
+    root: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, ...]
+) -> None:
+    """Damage where others can be read; the way to the disk is broken where none can, and that is no refusal."""
+    before, sick = names(root), {f"step_0000000{step}" for step in steps}
+    real = files.open_plain
+
+    def failing(path: Path) -> Any:
+        if path.parent.name in sick and path.suffix == ".distcp":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    monkeypatch.setattr(files, "open_plain", failing)
+    if len(steps) == 1:
+        assert Job(root, mesh).resume() == 2
+        assert names(root) == ["latest", "step_00000001", "step_00000002", "step_00000003.damaged"]
+    else:
+        with pytest.raises(CheckpointError, match=r"can be read .*Input/output error") as caught:
+            Job(root, mesh).resume()
+        assert not isinstance(caught.value, ValueError)
+        assert names(root) == before
+
+
+def test_well_kept_nonsense_is_damage(root: Path, mesh: ParallelMesh) -> None:
+    """Every file is as its manifest says, and what they say is no checkpoint."""
+    folder = root / "step_00000003"
+    record = files.write_file(folder / ".metadata", pickle.dumps(print))
+    manifest = files.read_manifest(folder)
+    files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, ".metadata": record}))
+    assert Job(root, mesh).resume() == 2
+    assert (root / "step_00000003.damaged").is_dir()
+
+
+# A run whose checkpoints are gone does not begin again in silence
+
+
+def records(run_dir: Path, *lines: dict[str, Any] | str) -> None:
+    run_dir.mkdir(exist_ok=True)
+    text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (run_dir / "metrics.jsonl").write_text("\n".join(text))
+
+
+BEGUN, STEP = {"kind": "run", "step": 0}, {"kind": "step", "step": 7, "loss": 3.0}
+SAVED = {"kind": "event", "event": "checkpoint", "step": 7}
+
+
+@pytest.mark.parametrize("resume", ["auto", "branch", "required"])
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ([BEGUN, "garbage", "[1]", STEP, SAVED, SAVED, '{"kind": "st'], r"7 steps, and 2 checkpoints saved"),
+        ([{"kind": "run", "step": 4}, STEP], r"metrics\.jsonl has a start from step 4"),
+        ("summary.json", r"summary\.json says that it was finished"),
+        ("checkpoints/latest", r"latest names step_00000007"),
+        ("checkpoints/step_00000003.damaged.1", r"moved aside: step_00000003\.damaged\.1"),
+    ],
+)
+def test_a_run_that_lost_its_checkpoints_is_refused(
+    root: Path, tmp_path: Path, mesh: ParallelMesh, lines: Any, found: str, resume: str
+) -> None:
+    run_dir = tmp_path / "lost"
+    if isinstance(lines, list):
+        records(run_dir, *lines)
+    elif "damaged" in lines:
+        (run_dir / lines).mkdir(parents=True)
+    else:
+        (run_dir / lines).parent.mkdir(parents=True)
+        (run_dir / lines).write_text("step_00000007\n")
+    job = Job(run_dir / "checkpoints", mesh)
+    if resume == "branch" and "start from" in found:
+        assert job.resume(str(root / "step_00000003")) == 3  # where every start of it begins
+        return
+    with pytest.raises(ValueError, match=found) as caught:
+        job.resume(str(root / "step_00000003") if resume == "branch" else resume)
+    assert "choose another run.dir" in str(caught.value) and "\n" not in str(caught.value)
+    assert ("checkpoint.resume=never" in str(caught.value)) == (resume != "branch")
+    assert job.resume("never") is None
+
+
+def test_killed_before_the_first_checkpoint(
+    tmp_path: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    records(tmp_path, BEGUN, STEP)
+    assert Job(tmp_path / "checkpoints", mesh).resume() is None
+    assert "made 7 steps and no checkpoint; beginning at step 0 again" in caplog.text
+    # And in the place of one that was given up by checkpoint.resume=never.
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000900\n")
+    records(tmp_path, {**BEGUN, "resume": "never"}, STEP)
+    assert Job(tmp_path / "checkpoints", mesh).resume() is None
+
+
+def test_an_empty_folder_is_refused_where_a_checkpoint_is_required(tmp_path: Path, mesh: ParallelMesh) -> None:
+    """An unmounted disk."""
+    with pytest.raises(ValueError, match=r"checkpoint\.resume=required, but there is no checkpoint .*mount its disk"):
+        Job(tmp_path / "checkpoints", mesh).resume("required")
+
+
+def test_never_silently_from_the_start(root: Path, mesh: ParallelMesh) -> None:
+    for step in (1, 2, 3):
+        flip_a_bit(root / f"step_0000000{step}" / "__0_0.distcp")
+    before = names(root)
+    with pytest.raises(ValueError, match=r"none is whole.*step_00000001.*another run\.dir"):
+        Job(root, mesh).resume()
+    assert names(root) == before
+    assert Job(root, mesh).resume("never") is None
+
+
+def test_a_newest_one_that_was_taken_away_is_said(
+    root: Path, mesh: ParallelMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.rmtree(root / "step_00000003")
+    assert Job(root, mesh).resume() == 2
+    assert "latest names step_00000003, which is not there" in caplog.text
+
+
+# A run that began from another one's checkpoint
+
+
+@pytest.fixture
+def branch(root: Path, tmp_path: Path, mesh: ParallelMesh) -> Job:
+    """A run that began from step 2 of `root`'s, and saved step 5."""
+    job = Job(tmp_path / "branch" / "checkpoints", mesh)
+    assert job.resume(str(root / "step_00000002")) == 2
+    job.save(5)
+    return job
+
+
+def test_a_branch_resumes_from_its_own(root: Path, branch: Job, mesh: ParallelMesh) -> None:
+    again = Job(branch.root, mesh)
+    assert again.resume(str(root / "step_00000002")) == 5
+    again.save(6)
+    origin = again.checkpointer.origin
+    assert origin is not None and (origin.path, origin.step) == (str(root / "step_00000002"), 2)
+    shutil.rmtree(root)  # the parent may go
+    once_more = Job(branch.root, mesh)
+    assert once_more.resume(str(root / "step_00000002")) == 6 and once_more.checkpointer.origin == origin
+    flip_a_bit(branch.root / "step_00000006" / "__0_0.distcp")
+    assert Job(branch.root, mesh).resume(str(root / "step_00000002")) == 5
+    flip_a_bit(branch.root / "step_00000005" / "__0_0.distcp")
+    with pytest.raises(ValueError, match="none is whole"):  # not from the parent unasked
+        Job(branch.root, mesh).resume(str(root / "step_00000002"))
+
+
+def test_a_branch_of_another_origin_is_refused(root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"of a run that began from .*step_00000002 .*choose another run\.dir"):
+        Job(branch.root, mesh).resume(str(root / "step_00000001"))
+    with pytest.raises(ValueError, match=r"began at step 0 .*newest is step_00000003"):
+        Job(root, mesh).resume(str(branch.root / "step_00000005"))
+    moved = shutil.copytree(root / "step_00000002", tmp_path / "archive" / "parent")
+    assert Job(branch.root, mesh).resume(str(moved)) == 5  # the same checkpoint elsewhere
+
+
+def test_a_branch_beside_a_parent_that_was_made_again(
+    root: Path, branch: Job, mesh: ParallelMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parent, again = root / "step_00000002", Job(tmp_path / "made_again", mesh)
+    again.resume(str(parent))
+    made_again = again.save(2, seconds=1.5)  # the same bits in another folder, with other times
+    assert Job(branch.root, mesh).resume(str(made_again)) == 5
+    assert "any more" not in caplog.text
+    (made_again / "manifest.json").write_text("not JSON")
+    with pytest.raises(ValueError, match="of a run that began from"):
+        Job(branch.root, mesh).resume(str(made_again))
+    anew = Job(root, mesh)
+    torch.rand(1)  # so that the generators are others
+    anew.save(2)
+    assert Job(branch.root, mesh).resume(str(parent)) == 5
+    assert "step_00000002 is not the checkpoint any more that this run began from" in caplog.text
+
+
+def test_an_origin_of_version_0_2_is_read(root: Path, branch: Job, mesh: ParallelMesh) -> None:
+    """Without a digest of its contents."""
+    folder = branch.root / "step_00000005"
+    trainer, manifest = json.loads((folder / "trainer.json").read_text()), files.read_manifest(folder)
+    assert len(trainer["origin"].pop("contents_sha256")) == 64
+    record = files.write_file(folder / "trainer.json", json.dumps(trainer))
+    files.write_manifest(folder, dataclasses.replace(manifest, files={**manifest.files, "trainer.json": record}))
+    again = Job(branch.root, mesh)
+    assert again.resume(str(root / "step_00000002")) == 5
+    assert files.origin_state(again.checkpointer.origin) == {**trainer["origin"], "contents_sha256": ""}
