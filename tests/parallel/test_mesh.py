@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fp4.checkpoint.sync import Together
+from megatron_fp4.checkpoint.sync import RankSync
 from megatron_fp4.parallel import mesh as mesh_module
 from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
 from tests.training.harness import launch
@@ -54,7 +54,7 @@ def _grown(rank: int, world_size: int, most: int, port: int, root: str) -> int:
     before = _connections()
     with mock.patch.object(mesh_module, "_FULL_MESH_RANKS", most):
         init_distributed("cpu", timeout_seconds=60)
-    together = Together(Path(root), datetime.timedelta(seconds=60))
+    together = RankSync(Path(root), datetime.timedelta(seconds=60))
     total, everyone = torch.tensor(float(rank)), [None] * world_size
     dist.all_reduce(total)
     dist.all_gather_object(everyone, rank)
