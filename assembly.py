@@ -21,8 +21,8 @@ from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.find import check_resume
 from megatron_fp4.checkpoint.initialize import check_initialization
-from megatron_fp4.checks.combinations import validate
 from megatron_fp4.checks.precision import refuse_nothing_quantized, validate_precision
+from megatron_fp4.config.checks import validate
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.precision_schema import PrecisionConfig
@@ -79,7 +79,10 @@ def check(config: Config, ranks: int, device_type: str) -> None:
     """
     check_model(config.model)
     check_size(config.model)
-    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model), check_kind)
+    validate(config, ranks, device_type, shared_by_tensor_ranks(config.model))
+    with configuration_errors():
+        check_kind(config.data)
+        WSDSchedule.of(config).switch_step(config.precision.switch.when)
     with configuration_errors("data.phases: "):
         check_phases(phase_schedule(config, {}))
     for key, precision in _precisions(config).items():

@@ -37,7 +37,7 @@ from data.validation import fewer_windows
 from introduction import when_it_switches
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.find import Chosen, preview
-from megatron_fp4.config.gone import refuse_gone
+from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
 from megatron_fp4.logging.console import plan_shares
 from megatron_fp4.logging.words import counted, rounded_time
@@ -121,7 +121,7 @@ def take_up(config: Config, found: Chosen | None, loader: MicroBatchLoader) -> i
         return 0
     start = found.manifest.step
     with configuration_errors(f"checkpoint.resume={config.checkpoint.resume} starts from step {start}: "):
-        refuse_gone(found.trainer.get("config", {}))
+        refuse_removed(found.trainer.get("config", {}))
         loader.load_state_dict(found.trainer["loader"])
         check_samples(loader.schedule, start, loader.consumed_samples)
     return start

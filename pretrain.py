@@ -43,7 +43,6 @@ from introduction import introduce_run, print_needs, say_all, say_what_differs, 
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError
 from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.checkpoint.find import would_overwrite
-from megatron_fp4.config.file_mode import apply_file_mode
 from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.logging.completion import REPORT_FILE, Missing, missing_of
@@ -105,7 +104,6 @@ def launch(arguments: list[str], signals: StopRequest) -> int:
 
 def pretrain(config: Config, signals: StopRequest) -> int:
     """Build the parts and run them, as the only run in its folder; returns the exit code."""
-    apply_file_mode(config.run.file_mode)
     run_dir, timeout, progress = Path(config.run.dir), config.parallel.timeout_seconds, Progress()
     record_collectives(run_dir)
     device = init_distributed(device_type_of(config), timeout)

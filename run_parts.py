@@ -17,7 +17,7 @@ from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.config.environment import as_saved
-from megatron_fp4.config.gone import refuse_gone
+from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.logging.run_log import RunLog
@@ -187,7 +187,7 @@ class Run:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint's `state_dict`. Raises ValueError if it is of other data, after a switch that this
         run does not have, or of a run with an ability that is gone."""
-        refuse_gone(state.get("config", {}))
+        refuse_removed(state.get("config", {}))
         for name, part in self._parts().items():
             part.load_state_dict(state.get(name))
 

@@ -25,14 +25,12 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from megatron_fp4.config.compose import compose_config, group_options
 from megatron_fp4.config.help import default_options, option_summary
-from megatron_fp4.config.schema import Config
-from megatron_fp4.config.strict import MOST
+from megatron_fp4.config.schema import ADDED, Config
+from megatron_fp4.config.types import MOST
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 CONFIGS = ROOT / "configs"
-# Fields of a `Config` that are no keys.
-_ADDED = ("after_switch", "from_environment")
 _NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
 
 INTRODUCTION = f"""\
@@ -81,7 +79,7 @@ def page() -> str:
             lines.append(f"| `{group}` | `{name}`{mark} | {_escaped(summary)} |")
     known: dict[type, str] = {}
     for section in fields(Config):
-        if section.name not in _ADDED:
+        if section.name not in ADDED:
             value = getattr(default, section.name)
             lines += _section(section.name, type(value), value, known)
     return "\n".join(lines) + "\n"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections import Counter
@@ -12,14 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from assembly import CONFIGS
 from data.builtin import open_builtin
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from tests.composing import quick_composing
 
-# Whose tests are of composing and its errors.
-OF_COMPOSING = ("config", "test_configure.py", "test_refusals.py")
 KNOWN: dict[Any, Any] = {}
 
 
@@ -57,11 +55,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def composed_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What this process composes of the project's configurations, where a test is not of that itself."""
-    if request.path.relative_to(Path(__file__).parent).parts[0] in OF_COMPOSING:
-        yield
-        return
-    with quick_composing(CONFIGS, KNOWN):
+    """What this process composes of the project's configurations, except in tests of composing."""
+    with contextlib.nullcontext() if request.path.parent.name == "config" else quick_composing(KNOWN):
         yield
 
 

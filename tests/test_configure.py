@@ -16,7 +16,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
 from models.hybrid import build_model
 from models.pattern import linear_shapes
-from tests.checks.composed import CONFIGS, composed
+from tests.composing import CONFIGS, composed
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 

@@ -7,14 +7,9 @@ Only values that are not the default are refused, and not what an override natur
       quantizes nothing                                               went with the format that was replaced
     `rht_signs` without a transform, `amax` without nvfp4           `amax=shard` without tensor parallelism
     `diagnostics` of a run that never quantizes
-    `recheck_action` without rechecks, `replay_action` without
-      replays
+    `recheck_action` without rechecks
     settings of `gradient_noise` with a switch at a fixed step      any of `switch` with `when=never`: a switch that is
     `gradient_noise` where no backward pass has any                   off stays as it was set
-    settings of `spikes` with `action=none`, or that can never
-      find one or go back
-    `validation.prompts` without a tokenizer, `prompt_tokens`
-      without prompts
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig, OperandConfig, PrecisionConfig, SwitchConfig
-from megatron_fp4.config.schema import Config, ConfigError, RunConfig, SpikesConfig, ValidationConfig
+from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.precision.recipe import GEMMS, Recipe, uses_amax, uses_signs
 
 
@@ -51,68 +46,6 @@ def validate_effects(precision: PrecisionConfig, recipes: Sequence[Recipe], key:
             f"end, or set {key}.recheck_interval=100"
         )
     _gradient_noise(precision.switch, recipes, key)
-
-
-def validate_replay(config: Config) -> None:
-    """Raise ConfigError for settings of `run.replay_...` that would do nothing, or that would blame the machine for
-    kernels that do not repeat themselves."""
-    run = config.run
-    if run.replay_interval and not run.deterministic:
-        raise ConfigError(
-            f"run.replay_interval={run.replay_interval} compares bits, which run.deterministic=false does not repeat; "
-            "set run.deterministic=true, or run.replay_interval=0"
-        )
-    if run.replay_action != RunConfig().replay_action and not run.replay_interval:
-        raise ConfigError(
-            f"run.replay_action={run.replay_action} has no effect with run.replay_interval=0; leave it at end, or set "
-            "run.replay_interval=100"
-        )
-
-
-def validate_prompts(config: Config) -> None:
-    """Raise ConfigError for prompts that no tokenizer would turn into tokens, and for a length of no texts."""
-    validation, data = config.validation, config.data
-    if validation.prompts and data.kind != "builtin" and data.tokenizer is None:
-        raise ConfigError(
-            f"validation.prompts={validation.prompts} needs the tokenizer that made the data; name it as "
-            "data.tokenizer, or leave the prompts out"
-        )
-    for index, prompt in enumerate(validation.prompts):
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise ConfigError(f"validation.prompts[{index}]={prompt!r} is not UTF-8; write it in that encoding")
-    if not validation.prompts and validation.prompt_tokens != ValidationConfig().prompt_tokens:
-        raise ConfigError(
-            f"validation.prompt_tokens={validation.prompt_tokens} has no effect without validation.prompts; leave it "
-            "out, or give prompts, such as 'validation.prompts=[\"Once upon a time\"]'"
-        )
-
-
-def validate_spikes(config: Config) -> None:
-    """Raise ConfigError for settings of `spikes` under which nothing would happen."""
-    spikes, defaults = config.spikes, SpikesConfig()
-    if spikes.action == "none":
-        for name in ("threshold", "window", "min_history", "max_in_row"):
-            if (value := getattr(spikes, name)) != getattr(defaults, name):
-                raise ConfigError(
-                    f"spikes.{name}={value} has no effect with spikes.action=none; leave it out, or set "
-                    "spikes.action=skip or rollback"
-                )
-        return
-    if spikes.min_history > spikes.window:
-        raise ConfigError(
-            f"spikes.min_history={spikes.min_history} is more than spikes.window={spikes.window} keeps, so no step "
-            f"would ever be a spike; use at most {spikes.window}, or a longer window"
-        )
-    if spikes.min_history >= config.train.steps:
-        raise ConfigError(
-            f"spikes.min_history={spikes.min_history} is not reached in train.steps={config.train.steps}, so no step "
-            f"would ever be a spike; use a smaller one, or spikes.action=none"
-        )
-    if spikes.action == "rollback" and not config.checkpoint.interval:
-        raise ConfigError(
-            "spikes.action=rollback has no checkpoint to go back to with checkpoint.interval=0; set "
-            "checkpoint.interval=100, or spikes.action=skip"
-        )
 
 
 def _unquantized_gemms(precision: PrecisionConfig, key: str) -> None:

@@ -7,56 +7,53 @@ itself, and no OmegaConf object leaves this file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
+from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_fp4.config.environment import as_saved, environment_texts
-from megatron_fp4.config.errors import choose, explain, explain_value, unknown_key
-from megatron_fp4.config.gone import why_gone, without_gone
+from megatron_fp4.config.errors import explain, explain_value, file_of, keys_of, parts_of, suggest, type_at, unknown_key
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
-from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.config.removed_keys import why_removed, without_removed
+from megatron_fp4.config.schema import ADDED, Config, ConfigError
 
-# Fields of a `Config` that are no keys: what composing fills in.
-_ADDED = ("after_switch", "from_environment")
+_T = TypeVar("_T")
+# The group of which several options may be chosen, or none.
+_SEVERAL = "experiment"
 
 
-def compose_config(overrides: list[str], config_dir: str | Path) -> Config:
+def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
     """The configuration that `config_dir`/config.yaml and `overrides` (`train.steps=100`, `model=tiny`) make.
 
     Raises ConfigError, one line naming the value and the remedy, for everything a user can get wrong in a key, a value,
-    a group option or the syntax. Whether values fit together is for `megatron_fp4.checks` to say.
+    a group option or the syntax. Whether values fit together is for `megatron_fp4.config.checks` to say.
     """
     directory = Path(config_dir).resolve()
     if not (directory / "config.yaml").is_file():
         raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
+    overrides = [_at_home(override) for override in overrides]
+    groups = group_options(directory)
     for override in overrides:
-        if override.startswith("=") and override != "=":
-            raise ConfigError(f"{override!r} has no key before the equals sign; write key=value, as train.steps=100")
-        if override.startswith("~"):
-            raise ConfigError(f"{override}: nothing can be deleted; set another value or choose another option instead")
-        if override.lstrip("+").startswith("hydra.") and "hydra.searchpath" not in override:
-            raise ConfigError(
-                f"{override}: Hydra's own settings have no effect here; drop it (the output folder is run.dir)"
-            )
-        key = override.lstrip("+").partition("=")[0]
-        if why := why_gone(key):
-            raise ConfigError(why.replace(key, override, 1))
+        _check_override(_parsed(override), override, groups)
     return _whole(_compose("config", overrides, directory), overrides, directory)
 
 
-def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir: str | Path) -> Config:
+def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config_dir: str | Path) -> Config:
     """The configuration `saved` (`as_saved` of a run's `Config`, as JSON brings it back), changed by `overrides`.
 
     What came from environment variables is looked up again, in those of now.
@@ -69,15 +66,19 @@ def config_from_saved(saved: Mapping[str, Any], overrides: list[str], config_dir
     environment variable that is not set.
     """
     directory = Path(config_dir).resolve()
+    overrides = [_at_home(override) for override in overrides]
+    recipes, changes = [], []
     for override in overrides:
-        key, separator, _ = override.partition("=")
-        if why := why_gone(key):
-            raise ConfigError(why.replace(key, override, 1))
-        if not separator or key.startswith(("+", "~")) or ("." not in key and key != "precision"):
+        parsed = _parsed(override)
+        if parsed.key_or_group == "precision" and isinstance(parsed.value(), str):
+            recipes.append(str(parsed.value()))
+            continue
+        if "." not in parsed.key_or_group or parsed.is_add():
             raise ConfigError(f"{override}: give key=value, such as parallel.tensor=1 or precision=nvfp4")
-    changes = [override for override in overrides if not override.startswith("precision=")]
+        _check_override(parsed, override, {})
+        changes.append(override)
     keys = _written(saved)
-    for name in (override.partition("=")[2] for override in overrides if override.startswith("precision=")):
+    for name in recipes:
         config = _whole(_changed(keys, changes, directory), changes, directory)
         own = [override for override in changes if override.startswith("precision.")]
         precision, texts = _precision("precision", name, config, directory, "precision", own)
@@ -99,13 +100,66 @@ def group_options(config_dir: str | Path) -> dict[str, list[str]]:
     return {group: names for group, names in options.items() if names}
 
 
-def _compose(name: str, overrides: list[str], directory: Path) -> DictConfig:
+def _at_home(override: str) -> str:
+    """`run.dir=~/x`, which Hydra cannot read, with the home folder."""
+    key, separator, value = override.partition("=")
+    return key + separator + expanduser(value) if value == "~" or value.startswith("~/") else override
+
+
+def _parsed(override: str) -> Override:
+    with contextlib.suppress(HydraException):
+        if (parsed := OverridesParser.create().parse_override(override)).key_or_group:
+            return parsed
+    key, separator, value = override.partition("=")
+    quoted = f"; quote text with special characters: '{key}=\"{value}\"'" if separator and key else ""
+    raise ConfigError(f"cannot parse {override!r}; write key=value as one word, such as train.steps=100{quoted}")
+
+
+def _check_override(parsed: Override, override: str, groups: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError for a key that is none or cannot have the value, for which Hydra would blame another key."""
+    key, value = parsed.key_or_group, None if parsed.is_sweep_override() else parsed.value()
+    if parsed.is_delete():
+        raise ConfigError(f"{override}: nothing can be deleted; set another value or choose another option instead")
+    parts = parts_of(key)
+    hint = type_at(parts)
+    if parsed.is_sweep_override():
+        a_list = f", or a list: {key}=[...]" if get_origin(hint) is list else ""
+        raise ConfigError(f"{override} gives several values; give one{a_list}, or add --multirun for a run with each")
+    if key == "hydra.searchpath":
+        return
+    if key.startswith("hydra."):
+        raise ConfigError(f"{override}: Hydra's own settings have no effect here; drop it")
+    if key in groups:
+        if parsed.package is not None or parsed.is_add():
+            raise ConfigError(f"{override}: write {key}=..., without a sign or a package")
+        if not isinstance(value, str) and key != _SEVERAL:
+            raise ConfigError(f"{override}: give one option of {key}; {suggest('', groups[key])}")
+        return
+    if hint is None or parts[0] in ADDED:
+        raise ConfigError(unknown_key(key))
+    if why := why_removed(key):
+        raise ConfigError(why)
+    if parsed.is_add() and is_dataclass(type_at(parts[:-1])):
+        raise ConfigError(f"{override}: {key} is a key already; write {override.lstrip('+')}, without +")
+    if "${" in override or value == "???":
+        return
+    if is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{override}: should be keys of it: {', '.join(keys_of(hint))}")
+        return
+    try:
+        TypeAdapter(hint, config=ConfigDict(coerce_numbers_to_str=True)).validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(explain_value(error, value, *parts)) from error
+
+
+def _compose(name: str, overrides: Sequence[str], directory: Path) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=_defaults())
     # Hydra's state is global and one failed or foreign initialization would make the next one fail.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3", job_name="pretrain"):
-            return compose(name, overrides=overrides)
+            return compose(name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: Hydra's own
         raise ConfigError(explain(error, overrides, directory)) from error
 
@@ -123,7 +177,7 @@ def _defaults() -> DictConfig:
     return defaults
 
 
-def _resolved(composed: Any, overrides: list[str], directory: Path) -> dict[str, Any]:
+def _resolved(composed: Any, overrides: Sequence[str], directory: Path) -> dict[str, Any]:
     if "${now:" in OmegaConf.to_yaml(composed):
         raise ConfigError(
             "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"
@@ -134,17 +188,14 @@ def _resolved(composed: Any, overrides: list[str], directory: Path) -> dict[str,
         raise ConfigError(explain(error, overrides, directory)) from error
 
 
-def _whole(composed: Any, overrides: list[str], directory: Path) -> Config:
+def _whole(composed: Any, overrides: Sequence[str], directory: Path) -> Config:
     """`composed` resolved, checked and completed: recipes of exceptions, the precision after a switch, and the texts of
     what came from the environment."""
     keys = _resolved(composed, overrides, directory)
-    for added in _ADDED:
+    for added in ADDED:
         if added in keys:
             raise ConfigError(unknown_key(added))
-    try:
-        config = Config(**keys)
-    except ValidationError as error:
-        raise ConfigError(explain_value(error, keys, directory)) from error
+    config = _checked(Config, keys, directory)
     config = replace(config, from_environment=environment_texts(composed))
     precision, texts = _with_recipes(config.precision, config, directory, "precision")
     config = replace(config, precision=precision, from_environment={**config.from_environment, **texts})
@@ -162,17 +213,14 @@ def _precision(
     of its keys; other overrides of the run's own precision do not carry over to it. Also its texts of the environment,
     for its place at `path`."""
     if name not in (names := group_options(directory)["precision"]):
-        raise ConfigError(f"{key}={name} is not a precision config; {choose(name, names)}")
+        raise ConfigError(f"{key}={name} is not a precision config; {suggest(name, names)}")
     own = _compose(f"precision/{name}", [], directory)
     texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
     merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
     if changes:
         merged = _changed(merged, changes, directory)
     keys = _resolved(merged.precision, [], directory)
-    try:
-        return PrecisionConfig(**keys), environment_texts(merged.precision, path)
-    except ValidationError as error:
-        raise ConfigError(explain_value(error, keys, directory, "precision")) from error
+    return _checked(PrecisionConfig, keys, directory, "precision"), environment_texts(merged.precision, path)
 
 
 def _with_recipes(
@@ -194,18 +242,31 @@ def _with_recipes(
 
 def _changed(keys: Any, changes: Sequence[str], directory: Path) -> Any:
     """`keys` with `changes` (`key=value`) merged in."""
+    changed = OmegaConf.create(keys)
     try:
-        return OmegaConf.merge(keys, OmegaConf.from_dotlist([*changes]))
+        for change in changes:
+            parsed = _parsed(change)
+            OmegaConf.update(changed, parsed.key_or_group, parsed.value(), merge=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, [*changes], directory)) from error
+        raise ConfigError(explain(error, changes, directory)) from error
+    return changed
+
+
+def _checked(cls: type[_T], keys: Mapping[str, Any], directory: Path, *path: str) -> _T:
+    """A `cls` of `keys`, which are those of the configuration at `path`."""
+    try:
+        return cls(**keys)
+    except ValidationError as error:
+        where = file_of(error, keys, directory, *path)
+        raise ConfigError(where + explain_value(error, keys, *path)) from error
 
 
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
     """`as_saved` of a `Config`, of an earlier version too, without what composing adds: recipes of exceptions, the
     precision after a switch."""
-    keys = without_gone(keys)
+    keys = without_removed(keys)
     precision = dict(keys.get("precision", {}))
     given = [field.name for field in fields(ExceptionConfig)]
     if isinstance(exceptions := precision.get("exceptions", []), list):  # and no text that makes the list
         precision["exceptions"] = [{key: one[key] for key in given if key in one} for one in exceptions]
-    return {**{key: keys[key] for key in keys if key not in _ADDED}, "precision": precision}
+    return {**{key: keys[key] for key in keys if key not in ADDED}, "precision": precision}

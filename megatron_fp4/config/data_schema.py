@@ -5,19 +5,22 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
-from megatron_fp4.config.strict import (
+from megatron_fp4.config.types import (
     STRICT,
     AtLeastOne,
     AtLeastZero,
     NotNegative,
     NumWorkers,
     PathOrPaths,
+    PathText,
     Positive,
     PositiveShare,
     Prefetch,
     Seed,
+    SequenceLength,
     Share,
 )
 
@@ -41,7 +44,13 @@ class PhaseConfig:
     steps: AtLeastOne | None = None
     tokens: Positive | None = None
     global_batch_size: AtLeastOne | None = None
-    sequence_length: AtLeastOne | None = None
+    sequence_length: SequenceLength | None = None
+
+    @model_validator(mode="after")
+    def _has_data(self) -> PhaseConfig:
+        if self.blend != "tokens" and not sum(self.blend.values()) > 0:
+            raise ValueError(f"blend={self.blend} has no weight above 0; give some, such as {{web: 0.8, code: 0.2}}")
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -116,11 +125,11 @@ class DataConfig:
     """
 
     kind: str = "builtin"
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     sources: dict[str, PathOrPaths] = field(default_factory=dict)
     validation: dict[str, PathOrPaths] = field(default_factory=dict)
-    remote_cache: str | None = None
-    tokenizer: str | None = None
+    remote_cache: PathText | None = None
+    tokenizer: PathText | None = None
     eod_token: str | None = None
     order: Literal["documents", "windows", "megatron"] = "documents"
     seed: Seed | None = None
@@ -133,3 +142,16 @@ class DataConfig:
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
     num_workers: NumWorkers = 1
     prefetch: Prefetch = 2
+
+    @model_validator(mode="after")
+    def _fits(self) -> DataConfig:
+        names = [phase.name for phase in self.phases]
+        for index, name in enumerate(names):
+            if names.index(name) != index:
+                raise ValueError(f"phases[{index}].name={name} is taken by another phase; rename one of them")
+        if not self.boundary_loss and self.documents != "masked":
+            raise ValueError(
+                f"boundary_loss=false has no effect with documents={self.documents}; set documents=masked, or leave it "
+                "at true"
+            )
+        return self

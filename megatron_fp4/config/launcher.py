@@ -1,7 +1,7 @@
 """Environment variables by which torchrun, or whoever else starts the ranks, tells a process which of them it is.
 
-torch would read them deep inside: a traceback, a wait of minutes for ranks that nobody starts, or a run that is
-another one than was meant. So they are read here first, and refused in one line.
+torch would read them deep inside: a traceback, a wait of minutes for ranks that do not exist, or another run than was
+meant. So they are read here first, and refused in one line.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import NamedTuple
 from megatron_fp4.config.schema import ConfigError
 
 # More than any machine has; beyond it even listing what would divide them takes minutes.
-MOST_RANKS = 2**20
-_REMEDY = "start the run with torchrun, which sets it, or unset it"
+_MOST_RANKS = 2**20
 
 
 class Place(NamedTuple):
-    """world_size: ranks of the run. rank, local_rank: of this process, in the run and on its machine; None if nobody
-    said."""
+    """world_size: ranks of the run. rank, local_rank: of this process, in the run and on its machine; None if the
+    environment does not say."""
 
     world_size: int
     rank: int | None
@@ -27,11 +26,10 @@ class Place(NamedTuple):
 
 def place_in_run() -> Place:
     """What the environment says. Raises ConfigError for a value that is no number, or out of its range."""
-    size = _integer("WORLD_SIZE", 1, MOST_RANKS)
-    rank = _integer("RANK", 0, (size or 1) - 1, f"WORLD_SIZE={size or 1}")
-    local_size = _integer("LOCAL_WORLD_SIZE", 1, MOST_RANKS)
-    most, because = (MOST_RANKS - 1, "") if local_size is None else (local_size - 1, f"LOCAL_WORLD_SIZE={local_size}")
-    return Place(size or 1, rank, _integer("LOCAL_RANK", 0, most, because))
+    size = _integer("WORLD_SIZE", 1, _MOST_RANKS) or 1
+    rank = _integer("RANK", 0, size - 1)
+    local_size = _integer("LOCAL_WORLD_SIZE", 1, _MOST_RANKS) or _MOST_RANKS
+    return Place(size, rank, _integer("LOCAL_RANK", 0, local_size - 1))
 
 
 def check_launch() -> None:
@@ -54,24 +52,16 @@ def check_launch() -> None:
     _integer("MASTER_PORT", 1, 65535)
 
 
-def _integer(name: str, least: int, most: int, because: str = "") -> int | None:
-    """The variable's value; None if it is not set. because: what `most` follows from."""
+def _integer(name: str, least: int, most: int) -> int | None:
+    """The variable's value; None if it is not set."""
     text = os.environ.get(name)
     if text is None:
         return None
-    if not text.strip():
-        raise ConfigError(f"the environment variable {name} is empty; {_REMEDY}")
-    shown = text if len(text) <= 40 else f"{text[:40]}..."
-    try:
-        value = int(text) if text.strip().isascii() and len(text) <= 40 else None
-    except ValueError:
-        value = None
-    if value is None:
-        raise ConfigError(f"the environment variable {name}={shown} is no whole number; {_REMEDY}")
-    if not least <= value <= most:
-        reason = f", because {because}" if because else ""
+    remedy = "start the run with torchrun, which sets it, or unset it"
+    if not (text.strip().isdecimal() and text.isascii() and len(text) < 40):
+        raise ConfigError(f"the environment variable {name}={text[:40]} is no whole number; {remedy}")
+    if not least <= (value := int(text)) <= most:
         raise ConfigError(
-            f"the environment variable {name}={shown} is out of range: it lies between {least} and {most:,}{reason}; "
-            f"{_REMEDY}"
+            f"the environment variable {name}={text} is out of range: it lies between {least} and {most:,}; {remedy}"
         )
     return value

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron_fp4.config.strict import STRICT, AtLeastOne, AtLeastZero, Positive
+from megatron_fp4.config.types import STRICT, AtLeastOne, AtLeastZero, PathText, Positive
 
 TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
 
@@ -90,7 +90,7 @@ class Bf16BlocksConfig:
     first: AtLeastZero = 0
     last: AtLeastZero = 0
     names: list[str] = field(default_factory=list)
-    file: str | None = None
+    file: PathText | None = None
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -1,9 +1,9 @@
 """The configuration of a run, as frozen dataclasses that every room may read.
 
 The classes check themselves: a mistyped key, a value of the wrong type, an unknown choice or a number out of its range
-cannot be constructed. `megatron_fp4/config/compose.py` makes one `Config` of the YAML files under `configs/` and the
-command line, and `megatron_fp4/checks/` refuses combinations that cannot run. Below `pretrain.py` no OmegaConf object
-exists.
+cannot be constructed, nor a section whose values do not go together. `compose.py` makes one `Config` of the YAML files
+under `configs/` and the command line, and `checks.py` refuses combinations that cannot run. Below `pretrain.py` no
+OmegaConf object exists.
 
 Integers may be written 1000, 1_000, 1e3, 1k, 1.5M, 2B (or 2G) or 1T: k, M, B, G and T are powers of a thousand.
 Units: `*_dim` and `num_*` are counts, sequence lengths and vocabularies are in tokens, batch sizes in sequences,
@@ -16,11 +16,12 @@ import math
 from dataclasses import field
 from typing import Literal
 
+from pydantic import model_validator
 from pydantic.dataclasses import dataclass
 
 from megatron_fp4.config.data_schema import DataConfig
 from megatron_fp4.config.precision_schema import PrecisionConfig
-from megatron_fp4.config.strict import (
+from megatron_fp4.config.types import (
     STRICT,
     AtLeastOne,
     AtLeastZero,
@@ -29,12 +30,17 @@ from megatron_fp4.config.strict import (
     Integer,
     LearningRate,
     NotNegative,
+    PathText,
     Positive,
     PositiveShare,
     Seconds,
     Seed,
+    SequenceLength,
     Share,
 )
+
+# Fields of a `Config` that are no keys: composing fills them in.
+ADDED = ("after_switch", "from_environment")
 
 
 class ConfigError(ValueError):
@@ -124,7 +130,7 @@ class TrainConfig:
     steps: AtLeastOne = 300
     global_batch_size: AtLeastOne = 8
     micro_batch_size: AtLeastOne = 4
-    sequence_length: AtLeastOne = 256
+    sequence_length: SequenceLength = 256
     max_skipped_steps: AtLeastOne = 10
     kernels: Literal["auto", "torch", "fused"] = "auto"
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
@@ -147,6 +153,15 @@ class SpikesConfig:
     window: AtLeastOne = 128
     min_history: AtLeastOne = 64
     max_in_row: AtLeastOne = 5
+
+    @model_validator(mode="after")
+    def _can_find_one(self) -> SpikesConfig:
+        if self.min_history > self.window:
+            raise ValueError(
+                f"min_history={self.min_history} is more than window={self.window} keeps, so no step would ever be a "
+                f"spike; use at most {self.window}, or a longer window"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -205,8 +220,8 @@ class CheckpointConfig:
     keep: AtLeastZero = 3
     asynchronous: bool = True
     max_failed_saves: AtLeastOne = 3
-    resume: str = "auto"
-    initialize_from: str | None = None
+    resume: PathText = "auto"
+    initialize_from: PathText | None = None
     export_interval: AtLeastZero = 0
     export_at_end: bool = False
     export_format: Literal["bf16", "fp32", "nvfp4", "nvfp4-compressed-tensors"] = "bf16"
@@ -227,6 +242,13 @@ class ValidationConfig:
     prompts: list[str] = field(default_factory=list)
     prompt_tokens: AtLeastOne = 64
 
+    @model_validator(mode="after")
+    def _are_texts(self) -> ValidationConfig:
+        for index, prompt in enumerate(self.prompts):
+            if any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError(f"prompts[{index}]={prompt!r} is not UTF-8; write it in that encoding")
+        return self
+
 
 @dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
@@ -245,8 +267,17 @@ class LoggingConfig:
     wandb_project: str = "megatron_fp4"
     profile_steps: list[Integer] = field(default_factory=list)
     memory_history: bool = False
-    baseline: str | None = None
+    baseline: PathText | None = None
     report: bool = True
+
+    @model_validator(mode="after")
+    def _has_a_window(self) -> LoggingConfig:
+        steps = self.profile_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(
+                f"profile_steps={steps} is no window; give its first and last step, such as [11,13], or []"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -270,6 +301,12 @@ class ParallelConfig:
     reshard: bool = False
     reduce_gradients: Literal["once", "each"] = "once"
     timeout_seconds: Seconds = 600
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> ParallelConfig:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence=true has no effect with tensor=1; raise tensor, or leave sequence at null")
+        return self
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -298,13 +335,11 @@ class RunConfig:
         the peak in TFLOP/s (the default is an H200's for dense BF16).
     dry_host_bandwidth, dry_network_bandwidth: GB/s that a rank sends to ranks of its host and of others.
     dry_ranks_per_host: how many there are on one. dry_host_ms: of Python, for each linear of a micro-batch.
-    file_mode: what files that the run creates may be, such as "0640" (the owner writes, the group reads, nobody else
-        anything); folders can be entered by those who may read. null: as the umask of the shell says.
     max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
         Leave room before a time limit: the step in progress and the checkpoint come on top.
     """
 
-    dir: str = "runs/default"
+    dir: PathText = "runs/default"
     seed: Seed = 1234
     device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = True
@@ -318,7 +353,15 @@ class RunConfig:
     dry_network_bandwidth: Positive = 40.0
     dry_ranks_per_host: AtLeastOne = 8
     dry_host_ms: Positive = 3.0
-    file_mode: str | None = None
+
+    @model_validator(mode="after")
+    def _repeats(self) -> RunConfig:
+        if self.replay_interval and not self.deterministic:
+            raise ValueError(
+                f"replay_interval={self.replay_interval} compares bits, which deterministic=false does not repeat; set "
+                "deterministic=true, or replay_interval=0"
+            )
+        return self
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -69,7 +69,15 @@ class WSDSchedule:
         return cls(config.schedule, config.optimizer.lr, config.train.steps)
 
     def switch_step(self, when: str) -> int | None:
-        """The step before which a precision switch `when` happens, as `precision.switch.switch_step` has it."""
+        """The step before which a precision switch `when` happens, as `precision.switch.switch_step` has it.
+
+        Raises ValueError as that does, and for a switch before a decay that does not come.
+        """
+        if when == "before_decay" and self.decay_start_step == self.num_steps:
+            raise ValueError(
+                "precision.switch.when=before_decay, but schedule.decay_fraction never decays; give a fraction above "
+                "0, or a step or never as precision.switch.when"
+            )
         return switch_step(when, self.num_steps, self.decay_start_step)
 
     def lr(self, step: int, switched_at: int | None = None, rewarm_steps: int = 0) -> float:

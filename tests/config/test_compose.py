@@ -1,6 +1,5 @@
 import json
-import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,9 @@ from hydra.core.global_hydra import GlobalHydra
 from megatron_fp4.config.compose import compose_config, config_from_saved, group_options, to_yaml
 from megatron_fp4.config.data_schema import PhaseConfig
 from megatron_fp4.config.environment import as_saved
-from megatron_fp4.config.gone import refuse_gone
 from megatron_fp4.config.help import help_text
 from megatron_fp4.config.precision_schema import ComposedException, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -55,6 +54,41 @@ def test_default_run_is_the_tiny_model_in_nvfp4_with_the_switch_before_the_decay
     assert config.precision.switch.when == "before_decay"
     assert all(isinstance(phase, PhaseConfig) for phase in config.data.phases)
     assert hash(config.train) == hash(make().train)  # frozen all the way down
+
+
+def test_a_home_folder_is_one(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = make(
+        "run.dir=~/x", "checkpoint.resume='~/y'", "data=indexed", "data.sources={web: ['~/w']}", "data.phases=[]"
+    )
+    assert (config.run.dir, config.checkpoint.resume) == ("/home/me/x", "/home/me/y")
+    assert config.data.sources == {"web": ["/home/me/w"]}
+    assert config_from_saved(as_saved(config), ["run.dir=~/z"], CONFIGS).run.dir == "/home/me/z"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e3", 1000), ("10k", 10_000), ("1_000", 1000), ("1.5M", 1_500_000), ("'2e1'", 20), ("1K", 1000)],
+)
+def test_integers_may_be_written_shorter(text, number):
+    steps = config_from_saved(as_saved(make()), [f"train.steps={text}"], CONFIGS).train.steps
+    assert steps == number and type(steps) is int
+
+
+def test_numbers_of_other_types(monkeypatch):
+    monkeypatch.setenv("STEPS", "17")
+    config = make("optimizer.lr=1", "train.steps=${oc.env:STEPS}", "run.dir=5", "train.cuda_graphs=true")
+    assert (config.optimizer.lr, config.train.steps, config.run.dir) == (1.0, 17, "5")
+    assert isinstance(config.optimizer.lr, float) and config.train.cuda_graphs == "true"
+
+
+def test_defaults_are_valid():
+    """pydantic does not check defaults."""
+    nodes = [Config()]
+    while nodes:
+        node = nodes.pop()
+        assert type(node)(**{field.name: getattr(node, field.name) for field in fields(node)}) == node
+        nodes += [child for child in vars(node).values() if is_dataclass(child)]
 
 
 def test_compose_can_be_called_again_and_again_also_after_an_error():
@@ -107,89 +141,6 @@ def test_overrides_of_every_kind():
     assert config.data.validation == {"web": "/data/web_valid"}
     assert config.data.phases == [PhaseConfig("a", 0.5, {"web": 1.0}), PhaseConfig("b", 0.5, {"code": 1.0})]
     assert config.data.blends == {"first": {"web": 1.0}}
-
-
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("train.stepz=3", ["train.stepz", "did you mean train.steps"]),
-        ("+train.foo=1", ["train.foo is not a key", "train has steps, global_batch_size"]),
-        ("++train.step=1", ["train.step is not a key", "train.steps"]),
-        ("modle=tiny", ["modle", "did you mean model"]),
-        ("foo=1", ["foo is not a key", "model, precision, data"]),
-        ("lr=1e-3", ["lr is not a key", "optimizer.lr"]),
-        ("data.phases=[{nam: main}]", ["data.phases[0].nam", "data.phases[0].name"]),
-        ("train.steps=abc", ["train.steps=abc", "expected an integer"]),
-        ("train.steps=1.5", ["train.steps=1.5", "expected an integer"]),
-        ("optimizer.lr=fast", ["optimizer.lr=fast", "expected a number"]),
-        ("model.rope=maybe", ["model.rope=maybe", "expected true or false"]),
-        ("train.steps=null", ["train.steps=null", "give an integer"]),
-        ("train=3", ["train=3", "expected keys from steps"]),
-        ("data.phases=3", ["data.phases=3", "expected a list like [...]"]),
-        ("data.phases=[{fraction: x}]", ["data.phases[0].fraction=x", "expected a number"]),
-        ("data.cache_dir={a: b}", ["data.cache_dir", "text or null"]),
-        ("data.sources={web: 7}", ["data.sources.web=7", "expected text or a list like [...] whose elements are text"]),
-        ("data.sources={web: []}", ["data.sources.web=[]", "expected text or a list"]),
-        ("data.sources={web: [/d/a, 7]}", ["data.sources.web=[/d/a, 7]", "expected text or a list"]),
-        ("data.sources={web: {/d/a: 0.3}}", ["data.sources.web={/d/a: 0.3}", "expected text or a list"]),
-        ("data.validation={web: null}", ["data.validation.web=null", "give text or a list"]),
-        ("data.blends={first: {web: a}}", ["data.blends.first.web=a", "expected a number"]),
-        ("model=foo", ["model=foo", "nemotron_h_8b", "tiny"]),
-        ("model=nemotron_8b", ["model=nemotron_8b", "did you mean nemotron_h_8b"]),
-        ("experiment=foo", ["experiment=foo", "nemotron_h_12b"]),
-        ("+model=tiny", ["+model", "without the plus"]),
-        ("model@foo=tiny", ["model@foo=tiny", "--help"]),
-        ("model=null", ["must be a string or a list", "--help"]),
-        ("precision.switch.target=bf61", ["precision.switch.target=bf61", "bf16", "fp8_block"]),
-        ("train.steps", ["'train.steps' has no value", "train.steps=100"]),
-        ("--cfg", ["--cfg", "key=value"]),
-        ("train.steps=[1", ["'train.steps=[1'", "brackets"]),
-        ("run.dir=a=b", ["'run.dir=a=b'", """'run.dir="a=b"'"""]),
-        ("optimizer.lr=1,2", ["optimizer.lr=1,2", "give one", "optimizer.lr=[1,2]"]),
-        ("~precision", ["~precision", "another option"]),
-        ("hydra.run.dir=x", ["hydra.run.dir=x", "run.dir"]),
-        ("train.steps=${foo.bar}", ["train.steps", "foo.bar, which is not set"]),
-        ("train.steps=???", ["train.steps is not set", "train.steps=..."]),
-        ("run.dir=runs/${now:%Y}", ["${now:", "runs/name"]),
-    ],
-)
-def test_a_mistake_is_one_line_with_the_value_and_the_remedy(override, parts):
-    with pytest.raises(ConfigError) as error:
-        make(override)
-    message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
-
-
-def test_config_error_is_a_value_error():
-    with pytest.raises(ValueError, match=r"train\.stepz"):
-        make("train.stepz=3")
-
-
-def test_mistakes_in_files_name_the_file(tmp_path):
-    for folder in ("model", "precision", "data", "parallel", "optimizer", "experiment"):
-        (tmp_path / folder).mkdir()
-        for source in (CONFIGS / folder).glob("*.yaml"):
-            (tmp_path / folder / source.name).write_text(source.read_text())
-    (tmp_path / "config.yaml").write_text((CONFIGS / "config.yaml").read_text())
-    (tmp_path / "model" / "mine.yaml").write_text("hidden: 3\n")
-    (tmp_path / "model" / "broken.yaml").write_text("hidden_dim: [3\n")
-    with pytest.raises(ConfigError, match=r"mine\.yaml: model\.hidden is not a key.*hidden_dim"):
-        compose_config(["model=mine"], tmp_path)
-    (tmp_path / "model" / "thin.yaml").write_text("hidden_dim: thin\n")
-    (tmp_path / "experiment" / "odd.yaml").write_text("# @package _global_\ntrain: {kernels: fast}\n")
-    (tmp_path / "precision" / "none.yaml").write_text("fprop: {weight: {fomat: nvfp4}}\n")
-    with pytest.raises(ConfigError, match=r"thin\.yaml: model\.hidden_dim=thin: expected an integer"):
-        compose_config(["model=thin"], tmp_path)
-    with pytest.raises(ConfigError, match=r"odd\.yaml: train\.kernels=fast is not known"):
-        compose_config(["experiment=odd"], tmp_path)
-    with pytest.raises(ConfigError, match=r"none\.yaml: precision\.fprop\.weight\.fomat is not a key.*format"):
-        compose_config(["precision.switch.target=none"], tmp_path)
-    with pytest.raises(ConfigError, match=r"broken\.yaml, line \d+: not valid YAML"):
-        compose_config(["model=broken"], tmp_path)
-    with pytest.raises(ConfigError, match=r"has no config\.yaml; name the folder"):
-        compose_config([], tmp_path / "model")
 
 
 def test_one_override_changes_the_weight_in_both_gemms():
@@ -262,20 +213,6 @@ def test_a_saved_switch_that_is_off_may_name_what_is_gone():
     )
     with pytest.raises(ConfigError, match=r"precision\.switch\.target=gone is not a precision config"):
         config_from_saved(saved, [], CONFIGS)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("{precision: mxfp9}", r"precision\.exceptions\[0\]\.precision=mxfp9 is not a precision config; .*mxfp8"),
-        ("{precision: nvfp4_nemotron_3}", r"\.precision=nvfp4_nemotron_3 has exceptions of its own"),
-        ("{name: [a]}", r"exceptions\[0\]\.name is not a key; did you mean precision\.exceptions\[0\]\.names"),
-        ("{recipe: {name: a}}", r"exceptions\[0\]\.recipe is not a key"),
-    ],
-)
-def test_wrong_exceptions(given, message):
-    with pytest.raises(ConfigError, match=message):
-        make(f"precision.exceptions=[{given}]")
 
 
 def test_bf16_blocks_follow_the_model():
@@ -353,13 +290,8 @@ def test_switch_target_resolves_with_the_runs_model():
     target = after_switch("mxfp4", *model)
     assert target.name == "mxfp4"
     assert (target.bf16_blocks.first, target.bf16_blocks.last) == (2, 3)
-    with pytest.raises(ConfigError, match=r"precision\.switch\.target=foo.*nvfp4"):
-        after_switch("foo", *model)
     assert make(*model, "precision.switch.when=never").after_switch is None
     assert make("precision.switch.when=never", "precision.switch.target=foo").after_switch is None
-    for mistake in ("after_switch=null", "+after_switch={name: bf16}", "after_switch.name=bf16"):
-        with pytest.raises(ConfigError, match=r"^after_switch(\.name)? is not a key"):
-            make(mistake)
 
 
 @pytest.mark.slow
@@ -393,33 +325,17 @@ def test_help_lists_groups_options_keys_and_examples():
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("override", ["optimizer.implementation=apex", "+optimizer.implementation=torch"])
-def test_a_key_that_is_gone_is_refused_with_the_remedy(override):
-    with pytest.raises(ConfigError, match=r"optimizer.implementation.* is no key any more: .*; leave it out$"):
-        make(override)
-    with pytest.raises(ConfigError, match="is no key any more"):
-        config_from_saved(as_saved(make()), [override.lstrip("+")], CONFIGS)
-
-
-def test_a_key_that_is_gone_is_refused_in_files_too(tmp_path):
-    shutil.copytree(CONFIGS, tmp_path / "configs")
-    (tmp_path / "configs" / "optimizer" / "mine.yaml").write_text("implementation: apex\n")
-    with pytest.raises(ConfigError, match=r"optimizer\.implementation is no key any more"):
-        compose_config(["optimizer=mine"], tmp_path / "configs")
-
-
 @pytest.mark.parametrize("value", ["torch", "apex"])
 def test_what_was_saved_with_a_key_that_is_gone_is_read(value):
     saved = json.loads(json.dumps(as_saved(make())))
-    saved["optimizer"]["implementation"] = value
+    saved["optimizer"] |= {"implementation": value, "deoscillation": {"interval": 0, "window": 50}}
     assert config_from_saved(saved, ["train.steps=7"], CONFIGS).train.steps == 7
-    assert saved["optimizer"]["implementation"] == value
 
 
 def test_a_run_that_used_an_ability_that_is_gone_is_refused():
-    refuse_gone({"optimizer": {"deoscillation": {"interval": 0, "window": 50}}})
+    refuse_removed({"optimizer": {"deoscillation": {"interval": 0, "window": 50}}})
     with pytest.raises(ValueError, match=r"its run had optimizer\.deoscillation\.interval=200"):
-        refuse_gone({"optimizer": {"deoscillation": {"interval": 200}}})
-    refuse_gone({"precision": {"mean_group": 64, "fprop": {"activation": {"mean": "kept"}}}})
+        refuse_removed({"optimizer": {"deoscillation": {"interval": 200}}})
+    refuse_removed({"precision": {"mean_group": 64, "fprop": {"activation": {"mean": "kept"}}}})
     with pytest.raises(ValueError, match=r"precision\.fprop\.activation\.mean=removed"):
-        refuse_gone({"precision": {"fprop": {"activation": {"mean": "removed"}}}})
+        refuse_removed({"precision": {"fprop": {"activation": {"mean": "removed"}}}})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
-from megatron_fp4.config.data_schema import PhaseConfig
-from megatron_fp4.config.schema import CheckpointConfig, Config, OptimizerConfig
+from megatron_fp4.config.data_schema import DataConfig, PhaseConfig
+from megatron_fp4.config.schema import CheckpointConfig, OptimizerConfig
 from scripts import configuration_reference as reference
 
 
@@ -25,13 +23,6 @@ def test_every_key_is_explained() -> None:
     assert empty == [], "the docstring of their class in megatron_fp4/config says nothing of these keys"
 
 
-def test_every_section_has_its_table() -> None:
-    text = reference.PAGE.read_text()
-    for field in fields(Config):
-        assert (f"\n## {field.name}\n" in text) == (field.name not in ("after_switch", "from_environment"))
-    assert "\n### precision.switch\n" in text and "\n### data.phases[...]\n" in text
-
-
 def test_explanations_are_those_of_the_docstrings() -> None:
     whole, said = reference.explanations(OptimizerConfig)
     assert whole == "AdamW; 1-D parameters and biases are not decayed."
@@ -45,7 +36,7 @@ def test_explanations_are_those_of_the_docstrings() -> None:
     [
         (OptimizerConfig, "beta1", "number ≥ 0 and < 1"),
         (CheckpointConfig, "interval", "integer ≥ 0"),
-        (CheckpointConfig, "initialize_from", "text or null"),
+        (DataConfig, "eod_token", "text or null"),
         (PhaseConfig, "blend", "mapping of names to number ≥ 0 or `tokens`"),
     ],
 )

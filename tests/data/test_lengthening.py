@@ -10,7 +10,7 @@ import pytest
 from data.opening import phase_schedule
 from data.phases import PhaseSchedule
 from megatron_fp4.config.data_schema import PhaseConfig
-from tests.checks.composed import changed, composed
+from tests.composing import changed, composed
 
 STEPS = 300
 TOKENS = 8 * 256  # of a step of the default run

@@ -27,7 +27,7 @@ from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, RunConfig, TrainConfig
 from megatron_fp4.runtime.progress import Progress
 from scripts import export_hf
-from tests.checks.composed import composed
+from tests.composing import composed
 from tests.training.harness import alone, launch
 
 # Writes the output as an exporter does. Told by a file in the checkpoint to fail, or to wait until it is ended.

@@ -13,7 +13,7 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend_support import BackendChoice, choose_backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
-from tests.checks.composed import CONFIGS, changed, composed
+from tests.composing import CONFIGS, changed, composed
 
 
 @pytest.fixture

@@ -1,22 +1,24 @@
-"""What the schema's dataclasses share: numbers in their ranges, and no key that they do not have."""
+"""The types of configuration values: numbers in their ranges, paths; and no key that a dataclass does not have."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
+from os.path import expanduser
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, FiniteFloat, PlainValidator
 
 # Powers of a thousand, as the field writes tokens and parameters: 10k is 10,000.
 _POWERS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+_AN_INTEGER = "give an integer, such as 1000, 1e3, 10k or 2M"
 # Beyond it, floats skip whole numbers.
 _EXACT = 2.0**53
 
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
-        raise ValueError("true and false are no numbers")  # pydantic would read 1 and 0
+        raise ValueError("give a number")  # pydantic would read 1 and 0
     if isinstance(value, str) and re.fullmatch(r"[^_]\S*[kKMBGT]", value):
         return float(_with_power(value))
     return value
@@ -25,15 +27,20 @@ def _number(value: Any) -> Any:
 def _integer(value: Any) -> Any:
     """Also 1e3 (a float, as YAML and Hydra read it), and text such as 10k or 1_000."""
     if isinstance(value, str):
-        value = _with_power(value)
+        try:
+            value = _with_power(value)
+        except ValueError:
+            raise ValueError(_AN_INTEGER) from None
         if value != value.to_integral_value():
-            raise ValueError("no integer")
+            raise ValueError(_AN_INTEGER)
         return int(value)
     if isinstance(value, float):
         if not abs(value) < _EXACT or value != int(value):
-            raise ValueError("no integer")
+            raise ValueError(_AN_INTEGER)
         return int(value)
-    return _number(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(_AN_INTEGER)
+    return value
 
 
 def _with_power(text: str) -> Decimal:
@@ -42,17 +49,23 @@ def _with_power(text: str) -> Decimal:
     try:
         number = Decimal(digits.strip())
     except InvalidOperation:
-        raise ValueError("no number") from None
+        raise ValueError("give a number, such as 0.1, 1e-3 or 10k") from None
     if not number.is_finite() or abs(number.adjusted()) > 30:
-        raise ValueError("no number that a setting can have")
+        raise ValueError("give a finite number")
     return number * power
 
 
 def _path_or_paths(value: Any) -> Any:
     paths = value if isinstance(value, list) else [value]
     if not all(isinstance(path, str) and path.strip() for path in paths) or not paths:
-        raise ValueError("a path is a text that is not empty")
-    return value
+        raise ValueError("give a path or a list of paths")
+    return [expanduser(path) for path in paths] if isinstance(value, list) else expanduser(value)
+
+
+def _path(value: str) -> str:
+    if not value.strip():
+        raise ValueError("give a path")
+    return expanduser(value)
 
 
 def _switch(value: Any) -> Any:
@@ -72,9 +85,12 @@ Seconds = Annotated[Integer, Field(ge=1, le=10**7)]
 LearningRate = Annotated[Number, Field(gt=0, le=10)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
+# Tiles of quantization and of the Hadamard transform are 16 tokens wide (at least).
+SequenceLength = Annotated[Integer, Field(ge=1, le=MOST, multiple_of=16)]
 Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 AutoSwitch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_switch)]
+PathText = Annotated[str, AfterValidator(_path)]
 PathOrPaths = Annotated[str | list[str], PlainValidator(_path_or_paths)]
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)

@@ -1,0 +1,178 @@
+"""Refuses values that cannot run together, on this many ranks or on this machine.
+
+What is wrong with a value alone, or within a section, the schema refuses beside the fields; what a recipe or a model
+cannot do is for the rooms that have them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_fp4.config.schema import Config, ConfigError
+
+# Tiles of quantization and of the Hadamard transform are 16 tokens or features wide (at least).
+TILE = 16
+
+
+def validate(config: Config, world_size: int, device_type: str, shared: Mapping[str, tuple[int, int]]) -> None:
+    """Raise ConfigError for the first thing besides model, recipes and data that cannot run on `world_size` ranks.
+
+    device_type: what the machine offers, `cuda` or `cpu`. shared: what tensor-parallel ranks divide among them, by its
+    key, with the value of that key.
+    """
+    for refusals in (
+        _mesh(config, world_size, shared),
+        _batch(config, world_size),
+        _effects(config, world_size),
+        _machine(config, device_type),
+    ):
+        for refusal in refusals:
+            raise ConfigError(refusal)
+
+
+def _mesh(config: Config, world_size: int, shared: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    tensor, replicate = config.parallel.tensor, config.parallel.replicate
+    if world_size % (tensor * replicate):
+        yield (
+            f"parallel.tensor={tensor} x parallel.replicate={replicate} does not divide the {world_size} ranks of this "
+            f"run; their product has to be one of {_listed(_divisors(world_size))}"
+        )
+    for key, (count, value) in shared.items():
+        if count % tensor:
+            sizes = [size for size in _divisors(world_size) if all(count % size == 0 for count, _ in shared.values())]
+            yield (
+                f"parallel.tensor={tensor} does not divide {key}={value}; sizes that work for this model on "
+                f"{world_size} ranks: {_listed(sizes)}"
+            )
+
+
+def _batch(config: Config, world_size: int) -> Iterator[str]:
+    train, parallel, phases = config.train, config.parallel, config.data.phases
+    micro, length, ranks = train.micro_batch_size, train.sequence_length, parallel.data_parallel_size(world_size)
+    sizes = {"train.global_batch_size": train.global_batch_size}
+    for index, phase in enumerate(phases):
+        if phase.global_batch_size is not None:
+            sizes[f"data.phases[{index}].global_batch_size"] = phase.global_batch_size
+        if phase.sequence_length is not None and length % phase.sequence_length:
+            fitting = [size for size in _divisors(length) if size % TILE == 0]
+            yield (
+                f"data.phases[{index}].sequence_length={phase.sequence_length} does not divide "
+                f"train.sequence_length={length}; multiples of {TILE} that do: {_listed(fitting)}"
+            )
+    for key, size in sizes.items():
+        together = micro * ranks
+        if size % together:
+            below = size // together * together
+            micros = f"; micro batch sizes that work: {_listed(_divisors(size // ranks))}" if size % ranks == 0 else ""
+            meshes = _nearest(_divisors(size // micro), ranks) if size % micro == 0 else []
+            of_ranks = f"; data-parallel sizes that work: {_listed(meshes)}" if meshes else ""
+            yield (
+                f"{key}={size} is not a multiple of train.micro_batch_size={micro} x {ranks} data-parallel ranks = "
+                f"{together}; global batch sizes that work: {f'{below} or ' if below else ''}{below + together}"
+                f"{micros}{of_ranks}"
+            )
+    tokens, slices = micro * length, TILE * parallel.tensor
+    if parallel.tensor > 1 and parallel.sequence is not False and tokens % slices:
+        yield (
+            f"train.micro_batch_size={micro} x train.sequence_length={length} = {tokens} tokens is not a multiple of "
+            f"{TILE} x parallel.tensor={parallel.tensor}, which sequence parallelism needs; use train.sequence_length="
+            f"{-(-length // slices) * slices} or parallel.sequence=false"
+        )
+    if tokens >= 2**31:
+        yield (
+            f"train.micro_batch_size={micro} x train.sequence_length={length} = {tokens:,} tokens are more than "
+            "kernels can count (2,147,483,647); lower one of them"
+        )
+    if (total := train.steps * max(sizes.values()) * length) >= 10**18:
+        yield (
+            f"train.steps={train.steps} of {max(sizes.values()):,} x {length:,} tokens are {total:.2g} tokens, more "
+            "than a run can count (1e18); lower train.steps, the batch or the sequence length"
+        )
+
+
+def _effects(config: Config, world_size: int) -> Iterator[str]:
+    """Settings under which nothing would happen, although whoever sets one believes that it does something."""
+    train, parallel, data, spikes = config.train, config.parallel, config.data, config.spikes
+    largest = max((phase.global_batch_size or train.global_batch_size for phase in data.phases), default=1)
+    one_micro_batch = largest <= train.micro_batch_size * parallel.data_parallel_size(world_size)
+    if parallel.reduce_gradients == "each" and (parallel.shards(world_size) == 1 or one_micro_batch):
+        why = "steps of one micro-batch" if parallel.shards(world_size) > 1 else "one shard"
+        yield f"parallel.reduce_gradients=each has no effect with {why}; set it to once"
+    if not data.phases:
+        yield "data.phases is empty; give at least one: 'data.phases=[{name: main, blend: {web: 1.0}}]'"
+    if spikes.action != "none" and spikes.min_history >= train.steps:
+        yield (
+            f"spikes.min_history={spikes.min_history} is not reached in train.steps={train.steps}, so no step would "
+            "ever be a spike; use a smaller one, or spikes.action=none"
+        )
+    if spikes.action == "rollback" and not config.checkpoint.interval:
+        yield (
+            "spikes.action=rollback has no checkpoint to go back to with checkpoint.interval=0; set "
+            "checkpoint.interval=100, or spikes.action=skip"
+        )
+    if config.validation.prompts and data.kind != "builtin" and data.tokenizer is None:
+        yield (
+            f"validation.prompts={config.validation.prompts} needs the tokenizer that made the data; name it as "
+            "data.tokenizer, or leave the prompts out"
+        )
+    steps = config.logging.profile_steps
+    if steps and steps[1] > train.steps:
+        yield f"logging.profile_steps={steps} is no window of this run's {train.steps} steps; give an earlier one"
+
+
+def _machine(config: Config, device_type: str) -> Iterator[str]:
+    on_cpu = device_type != "cuda"
+    if config.run.device == "cuda" and on_cpu:
+        yield "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"
+    if config.logging.memory_history and (on_cpu or config.run.device == "cpu"):
+        yield "logging.memory_history=true records CUDA allocations, and this run is on a CPU; use false"
+    files = {"data.tokenizer": config.data.tokenizer, "precision.bf16_blocks.file": config.precision.bf16_blocks.file}
+    for key, path in files.items():
+        if path is not None and not path.startswith("tiktoken:") and not Path(path).exists():
+            yield f"{key}={path}: there is no such file; correct the path, or set null"
+    if config.logging.tensorboard and not _installed("tensorboard"):
+        yield "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set false"
+    wandb = config.logging.wandb
+    if wandb != "disabled" and not _installed("wandb"):
+        yield f'logging.wandb={wandb} needs the package wandb; pip install "megatron_fp4[wandb]", or set disabled'
+    if wandb == "online" and not _may_log_in():
+        yield (
+            "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc; run `wandb login` "
+            "once, export WANDB_API_KEY=..., or set offline (`wandb sync` sends it later) or disabled"
+        )
+
+
+def _installed(module: str) -> bool:
+    """A folder of that name in the path, such as the one that wandb writes, is no package."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
+
+
+def _may_log_in() -> bool:
+    """Whether wandb could find a key here, asked without importing wandb, which takes seconds; it looks itself when it
+    starts. Only the first rank logs, and wandb's own WANDB_MODE overrules."""
+    if os.environ.get("RANK", "0") != "0" or os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    settings = os.path.join(os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "settings")
+    return any(
+        Path(path).expanduser().is_file() for path in (os.environ.get("NETRC", "~/.netrc"), "~/_netrc", settings)
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
+
+
+def _nearest(sizes: Sequence[int], size: int) -> list[int]:
+    return sorted(sorted(sizes, key=lambda one: abs(one - size))[:6])
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))

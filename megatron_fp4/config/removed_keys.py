@@ -1,0 +1,71 @@
+"""Keys that earlier versions had: what holds instead, and how a run that was saved with one resumes.
+
+Commands and files that still give one are refused with the remedy. What was saved with one (checkpoints of whatever
+version) is read without it; where its value was not the one that holds now, a resume says so, or is refused if the run
+used an ability that is gone.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# key or section, as a pattern -> (the value that always holds now, None: none does; what to do instead)
+_REMOVED = {
+    "checkpoint.local_dir": (None, "no checkpoints are kept on nodes' own disks; save shared ones more often instead"),
+    "checkpoint.local_interval": (0, "no checkpoints are kept on nodes' own disks; lower checkpoint.interval instead"),
+    "optimizer.implementation": ("torch", "torch's fused AdamW is the only one; leave it out"),
+    "optimizer.deoscillation*": (None, "master weights are never reset; leave it out"),
+    "precision.mean_group": (None, "operands are never without their means; leave it out"),
+    "precision.*.mean": ("kept", "operands are never without their means; leave it out"),
+    "run.file_mode": (None, "set the umask of the shell, such as umask 027, instead"),
+}
+# Abilities that are gone: pattern of a key -> the value under which a run did without it.
+_ABILITIES = {"optimizer.deoscillation.interval": 0, "precision.*.mean": "kept"}
+
+
+def why_removed(key: str) -> str | None:
+    """What to say of a dotted key that an earlier version had; None for every other key."""
+    for pattern, (_, instead) in _REMOVED.items():
+        if fnmatch.fnmatchcase(key, pattern):
+            return f"{key} is no key any more: {instead}"
+    return None
+
+
+def refuse_removed(saved: Mapping[str, Any]) -> None:
+    """Raise ValueError if a run that was saved with this configuration used an ability that no run has any more."""
+    for key, value in _leaves(saved):
+        for pattern, off in _ABILITIES.items():
+            if fnmatch.fnmatchcase(key, pattern) and value != off:
+                raise ValueError(
+                    f"its run had {key}={value}, which this version cannot do; resume it with the version that wrote "
+                    "it, or begin a new run with its weights (checkpoint.initialize_from)"
+                )
+
+
+def removed_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, its value in `saved`, the value that holds now) where these differ."""
+    for key, value in _leaves(saved):
+        for pattern, (now, _) in _REMOVED.items():
+            if fnmatch.fnmatchcase(key, pattern) and now is not None and value not in (None, now):
+                yield key, value, now
+
+
+def without_removed(saved: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A saved configuration, or what it has below `path`, without these keys."""
+    return {
+        name: without_removed(value, f"{path}{name}.") if isinstance(value, Mapping) else copy.deepcopy(value)
+        for name, value in saved.items()
+        if why_removed(f"{path}{name}") is None
+    }
+
+
+def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key that is no section, and its value."""
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
