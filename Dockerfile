@@ -9,8 +9,8 @@
 # The base is pinned by its tag, which NVIDIA could move; by its digest, which `docker buildx imagetools inspect
 # nvcr.io/nvidia/pytorch:26.06-py3` prints, it cannot: --build-arg BASE=nvcr.io/nvidia/pytorch:26.06-py3@sha256:...
 #
-# Not built by the authors, who had no Docker engine. tests/dockerfile_lines.py ran every line but those marked "needs
-# NVIDIA's image" in a chroot of Debian 12; hadolint finds nothing.
+# Not built by the authors, who had no Docker engine: every line but those marked "needs NVIDIA's image" ran in a chroot
+# of Debian 12; hadolint finds nothing.
 ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]

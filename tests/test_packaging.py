@@ -17,54 +17,15 @@ from megatron_fp4 import command
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package's own folder, with two scripts."""
-    folder = tmp_path / "megatron_fp4" / "rooms"
-    (folder / "scripts").mkdir(parents=True)
-    for name in ("pretrain", "scripts/__init__", "scripts/export_hf", "scripts/generate"):
-        (folder / f"{name}.py").touch()
-    for name in command.ROOMS:
-        (folder / f"{name}.py").touch()
-    monkeypatch.setattr(command, "PACKAGE", folder.parent)
-    return folder
-
-
-def test_what_the_command_runs(rooms: Path) -> None:
-    assert command.commands() == ["export_hf", "generate"]
-    train = rooms / "pretrain.py"
+def test_what_the_command_runs() -> None:
+    train, convert = ROOT / "pretrain.py", ROOT / "scripts" / "prepare_data.py"
     assert command.program([]) == command.program(["train"]) == (train, [])
-    assert command.program(["train", "model=tiny"]) == (train, ["model=tiny"])
-    for one in ("model=tiny", "--check", "~data", "+a=1", "a='b c'"):
+    for one in ("model=tiny", "--check", "+a=1", "a='b c'"):
         assert command.program([one, "x=1"]) == (train, [one, "x=1"])
-    for name in ("export_hf", "export-hf"):
-        assert command.program([name, "--help"]) == (rooms / "scripts" / "export_hf.py", ["--help"])
-    with pytest.raises(ValueError, match=r"trian is no override .* commands: train export_hf generate"):
+    for name in ("prepare_data", "prepare-data"):
+        assert command.program([name, "--help"]) == (convert, ["--help"])
+    with pytest.raises(ValueError, match=r"trian is no override .* commands: train .*prepare_data"):
         command.program(["trian"])
-
-
-def test_from_a_checkout_it_runs_the_checkout() -> None:
-    assert command.root() == ROOT
-    assert "prepare_data" in command.commands() and "__init__" not in command.commands()
-
-
-def test_the_rooms_come_first(rooms: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"/mine{os.pathsep}{rooms}")
-    monkeypatch.setattr(sys, "path", ["", "/mine", str(rooms), "/site-packages"])
-    for name in command.ROOMS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    command.put_first(rooms)
-    assert sys.path == [str(rooms), "", "/mine", "/site-packages"]
-    assert os.environ["PYTHONPATH"] == f"{rooms}{os.pathsep}/mine"
-
-
-def test_a_name_that_is_taken_is_an_error(rooms: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By something that was imported before the command could do anything, such as a .pth file."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setitem(sys.modules, "data", megatron_fp4)
-    with pytest.raises(ValueError, match=r"the module data is that of .*megatron_fp4/__init__.py, not "):
-        command.put_first(rooms)
 
 
 @pytest.fixture(scope="module")
