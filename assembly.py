@@ -47,11 +47,17 @@ from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.spikes import SpikeGuard
 from models.execution import Execution
-from models.execution_choice import agreed_execution, choose_execution
-from models.flops import check_size
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from models.pattern import check_exceptions, check_model, linear_shapes, shared_by_tensor_ranks
+from models.pattern import (
+    agreed_execution,
+    check_exceptions,
+    check_model,
+    check_size,
+    choose_execution,
+    linear_shapes,
+    shared_by_tensor_ranks,
+)
 from run_parts import Run
 
 CONFIGS = Path(__file__).resolve().parent / "configs"

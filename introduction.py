@@ -22,9 +22,7 @@ from megatron_fp4.logging.run_files import attempt
 from megatron_fp4.logging.summary import introduce
 from megatron_fp4.measure.machine import peak_tflops
 from megatron_fp4.precision.switch import PrecisionSwitch
-from models.execution_choice import cost_of_determinism, describe_execution
-from models.flops import forward_flops_per_token, parameter_count
-from models.pattern import MIXERS
+from models.pattern import MIXERS, describe_execution, forward_flops_per_token, parameter_count
 from run_parts import Run
 
 
@@ -67,9 +65,8 @@ def introduce_run(run: Run, start: int) -> None:
         "CUDA graphs": run.graphs_choice,
         "optimizer": run.optimizer.name,
     }
-    slower = config.run.deterministic and run.mesh.device.type == "cuda"
-    if slower and (cost := cost_of_determinism(model.execution, pattern, masked)):
-        facts["determinism"] = cost
+    if config.run.deterministic and run.mesh.device.type == "cuda":
+        facts["determinism"] = "on; run.deterministic=false is faster"
     introduce(
         console,
         config,

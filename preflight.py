@@ -47,7 +47,7 @@ from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.step import train_step
-from models.flops import training_flops_per_token
+from models.pattern import training_flops_per_token
 
 _GIB = 2**30
 # Model FLOPs that a CPU is asked to compute twice for an estimate: seconds, not minutes.

@@ -34,8 +34,8 @@ from megatron_fp4.training.optimizer import BuiltOptimizer
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.spikes import SpikeGuard
 from megatron_fp4.training.step import StepResult
-from models.flops import training_flops_per_token
 from models.hybrid import HybridModel
+from models.pattern import training_flops_per_token
 
 
 @dataclass

@@ -89,7 +89,7 @@ def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) 
     check_prompts(prompts, model.head.weight.shape[0])
     draws = [Draws(sampling.seed, request.sample, prompt) for request, prompt in zip(requests, prompts, strict=True)]
     # The last new token is not looked at by anything.
-    memory = model.new_memory(len(prompts), max(map(len, prompts)) + max_tokens - 1)
+    cache = model.new_cache(len(prompts), max(map(len, prompts)) + max_tokens - 1)
 
     def forward(columns: list[list[int]]) -> Tensor:
         """Logits [b, v] behind each row's last token."""
@@ -97,7 +97,7 @@ def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) 
         length = max(counts)
         padded = [column + [0] * (length - len(column)) for column in columns]
         with torch.no_grad():
-            logits = model(torch.tensor(padded, device=mesh.device), memory=memory, counts=counts)
+            logits = model(torch.tensor(padded, device=mesh.device), cache=cache, counts=counts)
         return logits_of_all_ids(logits, mesh)[:, : settings.num_ids]
 
     logits: Tensor | None = None

@@ -14,18 +14,15 @@ from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
-from models.documents import Documents
 from models.execution import PLAIN, Execution, FusedKernel
-from models.memory import NewTokens
-from models.mixer import Mixer, check_multiple, input_projection, output_projection
-from models.rope import apply_rope, rope_tables
-from models.sdpa import attend, attend_fused, attend_to_memory
-from models.tiled_attention import attend_in_tiles, refusal
+from models.mixer import Mixer, check_multiple, group_major_order, input_projection, output_projection
+from models.positions import Documents, NewTokens, apply_rope, rope_tables
+from models.sdpa import attend, attend_fused, attend_in_tiles, attend_to_cache, tiles_refusal
 
 
 class KeysAndValues:
-    """What attention remembers: both [batch, max_length + 1, KV heads / tp, head_dim]; padding goes to the last place,
-    which nobody reads."""
+    """Attention's part of an inference cache: both [batch, max_length + 1, KV heads / tp, head_dim]; padding goes to
+    the last place, which is not read."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> None:
         self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
@@ -41,11 +38,11 @@ class KeysAndValues:
 class Attention(Mixer):
     """Query head i attends through KV head i // (query heads / KV heads).
 
-    `qkv_proj` packs `[q heads of the group | k | v]` for each KV head (models/packing.py).
+    `qkv_proj` packs `[q heads of the group | k | v]` for each KV head (`qkv_order`).
     """
 
     name = "attention"
-    fused = (FusedKernel("attention", "attention in tiles", "triton", attend_in_tiles, refusal, optional=True),)
+    fused = (FusedKernel("attention", "attention in tiles", "triton", attend_in_tiles, tiles_refusal, optional=True),)
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__(config, mesh, execution)
@@ -72,15 +69,15 @@ class Attention(Mixer):
         q, k, v = self._split(qkv_td, sequence_length, self.heads_per_group, self.head_dim, *tables)
         return self.out_proj(self._attend(q, k, v, documents).flatten(2).flatten(0, 1))
 
-    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> KeysAndValues:
+    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> KeysAndValues:
         """Keys, with RoPE's rotation in them, and values of all tokens."""
         return KeysAndValues((batch, max_length + 1, self.num_local_groups, self.head_dim), device, dtype)
 
-    def decode(self, x_td: Tensor, memory: KeysAndValues, new: NewTokens) -> Tensor:
+    def decode(self, x_td: Tensor, cache: KeysAndValues, new: NewTokens) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; a token sees those of its text up to itself."""
         tables = () if self.rope_base is None else new.rope_tables(self.head_dim, self.rope_base)
         q, k, v = split_heads(self.qkv_proj(x_td), new.length, self.heads_per_group, self.head_dim, *tables)
-        y = attend_to_memory(q, *memory.add(k, v, new), new.positions)
+        y = attend_to_cache(q, *cache.add(k, v, new), new.positions)
         return self.out_proj(y.flatten(2).flatten(0, 1))
 
     @classmethod
@@ -125,19 +122,6 @@ class Attention(Mixer):
             kernel = "cuDNN forward, Triton backward (deterministic)" if tiled else "SDPA by Flash (deterministic)"
         return [f"attention: {kernel}"]
 
-    @classmethod
-    def cost_of_determinism(cls, execution: Execution, masked: bool = False) -> str | None:
-        """That of another backward pass than cuDNN's. Within documents it is the same in any case."""
-        if masked or not execution.compiled:
-            return None
-        kernel, speeds = "FlashAttention's", "48.9k instead of 65.4k"
-        if "attention" in execution.kernels:
-            kernel, speeds = "Triton's", "60.3k instead of 63.4k"
-        return (
-            f"{kernel} backward pass of attention in place of cuDNN's; model=transformer_1_2b made {speeds} tokens/s "
-            "with it (one H200, micro-batches of 4 x 8192 tokens, NVFP4)"
-        )
-
 
 def split_heads(
     qkv_td: Tensor, sequence_length: int, heads_per_group: int, head_dim: int, *cos_and_sin: Tensor
@@ -149,3 +133,9 @@ def split_heads(
     if cos_and_sin:
         q, k = apply_rope(q, *cos_and_sin), apply_rope(k, *cos_and_sin)
     return q, k.contiguous(), v.contiguous()
+
+
+def qkv_order(config: ModelConfig) -> Tensor:
+    """Of `qkv_proj`, see `group_major_order`: published `[q | k | v]`, groups are KV heads."""
+    kv_rows = config.num_kv_heads * config.head_dim
+    return group_major_order((config.num_query_heads * config.head_dim, kv_rows, kv_rows), config.num_kv_heads)

@@ -6,7 +6,7 @@ of keys (of all query heads that share them). Scores are computed twice for that
 nothing is added up in memory: two runs are equal in every bit. The arithmetic is FlashAttention-2's (arXiv:2307.08691):
 products of BF16 with FP32 sums, and the logarithm of each row's sum in place of the row.
 
-Documents lie one behind the other in a row, so a query's keys are a range, from its document's `begin` to itself, and a
+Documents lie one after the other in a row, so a query's keys are a range, from its document's `begin` to itself, and a
 key's queries one too, from itself to its document's `end`. A tile's range comes in three parts, of which the middle one
 needs no mask, whether there are documents or not.
 
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.attention_tiles import KERNELS, Tiles
+from models.sdpa import KERNELS, Tiles
 
 
 def forward(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, begins_bs: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of what `forward`, or another kernel, returned as y and sums.
 
-    begins, ends: int32 [b, s], the first token of each token's document, and the one behind its last.
+    begins, ends: int32 [b, s], the first token of each token's document, and the one after its last.
     """
     batch, length, heads, dim = q_bshd.shape
     dq, dk, dv = torch.empty_like(q_bshd), torch.empty_like(k_bsgd), torch.empty_like(v_bsgd)
@@ -270,15 +270,15 @@ def _attention_dkdv_kernel(
     k_start = (row * length * GROUPS + group) * DIM
     k = _rows(k_ptr + k_start, n, length, GROUPS * DIM, DIM, True)
     v = _rows(v_ptr + k_start, n, length, GROUPS * DIM, DIM, True)
-    # Behind the tile's own queries come those that see all of its keys, then those that see some.
-    behind = first + N
+    # After the tile's own queries come those that see all of its keys, then those that see some.
+    after = first + N
     whole = length
     end = length
     if DOCUMENTS:
         begins_ptr += row * length
         whole = tl.load(ends_ptr + row * length + first)
-        end = tl.load(ends_ptr + row * length + tl.minimum(behind, length) - 1)
-    whole = tl.maximum(whole // M * M, behind)
+        end = tl.load(ends_ptr + row * length + tl.minimum(after, length) - 1)
+    whole = tl.maximum(whole // M * M, after)
     dk = tl.zeros((N, DIM), tl.float32)
     dv = tl.zeros((N, DIM), tl.float32)
     for shared in range(HEADS // GROUPS):
@@ -287,11 +287,11 @@ def _attention_dkdv_kernel(
         of_head = (row * HEADS + head) * length
         dk, dv = _dkdv_tiles(
             dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
-            first, tl.minimum(behind, end), length, scale, HEADS * DIM, DIM, M, DOCUMENTS, True,
+            first, tl.minimum(after, end), length, scale, HEADS * DIM, DIM, M, DOCUMENTS, True,
         )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,
-            behind, whole, length, scale, HEADS * DIM, DIM, M, DOCUMENTS, False,
+            after, whole, length, scale, HEADS * DIM, DIM, M, DOCUMENTS, False,
         )  # fmt: skip
         dk, dv = _dkdv_tiles(
             dk, dv, k, v, q_ptr + q_start, dy_ptr + q_start, sums_ptr + of_head, delta_ptr + of_head, begins_ptr, n,

@@ -1,13 +1,13 @@
-"""Mamba-2's causal depthwise convolution over time, with SiLU behind it.
+"""Mamba-2's causal depthwise convolution over time, then SiLU.
 
     y_s = silu(bias + sum_k weight_k x_{s - (width - 1) + k})        x before the sequence is zero
 
 Written as `width` shifted multiply-adds over [batch, sequence, channels]: the channels stay innermost, as the
-projections before and behind want them, and on a CPU this is several times faster than `conv1d`. Everything is FP32,
+projections before and after want them, and on a CPU this is several times faster than `conv1d`. Everything is FP32,
 whatever the input's dtype; only the input is kept for the backward pass, which computes the sum before SiLU again.
 On CUDA causal-conv1d has a kernel for the whole.
 
-Given the number of every token's document (models/documents.py), x of another document counts as zero too.
+Given the number of every token's document (models/positions.py), x of another document counts as zero too.
 
 Shapes: b batch, s sequence, c channels of this rank, k taps.
 """
@@ -39,7 +39,7 @@ def fused_conv_silu(x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, documents_
     """The same by causal-conv1d: in the dtype of `x_bsc`, with FP32 sums.
 
     It takes documents with the channels innermost only, as they are here: int32, contiguous, never negative, with
-    memory behind them to the end of a chunk (models/documents.py).
+    memory after them to the end of a chunk (models/positions.py).
     """
     from causal_conv1d import causal_conv1d_fn
 
@@ -58,10 +58,10 @@ def readable(x_bsc: Tensor) -> Tensor:
 def continued_conv_silu(
     x_bsc: Tensor, weight_ck: Tensor, bias_c: Tensor, before_bkc: Tensor, counts_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same for rows that go on: y, and what is to be `before` in the next call. No gradients.
+    """The same for rows that continue: y, and what is to be `before` in the next call. No gradients.
 
     before_bkc: the width - 1 inputs before the first of `x_bsc`, zeros at a text's beginning. counts_b: int64, how many
-    of a row's s tokens count; what stands behind them is padding.
+    of a row's s tokens count; what follows them is padding.
     """
     width = weight_ck.shape[1]
     inputs = torch.cat((before_bkc, x_bsc.to(before_bkc.dtype)), 1)

@@ -10,7 +10,7 @@ The hidden state between blocks is token-major, h_td [tokens, hidden] in the com
 with the sequence inside. With sequence parallelism each tensor-parallel rank holds a contiguous slice of the tokens;
 a mixer's first projection gathers them and its second scatters them again, so mixers see whole sequences.
 
-A sequence holds several documents. Told which token is of which, mixers keep them apart (models/documents.py);
+A sequence holds several documents. Told which token is of which, mixers keep them apart (models/positions.py);
 everything between mixers knows single tokens only.
 """
 
@@ -29,13 +29,11 @@ from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.cross_entropy import head_cross_entropy
 from megatron_fp4.parallel.layers import OutputHead, QuantizedLinear, VocabParallelEmbedding
 from megatron_fp4.parallel.mesh import ParallelMesh
-from models.documents import Documents
-from models.execution import PLAIN, Execution
-from models.memory import Memory, NewTokens
+from models.execution import PLAIN, Execution, recompute_saved
 from models.mixer import Mixer
 from models.norm import RMSNorm
 from models.pattern import MIXERS, check_pattern
-from models.recompute import keeping_promises
+from models.positions import Documents, NewTokens
 
 
 class Block(nn.Module):
@@ -52,13 +50,13 @@ class Block(nn.Module):
         h_td: Tensor,
         sequence_length: int,
         documents: Documents | None = None,
-        memory: Any = None,
+        cache: Any = None,
         new: NewTokens | None = None,
     ) -> Tensor:
-        """[tokens (local with sequence parallelism), hidden] -> the same. With `new`: of tokens that go on with the
-        texts in the mixer's `memory`."""
+        """[tokens (local with sequence parallelism), hidden] -> the same. With `new`: of tokens that continue the
+        texts in the mixer's `cache`."""
         if new is not None:
-            return h_td + self.mixer.decode(self.norm(h_td), memory, new)
+            return h_td + self.mixer.decode(self.norm(h_td), cache, new)
         # FSDP2 gathers these by themselves, which must not happen again in the middle of the backward pass.
         fetched = self.mixer.fetch()
         recompute = self.execution.recompute
@@ -67,12 +65,52 @@ class Block(nn.Module):
             return checkpoint(
                 self._forward, h_td, sequence_length, fetched, documents, use_reentrant=False, preserve_rng_state=False
             )
-        with keeping_promises() if recompute == "selective" else nullcontext():
+        with recompute_saved() if recompute == "selective" else nullcontext():
             return self._forward(h_td, sequence_length, fetched, documents)
 
     def _forward(self, h_td: Tensor, sequence_length: int, fetched: Any, documents: Documents | None) -> Tensor:
-        norm = self.execution.cheap(self.norm.function)
+        norm = self.execution.recomputed(self.norm.function)
         return h_td + self.mixer(norm(h_td, self.norm.local_weight()), sequence_length, fetched, documents)
+
+
+class InferenceCache:
+    """What a model keeps of the tokens before, so that a text continues without being computed again.
+
+        cache = model.new_cache(batch, max_length)
+        logits = model(tokens, cache=cache, counts=counts)    rows bring a prompt, a piece of one, or one token
+
+    A cache has `batch` rows, one for each text, which know nothing of each other. What a row holds depends on the
+    mixer: attention keeps keys and values of all tokens, Mamba-2 the last inputs of its convolution and the state of
+    its scan (FP32), an FFN nothing (models/mixer.py: `new_cache`, `decode`).
+
+    Rows need not bring equally many tokens: of the s columns of a call, row i brings the first counts[i], and the
+    others are padding. Padding comes after the tokens: causal mixers never look at it, keys and values of it are not
+    kept, and for Mamba-2 it is a step of size zero. So what a row gives does not depend on how long the others are, but
+    for the rounding of GEMMs, whose kernels depend on the number of tokens.
+
+    mixers: each block's part, in order. max_length: the most tokens a row holds. lengths: how many each has had.
+    """
+
+    def __init__(self, mixers: Sequence[Any], batch: int, max_length: int) -> None:
+        self.mixers, self.max_length = list(mixers), max_length
+        self.lengths = [0] * batch
+
+    def expect(self, counts: Sequence[int], length: int, device: torch.device) -> NewTokens:
+        """The tokens of a call of `length` columns, of which row i brings `counts[i]`.
+
+        Raises ValueError for counts that are not one a row, do not fit the columns, or make a row too long.
+        """
+        if len(counts) != len(self.lengths) or not all(0 <= count <= length for count in counts):
+            raise ValueError(
+                f"counts {list(counts)} do not say for {len(self.lengths)} rows how many of {length} columns are tokens"
+            )
+        if (longest := max(n + count for n, count in zip(self.lengths, counts, strict=True))) > self.max_length:
+            raise ValueError(f"a text of {longest} tokens does not fit a cache of max_length {self.max_length}")
+        return NewTokens(self.lengths, counts, length, device)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """The mixers have seen the tokens."""
+        self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
 
 
 class HybridModel(nn.Module):
@@ -100,7 +138,7 @@ class HybridModel(nn.Module):
         *,
         num_documents: int | None = None,
         num_targets: int | None = None,
-        memory: Memory | None = None,
+        cache: InferenceCache | None = None,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
         """tokens, targets: int64 [batch, sequence], the same on all tensor-parallel ranks.
@@ -112,12 +150,12 @@ class HybridModel(nn.Module):
         attention waits for the GPU to tell. num_targets: how many targets count, where negative ones do not; the mean
         is over these, and 0 if there are none. None: all count.
 
-        memory: the tokens go on with the texts in it (models/memory.py), of which row i brings the first counts[i], by
+        cache: the tokens continue the texts in it, of which row i brings the first counts[i], by
         default all; logits are then those of each row's last token, [batch, vocab / tp]. Without gradients, and by the
         functions in plain PyTorch, whatever the execution.
         """
-        if memory is not None:
-            return self._decode(tokens, memory, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)
+        if cache is not None:
+            return self._decode(tokens, cache, [tokens.shape[1]] * tokens.shape[0] if counts is None else counts)
         within = None if documents is None else Documents(documents, num_documents)
         h_td = self.embedding(tokens)
         for block in self.blocks:
@@ -133,27 +171,27 @@ class HybridModel(nn.Module):
 
         return self.head(h_td, loss=loss)
 
-    def new_memory(self, batch: int, max_length: int) -> Memory:
+    def new_cache(self, batch: int, max_length: int) -> InferenceCache:
         """For `batch` texts of at most `max_length` tokens each, on the mesh's device."""
         device, dtype = self.mesh.device, self.embedding.dtype
-        mixers = [mixer.new_memory(batch, max_length, device, dtype) for mixer in self.mixers()]
-        return Memory(mixers, batch, max_length)
+        mixers = [mixer.new_cache(batch, max_length, device, dtype) for mixer in self.mixers()]
+        return InferenceCache(mixers, batch, max_length)
 
     @torch.no_grad()
-    def _decode(self, tokens: Tensor, memory: Memory, counts: Sequence[int]) -> Tensor:
+    def _decode(self, tokens: Tensor, cache: InferenceCache, counts: Sequence[int]) -> Tensor:
         if self.mesh.sequence_parallel:  # ranks share the tokens evenly
             columns = tokens.shape[1]
             while tokens.shape[0] * columns % self.mesh.tp_size:
                 columns += 1
             tokens = F.pad(tokens, (0, columns - tokens.shape[1]))
-        new = memory.expect(counts, tokens.shape[1], tokens.device)
+        new = cache.expect(counts, tokens.shape[1], tokens.device)
         # Compiled functions would be compiled again for every shape.
         with torch.compiler.set_stance("force_eager") if self.execution.compiled else nullcontext():
             h_td = self.embedding(tokens)
-            for block, of_mixer in zip(self.blocks, memory.mixers, strict=True):
+            for block, of_mixer in zip(self.blocks, cache.mixers, strict=True):
                 h_td = block(h_td, new.length, None, of_mixer, new)
             logits = self.head(self.final_norm(h_td), new.last)
-        memory.advance(counts)
+        cache.advance(counts)
         return logits
 
     def linears(self) -> Iterator[tuple[str, QuantizedLinear]]:

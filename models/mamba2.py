@@ -2,7 +2,7 @@
 
     z, x, B, C, dt = in_proj(input)
     x, B, C        = silu(causal_conv(x, B, C))
-    y              = scan(x, dt, A, B, C, D, dt_bias)       models/scan.py; A = -exp(A_log)
+    y              = scan(x, dt, A, B, C, D, dt_bias)       models/ssd.py; A = -exp(A_log)
     output         = out_proj(norm(y * silu(z)))
 
 Between the two projections everything is FP32; with fused kernels (models/execution.py) tensors are BF16 there, and
@@ -27,13 +27,12 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.parallel.parameters import local_parameter, new_parameter
 from megatron_fp4.precision.plan import LinearShape
 from models.conv import CausalConv, causal_conv_silu, continued_conv_silu, fused_conv_silu
-from models.documents import Documents
 from models.execution import PLAIN, Execution, FusedKernel
 from models.initialization import Draws, Rule, ones
-from models.memory import NewTokens
-from models.mixer import Mixer, check_multiple, input_projection, output_projection
+from models.mixer import Mixer, check_multiple, group_major_order, input_projection, output_projection
 from models.norm import GatedRMSNorm
-from models.scan import ScanInputs, continued_scan, fused_scan, plain_scan
+from models.positions import Documents, NewTokens
+from models.ssd import ScanInputs, continued_scan, fused_scan, plain_scan
 
 # mamba-ssm's initial values.
 _A_RANGE = (1.0, 16.0)
@@ -104,8 +103,11 @@ def _conv_channels(config: ModelConfig) -> int:
 
 
 class ConvolutionAndState:
-    """What Mamba-2 remembers. before: the last width - 1 inputs of the convolution, in the compute dtype, [batch,
-    width - 1, channels / tp]. state: the scan's, FP32 [batch, groups / tp, state, heads of a group, head_dim]."""
+    """Mamba-2's part of an inference cache.
+
+    before: the last width - 1 inputs of the convolution, in the compute dtype, [batch, width - 1, channels / tp].
+    state: the scan's, FP32 [batch, groups / tp, state, heads of a group, head_dim].
+    """
 
     def __init__(self, before: Tensor, state: Tensor) -> None:
         self.before, self.state = before, state
@@ -122,8 +124,8 @@ def sections(
     """From groups `[z | x | B | C | dt]` to sections: z [b, s, g, c]; x, B and C as the convolution takes them, [b, s,
     channels]; dt [b, s, h]; and the convolution's weight [channels, width] and bias [channels] in the same order.
 
-    Behind it the scan takes its inputs where they lie. widths: of a group's x, its B, and its dt; more than these,
-    behind them, is padding. One group is in this order already, and all is views.
+    After it the scan takes its inputs where they lie. widths: of a group's x, its B, and its dt; more than these,
+    after them, is padding. One group is in this order already, and all is views.
     """
     inner, state, heads = widths
     projected = projected_td.unflatten(0, (-1, sequence_length)).unflatten(-1, (groups, -1))
@@ -145,7 +147,7 @@ def sections(
 
 class Mamba2(Mixer):
     """`in_proj` packs `[z | x | B | C | dt]` of one state group after the other, `conv` `[x | B | C]` likewise
-    (models/packing.py). Head i uses group i // (heads / groups).
+    (`mamba_in_proj_order`). Head i uses group i // (heads / groups).
     """
 
     name = "Mamba-2"
@@ -162,7 +164,7 @@ class Mamba2(Mixer):
         self.chunk_size = config.mamba_chunk_size
         self.heads_per_group, self.num_local_groups = heads // groups, groups // mesh.tp_size
         into, out = self.linears(config)
-        # What lies behind reads its rows group by group anyway, and passes over a group's padding.
+        # What follows reads its rows group by group anyway, and passes over a group's padding.
         self.in_proj = ColumnParallelLinear(
             into.in_features, into.out_features, mesh, num_groups=into.groups, keep_padding=True
         )
@@ -185,11 +187,11 @@ class Mamba2(Mixer):
         projected_td = self.in_proj(x_td)
         ssm = self.fetch() if fetched is None else fetched
         parameters = (*self.conv.local_parameters(), self.norm.local_weight(), *ssm)
-        between = self.execution.cheap(self._between_projections)
+        between = self.execution.recomputed(self._between_projections)
         numbers = None if documents is None else documents.numbers
         return self.out_proj(between(projected_td, sequence_length, numbers, *parameters))
 
-    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ConvolutionAndState:
+    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> ConvolutionAndState:
         """A few numbers for each channel, however long the text."""
         groups, heads, width = self.num_local_groups, self.heads_per_group, self.conv.weight.shape[1]
         channels = groups * (heads * self.head_dim + 2 * self.state_dim)
@@ -198,14 +200,14 @@ class Mamba2(Mixer):
             torch.zeros(batch, groups, self.state_dim, heads, self.head_dim, device=device),
         )
 
-    def decode(self, x_td: Tensor, memory: ConvolutionAndState, new: NewTokens) -> Tensor:
+    def decode(self, x_td: Tensor, cache: ConvolutionAndState, new: NewTokens) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden], each row from its state on."""
         z, xbc, dt, weight_ck, bias_c = self._sections(
             self.in_proj(x_td), *self.conv.local_parameters(), new.length, self.num_local_groups, self._widths
         )
-        xbc, memory.before = continued_conv_silu(xbc, weight_ck, bias_c, memory.before, new.counts)
+        xbc, cache.before = continued_conv_silu(xbc, weight_ck, bias_c, cache.before, new.counts)
         inputs = self._scan_inputs(xbc, dt, self.fetch())
-        y_bshp, memory.state = continued_scan(inputs, self.chunk_size, memory.state, new.valid)
+        y_bshp, cache.state = continued_scan(inputs, self.chunk_size, cache.state, new.valid)
         return self.out_proj(self.norm(y_bshp, z))
 
     def fetch(self) -> SSMTensors:
@@ -316,3 +318,15 @@ class Mamba2(Mixer):
         """The convolution's, A_log, D and dt_bias, the norm's."""
         conv = _conv_channels(config) * (config.mamba_conv_width + 1)
         return conv + 3 * config.mamba_num_heads + config.mamba_inner_dim
+
+
+def mamba_in_proj_order(config: ModelConfig) -> Tensor:
+    """Of `in_proj`, see `group_major_order`: published `[z | x | B | C | dt]`, groups are state groups."""
+    inner, state = config.mamba_inner_dim, config.mamba_num_groups * config.mamba_state_dim
+    return group_major_order((inner, inner, state, state, config.mamba_num_heads), config.mamba_num_groups)
+
+
+def mamba_conv_order(config: ModelConfig) -> Tensor:
+    """Of the convolution's channels: published `[x | B | C]`, groups are state groups."""
+    state = config.mamba_num_groups * config.mamba_state_dim
+    return group_major_order((config.mamba_inner_dim, state, state), config.mamba_num_groups)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
-from models.documents import Documents
 from models.execution import PLAIN, Execution, FusedKernel
-from models.memory import NewTokens
+from models.positions import Documents, NewTokens
 
 
 class Mixer(nn.Module, ABC):
@@ -55,15 +54,15 @@ class Mixer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """What `decode` remembers of the tokens before, of `batch` texts that have none yet; None if nothing.
+    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """What `decode` keeps of the tokens before, for `batch` texts that have none yet; None if nothing.
 
         max_length: no text will be longer, in tokens. dtype: the compute dtype.
         """
 
     @abstractmethod
-    def decode(self, x_td: Tensor, memory: Any, new: NewTokens) -> Tensor:
-        """`forward` of tokens that go on with the texts in `memory`, which then remembers them too. No gradients.
+    def decode(self, x_td: Tensor, cache: Any, new: NewTokens) -> Tensor:
+        """`forward` of tokens that continue the texts in `cache`, which then holds them too. No gradients.
 
         [tokens, hidden] -> [tokens, hidden], tokens = batch * new.length. Whatever lies between the linears is computed
         by the functions in plain PyTorch, on any device: shapes change from call to call.
@@ -98,12 +97,6 @@ class Mixer(nn.Module, ABC):
     def describe_kernels(cls, execution: Execution, masked: bool = False) -> list[str]:
         """For the log: which kernel computes what. masked: whether documents are."""
         return [f"{k.title}: {k.package if k.part in execution.kernels else 'torch'}" for k in cls.fused]
-
-    @classmethod
-    def cost_of_determinism(cls, execution: Execution, masked: bool = False) -> str | None:
-        """What is slower on CUDA under deterministic algorithms, by how much and where that was measured; None if
-        nothing is known to be. masked: whether documents are."""
-        return None
 
     def fp32_units(self) -> list[nn.Module]:
         """Modules whose parameters must stay FP32 in the forward pass. FSDP2 gathers each by itself, when called."""
@@ -151,3 +144,22 @@ def output_projection(name: str, config: ModelConfig, in_features: int, input_ke
     """A mixer's last linear, which writes to the hidden state; its inputs are sharded over tensor-parallel ranks."""
     hidden = config.hidden_dim
     return LinearShape(name, 0, in_features, hidden, input_key=input_key, input_sharded=True, title=title)
+
+
+def group_major_order(section_rows: Sequence[int], num_groups: int) -> Tensor:
+    """The rows of a packed projection: ours by group, published checkpoints by section. int64 [rows], with
+
+        ours = published[order]             published = ours[order.argsort()]
+
+    Published weights stack their sections: `[q | k | v]`, Mamba-2's `[z | x | B | C | dt]`. Ours put together what
+    belongs to one group (a KV head with its query heads; a state group with its heads), as
+    `[q_0 | k_0 | v_0 | q_1 | k_1 | ...]`: an even split over tensor-parallel ranks then gives every rank whole groups,
+    at any tensor-parallel size.
+
+    Raises ValueError if a section does not divide.
+    """
+    for rows in section_rows:
+        if rows % num_groups != 0:
+            raise ValueError(f"a section of {rows} rows does not divide into {num_groups} groups")
+    sections = torch.arange(sum(section_rows)).split(list(section_rows))
+    return torch.cat([section.view(num_groups, -1) for section in sections], 1).flatten()

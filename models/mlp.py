@@ -16,10 +16,9 @@ from megatron_fp4.config.schema import ConfigError, ModelConfig
 from megatron_fp4.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import LinearShape
-from models.documents import Documents
 from models.execution import PLAIN, Execution
-from models.memory import NewTokens
 from models.mixer import Mixer, input_projection, output_projection
+from models.positions import Documents, NewTokens
 
 # Tiles of quantization and of the Hadamard transform are at least as wide, and no two ranks share one.
 _TILE = 16
@@ -39,7 +38,7 @@ class MLP(Mixer):
         super().__init__(config, mesh, execution)
         # Compiled, autograd's composition is one pass each way; eager, it takes the function written by hand.
         activation = execution.pure(_squared_relu) if execution.compiled else squared_relu
-        self._activation = execution.cheap(activation)
+        self._activation = execution.recomputed(activation)
         up, down = self.linears(config)
         self.up_proj = ColumnParallelLinear(up.in_features, up.out_features, mesh)
         self.down_proj = RowParallelLinear(down.in_features, down.out_features, mesh)
@@ -50,11 +49,11 @@ class MLP(Mixer):
         """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
         return self.down_proj(self._activation(self.up_proj(x_td)))
 
-    def new_memory(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
+    def new_cache(self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype) -> None:
         """Nothing."""
         return None
 
-    def decode(self, x_td: Tensor, memory: None, new: NewTokens) -> Tensor:
+    def decode(self, x_td: Tensor, cache: None, new: NewTokens) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]; tokens do not see each other."""
         return self.down_proj(squared_relu(self.up_proj(x_td)))
 

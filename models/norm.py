@@ -60,7 +60,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """The norm behind the Mamba-2 scan; channels are sharded over tensor-parallel ranks by whole groups."""
+    """The norm after the Mamba-2 scan; channels are sharded over tensor-parallel ranks by whole groups."""
 
     def __init__(self, dim: int, eps: float, mesh: ParallelMesh, execution: Execution = PLAIN) -> None:
         super().__init__()

@@ -1,14 +1,33 @@
-"""The letters of `model.pattern`, one row a block type, and what follows from a pattern without building a model."""
+"""What follows from a model's configuration without building it.
+
+The letters of `model.pattern`, one row a block type; checks; shapes of linears; which kernels a run computes with;
+model FLOPs and parameter counts. A multiplication with its addition counts 2. Per token, forward, with hidden size h:
+
+    attention   2 h (2 q + 2 kv) + 2 S q     q, kv: total width of query and of KV heads; S: sequence length. The second
+                                             term is the causal half of the two products with [S, S] matrices.
+    FFN         4 h f                        f: FFN width
+    Mamba-2     2 h (2 d + 2 G N + H) + 2 d h + 7 d N     d: inner width, G: groups, N: state, H: heads. The last term
+                                             is the recurrence's cost (the chunked scan does more arithmetic).
+    head        2 h V                        V: vocabulary
+
+Embedding look-up, norms and the convolution are not counted. The backward pass costs twice the forward pass. Where
+documents are masked, attention counts as if they were not: what is left out would differ from batch to batch, and runs
+could not be compared by it. With short documents and long sequences the reported TFLOP/s are then too high.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
 
 from megatron_fp4.config.precision_schema import ExceptionConfig
-from megatron_fp4.config.schema import ConfigError, ModelConfig
+from megatron_fp4.config.schema import ConfigError, ModelConfig, TrainConfig
 from megatron_fp4.precision.plan import LinearShape
 from models.attention import Attention
+from models.execution import Execution, FusedKernel, torch_compile
 from models.mamba2 import Mamba2
 from models.mixer import Mixer
 from models.mlp import MLP
@@ -66,3 +85,143 @@ def linear_shapes(config: ModelConfig) -> list[LinearShape]:
         for block, letter in enumerate(config.pattern)
         for shape in MIXERS[letter].linears(config)
     ]
+
+
+def choose_execution(
+    train: TrainConfig, model: ModelConfig, tensor_parallel: int, device_type: str, compute_dtype: str
+) -> Execution:
+    """The execution for `train.kernels` and `train.activation_checkpointing`.
+
+    `torch` is the reference path. `fused` needs CUDA, BF16, Triton and the packages of the model's mixers. `auto` is
+    `fused` on CUDA with BF16, as far as what it needs is installed and takes the model's sizes, and `torch` elsewhere.
+    Raises ConfigError for `fused` where it cannot run.
+    """
+    recompute = train.activation_checkpointing
+    plain = Execution(recompute=recompute)
+    if train.kernels == "torch":
+        return plain
+    kernels = [(mixer, kernel) for mixer in mixers_of(model.pattern) for kernel in mixer.fused]
+    refusals = [_refusal(mixer, kernel, model, tensor_parallel) for mixer, kernel in kernels]
+    no_compiler = None if _installed("triton") else "needs Triton: pip install triton"
+    general = None
+    if device_type != "cuda":
+        general = f"needs CUDA, and this run is on {device_type}"
+    elif compute_dtype != "bfloat16":
+        general = f"computes in BF16, and precision.compute_dtype={compute_dtype}"
+    if train.kernels == "fused":
+        demanded = (r for (_, k), r in zip(kernels, refusals, strict=True) if not k.optional)
+        for refusal in (general, *demanded, no_compiler):
+            if refusal is not None:
+                raise ConfigError(f"train.kernels=fused {refusal}; or use auto or torch")
+    if general is not None:
+        return plain
+    return Execution(
+        kernels={k.part: k.function for (_, k), refusal in zip(kernels, refusals, strict=True) if refusal is None},
+        compile=torch_compile if no_compiler is None else None,
+        recompute=recompute,
+    )
+
+
+def agreed_execution(execution: Execution) -> Execution:
+    """`execution`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
+    executions: list[Execution] = [execution] * dist.get_world_size()
+    dist.all_gather_object(executions, execution)
+    used = [[*chosen.kernels, *(["compiled"] if chosen.compiled else [])] for chosen in executions]
+    for part in dict.fromkeys(part for parts in used for part in parts):
+        first = part in used[0]
+        others = [str(rank) for rank, parts in enumerate(used) if (part in parts) != first]
+        if others:
+            raise ConfigError(
+                f"train.kernels=auto: the fused part `{part}` is {'' if first else 'not '}used on rank 0, unlike "
+                f"on rank {', '.join(others)}; install the same packages on all machines, or choose train.kernels=torch"
+            )
+    return execution
+
+
+def describe_execution(execution: Execution, pattern: str, masked: bool = False) -> str:
+    """One line for the log: what runs for the blocks in `pattern`. masked: whether documents are masked."""
+    parts = [line for mixer in mixers_of(pattern) for line in mixer.describe_kernels(execution, masked)]
+    parts.append(f"norms and activations: {'torch.compile' if execution.compiled else 'torch'}")
+    parts.append(f"loss: {'Triton' if execution.compiled else 'torch'}")
+    return ", ".join(parts)
+
+
+def _refusal(mixer: type[Mixer], kernel: FusedKernel, model: ModelConfig, tensor_parallel: int) -> str | None:
+    """Why a mixer's kernel cannot run, or None."""
+    package = kernel.package
+    if not _installed(package.replace("-", "_")):
+        return f"needs {package} for {mixer.name}'s {kernel.title}: pip install --no-build-isolation {package}"
+    return kernel.refusal(model, tensor_parallel)
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs per token of the forward pass, by part. `mixing`: attention's products with the [S, S] matrices, scans."""
+
+    linears: int
+    mixing: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.linears + self.mixing + self.head
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Numbers of parameters, by part. `other`: norms, convolutions, A_log, D and dt_bias."""
+
+    embedding: int
+    linears: int
+    other: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.embedding + self.linears + self.other + self.head
+
+
+def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> ForwardFlops:
+    """Model FLOPs of the forward pass, per token, in sequences of `sequence_length` tokens."""
+    return ForwardFlops(
+        linears=sum(linear.flops_per_token for linear in linear_shapes(config)),
+        mixing=sum(MIXERS[letter].flops_per_token(config, sequence_length) for letter in config.pattern),
+        head=2 * config.hidden_dim * config.vocab_size,
+    )
+
+
+def training_flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Model FLOPs of a forward and a backward pass, per token."""
+    return 3 * forward_flops_per_token(config, sequence_length).total
+
+
+def parameter_count(config: ModelConfig) -> ParameterCount:
+    """Parameters of the model, all of them trained."""
+    return ParameterCount(
+        embedding=config.vocab_size * config.hidden_dim,
+        linears=sum(linear.parameters for linear in linear_shapes(config)),
+        other=(config.num_blocks + 1) * config.hidden_dim
+        + sum(MIXERS[letter].other_parameters(config) for letter in config.pattern),
+        head=config.vocab_size * config.hidden_dim,
+    )
+
+
+# A hundred times the largest model that anybody trains; beyond it sizes leave 64 bits somewhere.
+_MOST_PARAMETERS = 10**14
+
+
+def check_size(config: ModelConfig) -> None:
+    """Raise ConfigError for a model, checked otherwise, that nobody can have meant."""
+    counts = parameter_count(config)
+    if counts.total > _MOST_PARAMETERS:
+        part, count = max(vars(counts).items(), key=lambda item: item[1])
+        raise ConfigError(
+            f"model={config.name} has {counts.total:,} parameters, {count:,} of them in its {part}, more than any run "
+            f"can hold ({_MOST_PARAMETERS:.0e}); lower model.hidden_dim={config.hidden_dim} or what it is multiplied by"
+        )

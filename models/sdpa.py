@@ -1,6 +1,6 @@
-"""Scaled dot product attention by PyTorch's kernels, deterministic where that is asked for.
+"""Scaled dot product attention by PyTorch's kernels and by ours, deterministic where that is asked for.
 
-Where documents are masked (models/documents.py), a query sees the keys of its own document up to itself:
+Where documents are masked, a query sees the keys of its own document up to itself:
 
     attend          a mask of the whole [s, s] matrix, of which all is computed: the reference
     attend_fused    FlashAttention-2 of variable length: documents of all rows as if they were rows of their own. What
@@ -8,25 +8,64 @@ Where documents are masked (models/documents.py), a query sees the keys of its o
                     less than whole rows do. Shapes are static but for the list of boundaries. (cuDNN, which is faster
                     on whole rows from Hopper on, would need another layout.)
 
-models/tiled_attention.py has what is faster than FlashAttention, for the sizes that it takes.
+    attend_in_tiles the same gradients in every run, faster than FlashAttention's deterministic backward pass, for the
+                    sizes that its Triton kernels (models/attention_triton.py) take. cuDNN's backward pass, the fastest
+                    from Hopper on, adds dq up in memory in the order in which its parts finish. So in a deterministic
+                    run whole rows take cuDNN's forward pass and the kernels' backward pass, and masked documents,
+                    which PyTorch's interface to cuDNN does not know, both passes of the kernels, deterministic or not.
+                    Nothing is looked up, timed or compiled for a shape of the batch, and nothing waits for the GPU.
 
-Shapes: b batch, s sequence, t = b s tokens, g KV heads of this rank, d head dimension, n documents.
+Shapes: b batch, s sequence, t = b s tokens, h query heads, g KV heads of this rank, d head dimension, n documents.
 """
 
 from __future__ import annotations
 
 import contextlib
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models.documents import Documents
+from megatron_fp4.config.schema import ModelConfig
+from models.positions import Documents
 
 # What FlashAttention-2 takes: a head dimension that is a multiple of the first number (others are padded), and at most
 # the second.
 FLASH_HEAD_MULTIPLE, FLASH_HEAD_LIMIT = 8, 256
+
+
+class Tiles(NamedTuple):
+    """queries, keys: of one tile. warps, stages: of a program, as Triton means them."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Kernels(NamedTuple):
+    """The tiles of the three kernels. In `dkdv`, keys are a multiple of queries."""
+
+    forward: Tiles
+    dq: Tiles
+    dkdv: Tiles
+
+
+# What the Triton kernels take: one of these head dimensions, and as much memory for a program as Hopper's and
+# Blackwell's data-center GPUs have. No timing decides between tiles, which decide the order of sums. Those for 128 are
+# measured on an H200, the others follow FlexAttention's.
+_SMALL = Kernels(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3))
+KERNELS = {
+    16: _SMALL,
+    32: _SMALL,
+    64: Kernels(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 8, 3)),
+    128: Kernels(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
+    256: Kernels(Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+}
+HEAD_DIMS = tuple(KERNELS)
+SHARED_MEMORY_KIB = 227
 
 
 def attend(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents | None = None) -> Tensor:
@@ -41,10 +80,10 @@ def attend_fused(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Docu
     return _attend(q_bshd, k_bsgd, v_bsgd, (SDPBackend.CUDNN_ATTENTION, *_DETERMINISTIC), documents)
 
 
-def attend_to_memory(q_bshd: Tensor, k_blgd: Tensor, v_blgd: Tensor, positions_bs: Tensor) -> Tensor:
+def attend_to_cache(q_bshd: Tensor, k_blgd: Tensor, v_blgd: Tensor, positions_bs: Tensor) -> Tensor:
     """Attention [b, s, heads, d] of a text's new tokens to all of its tokens: each to those up to its own position.
 
-    k, v: of l tokens from the text's beginning, with whatever behind its end. positions_bs: int64, of the queries.
+    k, v: of l tokens from the text's beginning, whatever comes after its end. positions_bs: int64, of the queries.
     """
     length, groups = q_bshd.shape[1], k_blgd.shape[2]
     # The query heads of a KV head as if they were queries: keys and values, which are long, need not be repeated.
@@ -112,3 +151,59 @@ def _make_deterministic(y: Tensor) -> None:
             node.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))
             return
         node = node.next_functions[0][0] if node.next_functions else None
+
+
+def tiles_refusal(model: ModelConfig, tensor_parallel: int) -> str | None:
+    """Why the Triton kernels do not take a model here, or None. Without a GPU only the model counts."""
+    if model.head_dim not in HEAD_DIMS:
+        return f"needs model.head_dim to be one of {', '.join(map(str, HEAD_DIMS))}, and it is {model.head_dim}"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        if gpu.shared_memory_per_block_optin < SHARED_MEMORY_KIB * 1024:
+            return f"needs {SHARED_MEMORY_KIB} KiB of shared memory, and a {gpu.name} has less"
+    return None
+
+
+def attend_in_tiles(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, documents: Documents | None = None) -> Tensor:
+    """`attend` in BF16 on CUDA; deterministic within documents, and where that is asked for."""
+    if documents is not None:
+        return _TiledAttention.apply(q_bshd, k_bsgd, v_bsgd, documents.begins, documents.ends)  # type: ignore[return-value]
+    if torch.are_deterministic_algorithms_enabled():
+        return _TiledAttention.apply(q_bshd, k_bsgd, v_bsgd, None, None)  # type: ignore[return-value]
+    return attend_fused(q_bshd, k_bsgd, v_bsgd)
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, begins: Tensor | None, ends: Tensor | None) -> Tensor:
+        from models import attention_triton
+
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if begins is None and _cudnn_takes(q, k, v):
+            y, sums = _cudnn_forward(q, k, v)
+        else:
+            y, sums = attention_triton.forward(q, k, v, begins)
+        ctx.save_for_backward(q, k, v, y, sums, begins, ends)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        from models import attention_triton
+
+        gradients = attention_triton.backward(grad_outputs[0].contiguous(), *ctx.saved_tensors)
+        return *gradients, None, None
+
+
+def _cudnn_takes(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> bool:
+    q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, q.shape[1] > k.shape[1])
+    # (Under deterministic algorithms too, as long as they only warn; its forward pass adds nothing up in memory.)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+
+
+def _cudnn_forward(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor) -> tuple[Tensor, Tensor]:
+    """y [b, s, h, d] and the natural logarithm of every row's sum, FP32 [b, h, s]."""
+    q, k, v = (t.transpose(1, 2) for t in (q_bshd, k_bsgd, v_bsgd))
+    # What scaled_dot_product_attention calls, which keeps the second result for itself.
+    y, sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=True)
+    return y.transpose(1, 2).contiguous(), sums.reshape(q.shape[:3])

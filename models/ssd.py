@@ -1,4 +1,10 @@
-"""The state-space dual (SSD) scan of Mamba-2 (arXiv:2405.21060, section 6) in plain PyTorch.
+"""Mamba-2's scan: step sizes, the state-space recurrence and the skip connection D x.
+
+    dt = softplus(dt + dt_bias)         not clamped, as mamba-ssm's default
+    y  = ssd(x, dt, A, B, C) + D x
+
+By mamba-ssm's kernels (`fused_scan`), and in plain PyTorch (`plain_scan`) by the state-space dual (SSD) form of the
+recurrence (arXiv:2405.21060, section 6).
 
 The recurrence, for one head, with state S [p, n]:
 
@@ -24,9 +30,9 @@ small) and computes the [l, l] matrices again, so that they never exist for more
 A token's own part of y_t and du_t does not depend on any decay, would cancel there, and where decays are fast is nearly
 all of both: it stays out of these products, which would be its rounding error otherwise.
 
-Documents (models/documents.py) end the recurrence: S is zero before the first token of each. Then the running sum cum
+Documents (models/positions.py) end the recurrence: S is zero before the first token of each. Then the running sum cum
 begins anew with every document (the triangle of ones that makes it has zeros between documents), a token sees only its
-own document inside its chunk and, from the past, the state of a document that it goes on with; a chunk's state is that
+own document inside its chunk and, from the past, the state of a document that it continues; a chunk's state is that
 of the document with which it ends, and a chunk passes a state on if the whole of it is of one document with what came
 before. mamba-ssm's kernels do the same, by comparing the numbers of documents in the same places.
 
@@ -38,12 +44,60 @@ k chunks (j: another one), l position in a chunk (m: another one). Head i belong
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+
+class ScanInputs(NamedTuple):
+    """x [b, s, h, p]; dt [b, s, h] before its bias and softplus; A [h], negative; B and C [b, s, g, n]; D and dt_bias
+    [h]. Head i belongs to group i // (h / g)."""
+
+    x_bshp: Tensor
+    dt_bsh: Tensor
+    a_h: Tensor
+    b_bsgn: Tensor
+    c_bsgn: Tensor
+    d_h: Tensor
+    dt_bias_h: Tensor
+
+
+def plain_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
+    """y [b, s, h, p] of the formulas above in plain PyTorch; all FP32 but `dt_bsh`, which may be BF16.
+
+    documents_bs: int32, the number of each token's document, ascending in a row; None: a row is one document.
+    """
+    x, dt, a, b, c, d, dt_bias = inputs
+    dt = F.softplus(dt.to(torch.float32) + dt_bias)
+    return torch.addcmul(ssd_scan(x, dt, a, b, c, chunk_size, documents_bs), x, d[:, None])
+
+
+def continued_scan(inputs: ScanInputs, chunk_size: int, state_bgnrp: Tensor, valid_bs: Tensor) -> tuple[Tensor, Tensor]:
+    """`plain_scan` of rows that continue from a state, and the state after them. No gradients.
+
+    valid_bs: bool; where it is false, a token is padding, and passes the state on.
+    """
+    x, dt, a, b, c, d, dt_bias = inputs
+    dt = F.softplus(dt.to(torch.float32) + dt_bias).masked_fill(~valid_bs[..., None], 0)
+    y, state = ssd_scan_from(x, dt, a, b, c, chunk_size, state_bgnrp)
+    return torch.addcmul(y, x, d[:, None]), state
+
+
+def fused_scan(inputs: ScanInputs, chunk_size: int, documents_bs: Tensor | None = None) -> Tensor:
+    """The same by mamba-ssm's Triton kernels: x, dt, B and C in BF16, the rest in FP32; BF16 out.
+
+    They take a state over from the chunk before if its last token and the token in question have the same number, so a
+    number must not come back later in a row; a negative one means padding.
+    """
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    x, dt, a, b, c, d, dt_bias = inputs
+    return mamba_chunk_scan_combined(
+        x, dt, a, b, c, chunk_size, D=d, dt_bias=dt_bias, seq_idx=documents_bs, dt_softplus=True
+    )
 
 
 def ssd_scan(
@@ -74,7 +128,7 @@ def ssd_scan(
 def ssd_scan_from(
     x_bshp: Tensor, dt_bsh: Tensor, a_h: Tensor, b_bsgn: Tensor, c_bsgn: Tensor, chunk_size: int, state_bgnrp: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """y as `ssd_scan` gives it for rows that go on from a state S, and the state behind their last token.
+    """y as `ssd_scan` gives it for rows that continue from a state S, and the state after their last token.
 
     state_bgnrp: S^T of the r heads of each group, [batch, groups, state, r, head_dim]; zeros at a row's beginning. A
     step of size zero passes the state on. No gradients.
@@ -95,29 +149,6 @@ def _with_empty_steps(
     """Rows with `extra` more steps, of size zero: these neither decay the state nor add to it."""
     x, b, c = (F.pad(t, (0, 0, 0, 0, 0, extra)) for t in (x_bshp, b_bsgn, c_bsgn))
     return x, F.pad(dt_bsh, (0, 0, 0, extra)), b, c
-
-
-def ssd_recurrence(
-    x_bshp: Tensor,
-    dt_bsh: Tensor,
-    a_h: Tensor,
-    b_bsgn: Tensor,
-    c_bsgn: Tensor,
-    documents_bs: Tensor | None = None,
-) -> Tensor:
-    """The same as `ssd_scan`, token by token: the reference, in any dtype, differentiable by autograd."""
-    repeats = x_bshp.shape[2] // b_bsgn.shape[2]
-    b_bshn, c_bshn = b_bsgn.repeat_interleave(repeats, 2), c_bsgn.repeat_interleave(repeats, 2)
-    state_bhpn = x_bshp.new_zeros(x_bshp.shape[0], *x_bshp.shape[2:], b_bsgn.shape[3])
-    outputs = []
-    for t in range(x_bshp.shape[1]):
-        decay_bh = (dt_bsh[:, t] * a_h).exp()
-        if documents_bs is not None and t > 0:
-            decay_bh = decay_bh * (documents_bs[:, t] == documents_bs[:, t - 1])[:, None]
-        update_bhp = dt_bsh[:, t, :, None] * x_bshp[:, t]
-        state_bhpn = decay_bh[..., None, None] * state_bhpn + update_bhp[..., None] * b_bshn[:, t, :, None]
-        outputs.append((state_bhpn * c_bshn[:, t, :, None]).sum(-1))
-    return torch.stack(outputs, 1)
 
 
 class _SsdScan(Function):

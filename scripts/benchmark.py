@@ -46,8 +46,7 @@ from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.optimizer import build_optimizer
-from models.execution_choice import describe_execution
-from models.flops import parameter_count, training_flops_per_token
+from models.pattern import describe_execution, parameter_count, training_flops_per_token
 from scripts.random_run import pin_kernels
 
 LINEARS: tuple[tuple[int, int, int], ...] = ((8192, 4096, 21504), (8192, 2048, 6144))  # tokens, in, out

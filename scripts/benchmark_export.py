@@ -28,7 +28,7 @@ from exchange.hf.export import shape_of
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from models.flops import parameter_count
+from models.pattern import parameter_count
 
 FORMATS = ("hf", "megatron")
 

@@ -22,7 +22,7 @@ from megatron_fp4.training.autotuning import KernelChoices
 from models.conv import fused_conv_silu
 from models.execution import Execution
 from models.hybrid import build_model
-from models.scan import ScanInputs, fused_scan, plain_scan
+from models.ssd import ScanInputs, fused_scan, plain_scan
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ModelConfig(

@@ -10,7 +10,7 @@ from typing import Any
 
 from exchange.hf.sections import Section, in_sections
 from megatron_fp4.config.schema import ModelConfig
-from models.packing import qkv_order
+from models.attention import qkv_order
 
 MODEL_TYPE = "arcee"
 CLASS = "ArceeForCausalLM"

@@ -7,7 +7,7 @@ from typing import Any
 
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.logging.metrics import last_validation
-from models.flops import parameter_count
+from models.pattern import parameter_count
 
 
 def model_card(checkpoint: Checkpoint, model_type: str, sequence_length: int, weights: str, use: str) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 
 from exchange.hf.sections import Section, in_sections
 from megatron_fp4.config.schema import ModelConfig
-from models.packing import mamba_conv_order, mamba_in_proj_order, qkv_order
+from models.attention import qkv_order
+from models.mamba2 import mamba_conv_order, mamba_in_proj_order
 
 MODEL_TYPE = "nemotron_h"
 CLASS = "NemotronHForCausalLM"

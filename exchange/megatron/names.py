@@ -27,7 +27,7 @@ from typing import Literal
 
 from exchange.hf.sections import Section, in_sections
 from megatron_fp4.config.schema import ModelConfig
-from models.packing import mamba_conv_order, mamba_in_proj_order
+from models.mamba2 import mamba_conv_order, mamba_in_proj_order
 
 Layers = Literal["stacked", "numbered"]
 """Whether a GPTModel's layers are one tensor or several. A MambaModel's are numbered."""

@@ -18,13 +18,13 @@ from megatron_fp4.parallel.cross_entropy import CudaLossKernels, head_cross_entr
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.planning.backend import MULTIPROCESSORS
 from models.attention import split_heads
-from models.attention_tiles import HEAD_DIMS
 from models.conv import readable
-from models.documents import Documents
 from models.execution import Execution
-from models.execution_choice import choose_execution
 from models.mamba2 import sections
-from models.scan import ScanInputs
+from models.pattern import choose_execution
+from models.positions import Documents
+from models.sdpa import HEAD_DIMS
+from models.ssd import ScanInputs
 
 
 def planned_execution(config: Config) -> Execution:
@@ -160,7 +160,7 @@ class _Attention(torch.autograd.Function):
 
 
 def tiled_attention(deterministic: bool) -> Callable[..., Tensor]:
-    """What models/tiled_attention.py chooses for q [b, s, heads, d], k and v."""
+    """What models/sdpa.py chooses for q [b, s, heads, d], k and v."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         if documents is not None:

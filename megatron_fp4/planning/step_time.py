@@ -21,8 +21,7 @@ from megatron_fp4.planning.dry_run import DryRun
 from megatron_fp4.planning.ledger import Message
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.training.cuda_graphs import choose_graphs
-from models.flops import training_flops_per_token
-from models.pattern import linear_shapes
+from models.pattern import linear_shapes, training_flops_per_token
 
 # FSDP2 gathers the next unit's parameters while this one computes, and reduces behind the backward pass.
 _FSDP_AXES = ("dp", "replicate")

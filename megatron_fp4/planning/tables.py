@@ -15,8 +15,7 @@ from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
 from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, step_time
 from megatron_fp4.precision.plan import Plan, recipes_in
-from models.execution_choice import describe_execution
-from models.flops import parameter_count, training_flops_per_token
+from models.pattern import describe_execution, parameter_count, training_flops_per_token
 
 _GIB = 2**30
 

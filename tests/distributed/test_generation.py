@@ -39,10 +39,10 @@ def texts(rank: int, layout: Layout) -> tuple[list[list[Continuation]], Tensor]:
     model = hybrid.sharded_model(layout, mesh, RECIPES["fp32"], StepState(seed=0))
     requests = [Request(prompt) for prompt in PROMPTS]
     found = [generate(model, part, settings) for settings in SETTINGS for part in (requests, requests[:1])]
-    memory = model.new_memory(3, 40)
+    cache = model.new_cache(3, 40)
     with torch.no_grad():
         tokens = torch.tensor([prompt + [0] * (40 - len(prompt)) for prompt in PROMPTS])
-        logits = model(tokens, memory=memory, counts=[len(prompt) for prompt in PROMPTS])
+        logits = model(tokens, cache=cache, counts=[len(prompt) for prompt in PROMPTS])
     return found, logits_of_all_ids(logits, mesh)
 
 

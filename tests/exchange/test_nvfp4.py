@@ -29,9 +29,10 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
+from models.attention import qkv_order
 from models.hybrid import build_model
 from models.initialization import initialize
-from models.packing import mamba_in_proj_order, qkv_order
+from models.mamba2 import mamba_in_proj_order
 from tests.distributed.hybrid import watched_gemms
 from tests.exchange.decoding import block_values
 

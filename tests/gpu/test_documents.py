@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from models.conv import causal_conv_silu, fused_conv_silu
-from models.documents import Documents
 from models.execution import Execution
-from models.scan import ScanInputs, fused_scan, plain_scan
+from models.positions import Documents
 from models.sdpa import attend, attend_fused
+from models.ssd import ScanInputs, fused_scan, plain_scan
 from tests.gpu.test_model_kernels import compare, fused, mesh, model_of, pytestmark, randn, relative_error, text
 
 __all__ = ["mesh", "pytestmark"]  # the fixture and the marks are the same

@@ -54,9 +54,9 @@ def text() -> Tensor:
 
 def decoded(model: HybridModel, pieces: list[int]) -> Tensor:
     """Logits behind each piece, FP32 [3, pieces, ids]."""
-    memory, done, found = model.new_memory(3, LENGTH), 0, []
+    cache, done, found = model.new_cache(3, LENGTH), 0, []
     for piece in pieces:
-        found.append(model(text()[:, done : done + piece], memory=memory).float())
+        found.append(model(text()[:, done : done + piece], cache=cache).float())
         done += piece
     return torch.stack(found, 1)
 

@@ -18,15 +18,14 @@ from megatron_fp4.training.optimizer import build_optimizer
 from models.attention import split_heads
 from models.conv import causal_conv_silu, fused_conv_silu
 from models.execution import Execution, torch_compile
-from models.execution_choice import choose_execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.mlp import _squared_relu, squared_relu
 from models.norm import _gated_rms_norm_in_fp32, _rms_norm_in_fp32
-from models.rope import rope_tables
-from models.scan import ScanInputs, fused_scan, plain_scan
-from models.sdpa import attend, attend_fused
-from models.tiled_attention import attend_in_tiles
+from models.pattern import choose_execution
+from models.positions import rope_tables
+from models.sdpa import attend, attend_fused, attend_in_tiles
+from models.ssd import ScanInputs, fused_scan, plain_scan
 
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from models import tiled_attention
-from models.attention_tiles import HEAD_DIMS
-from models.documents import Documents
-from models.sdpa import attend
-from models.tiled_attention import attend_in_tiles
+from models.positions import Documents
+from models.sdpa import HEAD_DIMS, attend, attend_in_tiles
 from tests.gpu.test_documents import LENGTHS, ODD, numbers_of, spans
 from tests.gpu.test_model_kernels import randn, relative_error
 

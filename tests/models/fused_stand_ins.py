@@ -17,7 +17,7 @@ from torch import Tensor
 
 from models import sdpa
 from models.conv import causal_conv_silu
-from models.scan import ScanInputs, plain_scan
+from models.ssd import ScanInputs, plain_scan
 
 
 def check_numbers(seq_idx: Tensor, batch: int, length: int) -> None:

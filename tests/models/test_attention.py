@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from models.attention import Attention
-from models.packing import qkv_order
-from models.rope import apply_rope, rope_tables
+from models.attention import Attention, qkv_order
+from models.positions import apply_rope, rope_tables
 from tests.models.builders import build, fp64_parameters, local, relative_error, small_config
 
 

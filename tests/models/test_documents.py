@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from models.conv import causal_conv_silu
-from models.documents import Documents, count_documents
 from models.execution import Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from models.rope import apply_rope, rope_tables
+from models.positions import Documents, apply_rope, count_documents, rope_tables
 from models.sdpa import attend
-from models.ssd import ssd_recurrence, ssd_scan
+from models.ssd import ssd_scan
 from tests.models.builders import build, local, small_config
+from tests.models.recurrence import ssd_recurrence
 
 # Chunks of the scan are 8 tokens: boundaries at their ends, in their middle, several in one, and of length 1.
 LENGTHS = [[5, 1, 1, 9, 5], [21], [1] * 21, [8, 8, 5], [20, 1], [1, 20], [3, 12, 6]]

@@ -7,13 +7,13 @@ import torch
 
 from models import sdpa
 from models.conv import fused_conv_silu
-from models.documents import Documents
 from models.execution import Execution
-from models.execution_choice import describe_execution
 from models.hybrid import build_model
 from models.initialization import initialize
-from models.scan import fused_scan
+from models.pattern import describe_execution
+from models.positions import Documents
 from models.sdpa import attend, attend_fused
+from models.ssd import fused_scan
 from tests.models import fused_stand_ins
 from tests.models.builders import local, relative_error, small_config
 from tests.models.test_documents import LENGTHS, numbers_of

@@ -12,9 +12,9 @@ from megatron_fp4.parallel.mesh import build_mesh
 from models import execution_choice
 from models.conv import fused_conv_silu
 from models.execution import PLAIN, Execution, torch_compile
-from models.execution_choice import agreed_execution, choose_execution, describe_execution
-from models.scan import fused_scan
-from models.tiled_attention import attend_in_tiles
+from models.pattern import agreed_execution, choose_execution, describe_execution
+from models.sdpa import attend_in_tiles
+from models.ssd import fused_scan
 from tests.models.builders import small_config
 from tests.training.harness import launch
 

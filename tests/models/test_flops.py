@@ -5,9 +5,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_fp4.config.schema import ModelConfig
 from models.attention import Attention
-from models.flops import forward_flops_per_token, training_flops_per_token
 from models.mamba2 import Mamba2
-from models.pattern import linear_shapes
+from models.pattern import forward_flops_per_token, linear_shapes, training_flops_per_token
 from tests.models.builders import build, small_config, tokens_and_targets
 
 

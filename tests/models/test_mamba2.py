@@ -2,10 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.mamba2 import Mamba2
-from models.packing import mamba_conv_order, mamba_in_proj_order
-from models.ssd import ssd_recurrence
+from models.mamba2 import Mamba2, mamba_conv_order, mamba_in_proj_order
 from tests.models.builders import build, fp64_parameters, local, relative_error, small_config
+from tests.models.recurrence import ssd_recurrence
 
 
 def reference(x, weights, config, length):

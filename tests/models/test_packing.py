@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from models.packing import group_major_order, mamba_conv_order, mamba_in_proj_order, qkv_order
+from models.attention import qkv_order
+from models.mamba2 import mamba_conv_order, mamba_in_proj_order
+from models.mixer import group_major_order
 from tests.models.builders import small_config
 
 

@@ -6,8 +6,8 @@ import torch
 
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ModelConfig
-from models.flops import parameter_count
 from models.hybrid import build_model
+from models.pattern import parameter_count
 from tests.models.builders import small_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"

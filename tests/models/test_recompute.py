@@ -1,12 +1,12 @@
 import dataclasses
 from unittest import mock
 
+import models.recompute
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-import models.recompute
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
@@ -15,10 +15,9 @@ from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
-from models.execution import Execution
+from models.execution import Execution, recompute_saved, recomputed
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
-from models.recompute import cheap, keeping_promises
 from tests.models.builders import local, small_config
 from tests.training.harness import launch, whole
 
@@ -168,8 +167,8 @@ class Counting(nn.Module):
 def test_cheap_runs_once_again_and_expensive_never():
     module = Counting()
     h = torch.randn(4, 8).requires_grad_()
-    with keeping_promises():
-        y = module.expensive(cheap(module.cheap)(h))
+    with recompute_saved():
+        y = module.expensive(recomputed(module.cheap)(h))
     assert module.calls == ["cheap", "expensive"]
     y.square().sum().backward()
     assert module.calls == ["cheap", "expensive", "cheap"]
@@ -180,7 +179,7 @@ def test_cheap_runs_once_again_and_expensive_never():
 def test_nothing_is_promised_without_gradients_or_when_off():
     module = Counting()
     with torch.no_grad():
-        assert not hasattr(cheap(module.cheap)(torch.randn(4, 8).requires_grad_()), "_promised")
-    assert not hasattr(cheap(module.cheap)(torch.randn(4, 8)), "_promised")
+        assert not hasattr(recomputed(module.cheap)(torch.randn(4, 8).requires_grad_()), "_promised")
+    assert not hasattr(recomputed(module.cheap)(torch.randn(4, 8)), "_promised")
     for recompute in ("none", "block"):
-        assert Execution(recompute=recompute).cheap(module.cheap) == module.cheap
+        assert Execution(recompute=recompute).recomputed(module.cheap) == module.cheap

@@ -1,6 +1,6 @@
 import torch
 
-from models.rope import apply_rope, rope_tables
+from models.positions import apply_rope, rope_tables
 
 
 def rotate(x, position, base=10000.0):

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from models.ssd import ssd_recurrence, ssd_scan
+from models.ssd import ssd_scan
 from tests.models.builders import relative_error
+from tests.models.recurrence import ssd_recurrence
 
 
 def inputs(length, *, heads=4, groups=2, dt_max=0.1, dtype=torch.float64, batch=2, head_dim=5, state=3):

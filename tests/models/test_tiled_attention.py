@@ -16,14 +16,12 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from models import tiled_attention
-from models.attention_tiles import HEAD_DIMS, KERNELS
-from models.documents import Documents
 from models.execution import Execution
-from models.execution_choice import cost_of_determinism, describe_execution
 from models.hybrid import build_model
 from models.initialization import initialize
-from models.sdpa import attend
-from models.tiled_attention import attend_in_tiles, refusal
+from models.pattern import describe_execution
+from models.positions import Documents
+from models.sdpa import HEAD_DIMS, KERNELS, attend, attend_in_tiles, refusal
 from tests.models.builders import local, relative_error, small_config
 from tests.models.test_documents import LENGTHS, numbers_of
 
@@ -163,19 +161,6 @@ def test_recomputation_changes_no_bit_and_runs_it_again_only_in_whole_blocks(mes
     for name, p in plain.named_parameters():
         assert all(torch.equal(gradients[0][name], others[name]) for others in gradients[1:]), name
         assert relative_error(gradients[0][name], local(p.grad)) < 5e-2, name
-
-
-def test_the_log_says_what_determinism_costs() -> None:
-    tiled = Execution({"attention": attend_in_tiles}, compile=lambda f: f)
-    said = cost_of_determinism(tiled, "M-*-")
-    assert said is not None and said.startswith("Triton's backward pass of attention in place of cuDNN's")
-    assert "60.3k instead of 63.4k tokens/s with it (one H200" in said
-    assert said.endswith("; run.deterministic=false is faster")
-    others = cost_of_determinism(Execution(compile=lambda f: f), "*-")
-    assert others is not None and others.startswith("FlashAttention's") and "48.9k instead of 65.4k" in others
-    # The same kernels with and without: nothing to be had by an override.
-    assert cost_of_determinism(tiled, "*-", masked=True) is None
-    assert cost_of_determinism(tiled, "M-") is None and cost_of_determinism(Execution(), "*-") is None
 
 
 def test_the_log_says_what_runs(monkeypatch) -> None:

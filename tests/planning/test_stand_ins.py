@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_fp4.planning import stand_ins
 from megatron_fp4.planning.ledger import Ledger
 from models.attention import split_heads
-from models.documents import Documents
 from models.execution import Execution
 from models.mamba2 import sections
 from models.norm import rms_norm
-from models.scan import ScanInputs
+from models.positions import Documents
+from models.ssd import ScanInputs
 from tests.training.harness import alone
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 256, 8, 2, 64

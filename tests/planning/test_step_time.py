@@ -11,7 +11,7 @@ from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunC
 from megatron_fp4.planning.dry_run import DryRun
 from megatron_fp4.planning.ledger import Message
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, hidden, step_time
-from models.flops import training_flops_per_token
+from models.pattern import training_flops_per_token
 
 GB = 10**9
 TOKENS = Message("all-gather", "tp", 2, 100 * GB)  # each rank sends half: 0.2 s at 250 GB/s

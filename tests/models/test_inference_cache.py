@@ -1,4 +1,4 @@
-"""Texts continued from a memory: as if the whole had been computed again."""
+"""Texts continued from a cache: as if the whole had been computed again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from torch import Tensor
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import split_heads
 from models.conv import causal_conv_silu, continued_conv_silu
-from models.hybrid import HybridModel, build_model
-from models.memory import Memory
-from models.rope import rope_at, rope_tables
-from models.scan import ScanInputs, continued_scan, plain_scan
+from models.hybrid import HybridModel, InferenceCache, build_model
+from models.positions import rope_at, rope_tables
 from models.sdpa import attend, attend_to_memory
-from models.ssd import ssd_recurrence, ssd_scan_from
+from models.ssd import ScanInputs, continued_scan, plain_scan, ssd_scan_from
 from tests.models.builders import build, small_config
+from tests.models.recurrence import ssd_recurrence
 from tests.models.test_ssd import inputs as scan_tensors
 
 PATTERNS = {
@@ -48,9 +47,9 @@ def model(request: pytest.FixtureRequest, mesh: ParallelMesh) -> HybridModel:
 
 def by_pieces(model: HybridModel, tokens: Tensor, pieces: list[int]) -> Iterator[tuple[int, Tensor]]:
     """(tokens so far, logits of the last of them) behind every piece."""
-    memory, done = model.new_memory(tokens.shape[0], sum(pieces)), 0
+    cache, done = model.new_cache(tokens.shape[0], sum(pieces)), 0
     for piece in pieces:
-        logits = model(tokens[:, done : done + piece], memory=memory)
+        logits = model(tokens[:, done : done + piece], cache=cache)
         done += piece
         yield done, logits
 
@@ -98,28 +97,28 @@ def test_rows_of_different_lengths(model: HybridModel) -> None:
     tokens = text()
     with torch.no_grad():
         whole = model(tokens)
-    memory, done = model.new_memory(3, LENGTH), [0, 0, 0]
+    cache, done = model.new_cache(3, LENGTH), [0, 0, 0]
     for counts in ([5, 17, 1], [1, 1, 1], [0, 1, 2], [9, 0, 1], [1, 1, 1], [0, 0, 8], [1, 3, 0]):
         columns = torch.full((3, max(counts)), 95)  # what stands in the padding does not matter
         for row, count in enumerate(counts):
             columns[row, :count] = tokens[row, done[row] : done[row] + count]
             done[row] += count
-        logits = model(columns, memory=memory, counts=counts)
+        logits = model(columns, cache=cache, counts=counts)
         for row, count in enumerate(counts):
             if count:
                 torch.testing.assert_close(logits[row], whole[row, done[row] - 1], rtol=0, atol=1e-5)
-    assert memory.lengths == done
+    assert cache.lengths == done
 
 
 def test_padding_behind_the_end_of_a_full_memory(mesh: ParallelMesh) -> None:
-    """Keys and values of padding go where nobody reads: not over those of a text that fills its memory."""
+    """Keys and values of padding go where nobody reads: not over those of a text that fills its cache."""
     model = build(small_config(pattern="*", init_std=0.2), mesh)
     tokens = text(2, 8)
     with torch.no_grad():
         whole = model(tokens)
-    memory = model.new_memory(2, 8)
-    model(tokens[:, :7], memory=memory, counts=[7, 1])
-    logits = model(torch.stack([tokens[0, [7, 0, 0]], tokens[1, 1:4]]), memory=memory, counts=[1, 3])
+    cache = model.new_cache(2, 8)
+    model(tokens[:, :7], cache=cache, counts=[7, 1])
+    logits = model(torch.stack([tokens[0, [7, 0, 0]], tokens[1, 1:4]]), cache=cache, counts=[1, 3])
     torch.testing.assert_close(logits[0], whole[0, 7], rtol=0, atol=1e-5)
     torch.testing.assert_close(logits[1], whole[1, 3], rtol=0, atol=1e-5)
 
@@ -141,16 +140,16 @@ def test_in_bf16_decoding_rounds_as_training_does(mesh: ParallelMesh) -> None:
         ([1], 1, "counts [1] do not say for 2 rows how many of 1 columns are tokens"),
         ([3, 1], 2, "counts [3, 1] do not say for 2 rows how many of 2 columns"),
         ([-1, 1], 2, "counts [-1, 1] do not say"),
-        ([1, 2], 2, "a text of 5 tokens does not fit a memory of max_length 4"),
+        ([1, 2], 2, "a text of 5 tokens does not fit a cache of max_length 4"),
     ],
 )
 def test_what_does_not_fit_is_refused(counts: list[int], columns: int, wrong: str) -> None:
-    memory = Memory([], 2, 4)
-    memory.advance([1, 3])
+    cache = InferenceCache([], 2, 4)
+    cache.advance([1, 3])
     with pytest.raises(ValueError) as error:
-        memory.expect(counts, columns, torch.device("cpu"))
+        cache.expect(counts, columns, torch.device("cpu"))
     assert wrong in str(error.value)
-    assert memory.lengths == [1, 3]
+    assert cache.lengths == [1, 3]
 
 
 # ---------------------------------------------------------------------------------------------- the functions, in FP64

@@ -1,4 +1,4 @@
-"""Where documents begin in a micro-batch, in the forms in which blocks want to know it.
+"""Which token is where: the documents of a training row, the tokens that a call of generation brings, and RoPE.
 
 Rows of training text hold several documents one after the other. With `data.documents=masked` no token sees another
 document than its own: attention looks at nothing else, Mamba-2's state and its convolution begin anew, and positions
@@ -6,25 +6,26 @@ document than its own: attention looks at nothing else, Mamba-2's state and its 
 
     numbers      int32 [b, s]        Mamba-2's scan and convolution, plain and fused (what the kernels call `seq_idx`)
     positions    int64 [b, s]        RoPE: the place of a token in its document
-    begins, ends int32 [b, s]        attention in tiles: its document's first token, and the one behind its last
+    begins, ends int32 [b, s]        attention in tiles: its document's first token, and the one after its last
     boundaries   int32 [n + 1]       FlashAttention: where documents begin among the b * s tokens, and their end
     mask         bool [b, 1, s, s]   attention in plain PyTorch
 
-Each is made when it is first asked for, once for all blocks. A document that goes on from one row into the next counts
-as two: rows are samples, which know nothing of each other.
+Each is made when it is first asked for, once for all blocks. A document that continues from one row into the next
+counts as two: rows are samples, which know nothing of each other.
 
-Shapes: b batch, s sequence, n documents in all rows together.
+Shapes: b batch, s sequence (of generation: columns of a call), n documents in all rows together, h heads, d head
+dimension.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from models.rope import rope_tables
 
 CONV_CHUNK = 64
 """Tokens of a chunk of causal-conv1d's kernel with the channels innermost."""
@@ -61,7 +62,7 @@ class Documents:
 
     @cached_property
     def ends(self) -> Tensor:
-        """int32 [b, s], the place in its row behind the last token of each token's document."""
+        """int32 [b, s], the place in its row after the last token of each token's document."""
         return torch.searchsorted(self.numbers, self.numbers, out_int32=True, right=True)
 
     @cached_property
@@ -84,9 +85,62 @@ class Documents:
         return same.tril_()
 
     def rope_tables(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every token's angles, FP32 [b, s, head_dim / 2]; see models/rope.py."""
+        """Cosine and sine of every token's angles, FP32 [b, s, head_dim / 2]."""
         if (head_dim, base) not in self._tables:
             tables = rope_tables(self.numbers.shape[1], head_dim, base, self.numbers.device)
             cos, sin = (table[self.positions] for table in tables)
             self._tables[head_dim, base] = cos, sin
         return self._tables[head_dim, base]
+
+
+class NewTokens:
+    """Which tokens a call brings.
+
+    counts: int64 [b], how many of the `length` columns of each row are no padding. positions: int64 [b, s], the place
+    of each token in its text. valid: bool [b, s], false for padding. last: int64 [b], the place among the b * s tokens
+    of each row's last one (of a row without any: its first column). end: no text is longer, these tokens included.
+
+    No tuple and no dataclass on purpose, as `Documents`.
+    """
+
+    def __init__(self, before: Sequence[int], counts: Sequence[int], length: int, device: torch.device) -> None:
+        self.length, self.end = length, max(b + n for b, n in zip(before, counts, strict=True))
+        # One copy to the device.
+        before_b, self.counts = torch.tensor([before, counts], dtype=torch.int64, device=device)
+        column = torch.arange(length, device=device)
+        self.positions = before_b[:, None] + column
+        self.valid = column < self.counts[:, None]
+        self.last = torch.arange(len(counts), device=device) * length + (self.counts - 1).clamp_(min=0)
+        self._tables: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}
+
+    def rope_tables(self, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every token's angles, FP32 [b, s, head_dim / 2]."""
+        if (head_dim, base) not in self._tables:
+            self._tables[head_dim, base] = rope_at(self.positions, head_dim, base)
+        return self._tables[head_dim, base]
+
+
+@functools.lru_cache(maxsize=4)
+def rope_tables(sequence_length: int, head_dim: int, base: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """RoPE (arXiv:2104.09864): cosine and sine of every angle, FP32 [sequence, head_dim / 2].
+
+    angle[position, i] = position * base^(-2 i / head_dim), in radians. Kept for the next call: do not write into them.
+    """
+    return rope_at(torch.arange(sequence_length, device=device), head_dim, base)
+
+
+def rope_at(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """The same for `positions`, int64 of any shape: FP32 [*positions, head_dim / 2]."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angle = positions.to(torch.float32)[..., None] * base**-exponent
+    return angle.cos(), angle.sin()
+
+
+def apply_rope(x_bshd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    """Rotate each pair (x_i, x_{i + d/2}) by its position's angle; computed in the tables' dtype, returned in x's.
+
+    cos_sd, sin_sd: [sequence, head_dim / 2] for all rows, or [batch, sequence, head_dim / 2].
+    """
+    first, second = x_bshd.to(cos_sd.dtype).chunk(2, -1)
+    cos, sin = cos_sd.unsqueeze(-2), sin_sd.unsqueeze(-2)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_bshd.dtype)
