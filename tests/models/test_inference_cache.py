@@ -14,7 +14,7 @@ from models.attention import split_heads
 from models.conv import causal_conv_silu, continued_conv_silu
 from models.hybrid import HybridModel, InferenceCache, build_model
 from models.positions import rope_at, rope_tables
-from models.sdpa import attend, attend_to_memory
+from models.sdpa import attend, attend_to_cache
 from models.ssd import ScanInputs, continued_scan, plain_scan, ssd_scan_from
 from tests.models.builders import build, small_config
 from tests.models.recurrence import ssd_recurrence
@@ -219,7 +219,7 @@ def test_attention_to_memory_is_the_last_rows_of_attention(groups: int) -> None:
     q, k, v = split_heads(qkv, 10, 4 // groups, 6)
     expected = attend(q, k, v)
     behind = F.pad(k, (0, 0, 0, 0, 0, 3), value=9.0), F.pad(v, (0, 0, 0, 0, 0, 3), value=9.0)
-    actual = attend_to_memory(q[:, 7:], *behind, torch.arange(7, 10).expand(2, 3))
+    actual = attend_to_cache(q[:, 7:], *behind, torch.arange(7, 10).expand(2, 3))
     torch.testing.assert_close(actual, expected[:, 7:], rtol=1e-12, atol=1e-12)
 
 

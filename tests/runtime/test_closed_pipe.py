@@ -16,7 +16,6 @@ NO_COMMANDS = {
     "__init__",
     "configuration_reference",  # prints nothing
     "gather_text",  # these two import nothing of ours
-    "random_run",  # is imported
     "test_gpu",
 }
 PROGRAM = """
