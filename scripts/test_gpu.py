@@ -84,7 +84,6 @@ STEPS = (
         "GPU tests: quantizers and linears",
         "test_quantizers",
         "test_ms_eden",
-        "test_group_means",
         "test_linear_cuda",
     ),
     tests("GPU tests: whole short runs", "test_runs"),

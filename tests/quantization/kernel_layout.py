@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from megatron_fp4.quantization.cuda import Kernel, NvidiaGPU, Side
 from megatron_fp4.quantization.elements import unpack_codes
 from megatron_fp4.quantization.fp4 import FusedFP4, PackedColumns, PackedRows
-from megatron_fp4.quantization.group_means import group_means, without_means
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
@@ -103,8 +101,6 @@ class MXFP8Kernels(NvidiaGPU):
         self.launched = launched
 
     def start(self, kernel: Kernel, grid: tuple[int, ...], arguments: Any, constants: dict[str, Any]) -> None:
-        if kernel.name == "group_means.split_kernel":
-            return _split_means(grid, *arguments, **constants)
         assert kernel.name == "fp8.quantize_mxfp8_kernel"
         x, out, scales, *size = arguments
         block = constants["BLOCK_ROWS"], constants["BLOCK_COLUMNS"]
@@ -120,18 +116,6 @@ class MXFP8Kernels(NvidiaGPU):
         out.copy_(codes.view(torch.uint8))
         assert scales.shape == expected.shape
         scales.copy_(expected)
-
-
-def _split_means(
-    grid: tuple[int, ...], x: Tensor, means: Tensor, rest: Tensor, features: int, share: float, **constants: Any
-) -> None:
-    size, columns = constants["SIZE"], constants["COLUMNS"]
-    assert all(t.is_contiguous() and t.dtype == torch.bfloat16 for t in (x, means, rest))
-    assert x.shape == rest.shape == (len(means) * size, features) and share == 1 / size
-    assert grid == (len(means) * math.ceil(features / columns),)
-    means.copy_(group_means(x, size))
-    if constants["REST"]:
-        rest.copy_(without_means(x, means, size))
 
 
 def _transformed(x: Tensor, side: Side) -> Tensor:
