@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import tiled_attention
+from models import sdpa
 from models.positions import Documents
 from models.sdpa import HEAD_DIMS, attend, attend_in_tiles
 from tests.gpu.test_documents import LENGTHS, ODD, numbers_of, spans
@@ -49,12 +49,12 @@ def compare(tensors: list[Tensor], documents: Documents | None = None) -> None:
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_cudnn: bool) -> None:
     if not by_cudnn:
-        monkeypatch.setattr(tiled_attention, "_cudnn_takes", lambda *_: False)
+        monkeypatch.setattr(sdpa, "_cudnn_takes", lambda *_: False)
     compare(heads(2, length, dim))
 
 
 def test_cudnn_is_what_makes_the_forward_pass_of_long_rows() -> None:
-    assert tiled_attention._cudnn_takes(*heads(1, 256, 128))
+    assert sdpa._cudnn_takes(*heads(1, 256, 128))
 
 
 @pytest.mark.parametrize("of", [(4, 4), (6, 2), (5, 1)])
@@ -92,7 +92,7 @@ def test_a_document_is_what_it_is_alone(lengths: list[list[int]]) -> None:
 
 
 def test_documents_as_long_as_rows_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_attention, "_cudnn_takes", lambda *_: False)
+    monkeypatch.setattr(sdpa, "_cudnn_takes", lambda *_: False)
     tensors = heads(2, 384, 128)
     dy = torch.randn_like(tensors[0])
     whole = Documents(torch.zeros(2, 384, dtype=torch.int32, device="cuda"))

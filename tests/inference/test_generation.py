@@ -13,7 +13,7 @@ from inference.sampling import Draws, Sampling, choose
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
 from tests.models.builders import build, small_config
-from tests.models.test_memory import PATTERNS
+from tests.models.test_inference_cache import PATTERNS
 
 # Shorter than the convolution is wide, one token, as long as a chunk of the scan (8), longer than one, and longer than
 # anything that these models were built for.

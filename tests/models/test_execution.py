@@ -9,7 +9,7 @@ import assembly
 from assembly import configure
 from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.mesh import build_mesh
-from models import execution_choice
+from models import pattern
 from models.conv import fused_conv_silu
 from models.execution import PLAIN, Execution, torch_compile
 from models.pattern import agreed_execution, choose_execution, describe_execution
@@ -25,7 +25,7 @@ SCAN, CONV = {"scan": fused_scan}, {"conv": fused_conv_silu}
 def choose(
     monkeypatch, kernels="auto", installed=EVERYTHING, device="cuda", dtype="bfloat16", recompute="none", **model
 ):
-    monkeypatch.setattr(execution_choice, "_installed", lambda module: module in installed)
+    monkeypatch.setattr(pattern, "_installed", lambda module: module in installed)
     config = small_config(**({"mamba_chunk_size": 128, "mamba_state_dim": 8} | model))
     train = TrainConfig(kernels=kernels, activation_checkpointing=recompute)
     return choose_execution(train, config, 1, device, dtype)
@@ -114,9 +114,9 @@ def test_a_rank_without_a_package_is_refused_on_all_ranks():
 
 def test_ranks_that_agree(monkeypatch):
     chosen = [Execution({**SCAN, **CONV})] * 4
-    monkeypatch.setattr(execution_choice.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(pattern.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(
-        execution_choice.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen)
+        pattern.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen)
     )
     assert agreed_execution(chosen[1]) is chosen[1]
     chosen[1] = chosen[3] = Execution(SCAN)

@@ -15,13 +15,13 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from models import tiled_attention
+from models import sdpa
 from models.execution import Execution
 from models.hybrid import build_model
 from models.initialization import initialize
 from models.pattern import describe_execution
 from models.positions import Documents
-from models.sdpa import HEAD_DIMS, KERNELS, attend, attend_in_tiles, refusal
+from models.sdpa import HEAD_DIMS, KERNELS, attend, attend_in_tiles, tiles_refusal
 from tests.models.builders import local, relative_error, small_config
 from tests.models.test_documents import LENGTHS, numbers_of
 
@@ -85,11 +85,11 @@ def calls(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_every_shipped_model_is_taken(path: Path) -> None:
     """On any mesh: tensor parallelism shares heads, which may be any number."""
-    assert refusal(small_config(head_dim=int(OmegaConf.load(path).head_dim)), 1) is None
+    assert tiles_refusal(small_config(head_dim=int(OmegaConf.load(path).head_dim)), 1) is None
 
 
 def test_what_is_not_taken_is_said() -> None:
-    assert refusal(small_config(head_dim=96), 1) == (
+    assert tiles_refusal(small_config(head_dim=96), 1) == (
         "needs model.head_dim to be one of 16, 32, 64, 128, 256, and it is 96"
     )
 
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_plain_attention(calls, masked) -> None:
 
 def test_without_determinism_whole_rows_go_to_cudnn(calls, monkeypatch) -> None:
     torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(tiled_attention, "attend_fused", lambda q, *_: q)
+    monkeypatch.setattr(sdpa, "attend_fused", lambda q, *_: q)
     q = torch.zeros(1, 4, 2, 16)
     assert attend_in_tiles(q, q, q) is q and calls == []
     attend_in_tiles(q, q, q, Documents(torch.zeros(1, 4, dtype=torch.int32)))
