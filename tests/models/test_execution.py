@@ -115,9 +115,7 @@ def test_a_rank_without_a_package_is_refused_on_all_ranks():
 def test_ranks_that_agree(monkeypatch):
     chosen = [Execution({**SCAN, **CONV})] * 4
     monkeypatch.setattr(pattern.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(
-        pattern.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen)
-    )
+    monkeypatch.setattr(pattern.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen))
     assert agreed_execution(chosen[1]) is chosen[1]
     chosen[1] = chosen[3] = Execution(SCAN)
     with pytest.raises(ConfigError, match=r"`conv` is used on rank 0, unlike on rank 1, 3; install the same"):

@@ -1,12 +1,12 @@
 import dataclasses
 from unittest import mock
 
-import models.recompute
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+import models.execution
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
@@ -111,7 +111,7 @@ def kept_bytes(recompute: str, mesh: ParallelMesh, kind: str) -> int:
             storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    pack = models.recompute._pack
+    pack = models.execution._pack
 
     def keep_unless_promised(tensor: Tensor) -> object:
         kept = pack(tensor)
@@ -119,7 +119,7 @@ def kept_bytes(recompute: str, mesh: ParallelMesh, kind: str) -> int:
 
     h = torch.randn(64, 64).bfloat16().requires_grad_()
     with (
-        mock.patch.object(models.recompute, "_pack", keep_unless_promised),
+        mock.patch.object(models.execution, "_pack", keep_unless_promised),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
     ):
         y = model.blocks[0](h, 32)

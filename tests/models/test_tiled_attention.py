@@ -127,7 +127,7 @@ def test_without_determinism_whole_rows_go_to_cudnn(calls, monkeypatch) -> None:
 
 
 def test_selective_recomputation_keeps_no_rotated_heads(mesh, calls, monkeypatch) -> None:
-    """They are promised (models/recompute.py): what the backward pass needs of them is made again."""
+    """They are promised (models/execution.py): what the backward pass needs of them is made again."""
     kernels: Any = sys.modules["models.attention_triton"]
     forward, seen = kernels.forward, []
     monkeypatch.setattr(kernels, "forward", lambda q, *rest: (seen.append(weakref.ref(q)), forward(q, *rest))[1])
