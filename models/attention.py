@@ -50,7 +50,7 @@ class Attention(Mixer):
         self.heads_per_group, self.head_dim = config.num_query_heads // config.num_kv_heads, config.head_dim
         self.num_local_groups = config.num_kv_heads // mesh.tp_size
         self.rope_base = config.rope_base if config.rope else None
-        self._split = execution.cheap(execution.pure(split_heads))
+        self._split = execution.recomputed(execution.pure(split_heads))
         self._attend = execution.kernel("attention", attend_fused if execution.compiled else attend)
         qkv, out = self.linears(config)
         self.qkv_proj = ColumnParallelLinear(qkv.in_features, qkv.out_features, mesh, num_groups=qkv.groups)
