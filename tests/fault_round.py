@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.compare_repeats import steps_done, tensor_digests  # noqa: E402
+from scripts.fingerprint import state_digest  # noqa: E402
 
 LOST = "LOST"
 SECONDS = 300.0
@@ -71,10 +71,16 @@ class Job:
         """Whether it came to that step before it ended."""
         deadline = time.monotonic() + SECONDS
         while self.running() and time.monotonic() < deadline:
-            if steps_done(self.dir) >= step:
+            if self.steps_done() >= step:
                 return True
             time.sleep(0.02)
         return False
+
+    def steps_done(self) -> int:
+        path = self.dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+        return max((record["step"] for record in records if record["kind"] == "step"), default=0)
 
     def finish(self) -> int:
         """Start until it is finished; returns the number of starts."""
@@ -84,12 +90,12 @@ class Job:
                 return number
         raise AssertionError(f"not finished after 4 starts, see {self.output}")
 
-    def digest(self) -> tuple[dict[int, tuple[float, float]], dict[str, str]]:
+    def digest(self) -> tuple[dict[int, tuple[float, float]], str]:
         records = [json.loads(line) for line in (self.dir / "metrics.jsonl").read_text().splitlines()]
         steps = [record for record in records if record["kind"] == "step"]
         assert len(steps) == len({record["step"] for record in steps}), "a step is there twice"
         newest = self.dir / "checkpoints" / (self.dir / "checkpoints" / "latest").read_text().strip()
-        return {record["step"]: (record["loss"], record["grad_norm"]) for record in steps}, tensor_digests(newest)
+        return {record["step"]: (record["loss"], record["grad_norm"]) for record in steps}, state_digest(newest)
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")

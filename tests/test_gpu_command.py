@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -63,45 +60,6 @@ def test_what_is_tuned_here_stays_here(tmp_path: Path, monkeypatch: pytest.Monke
     first, second = (result.detail.split() for result in results_of)
     assert first == second and first[2] == "True"
     assert first[1] != str(tmp_path / "mine") and not Path(first[1]).exists()
-
-
-def started(command: list[str], said: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """A step's process as `run` starts it, and the process id that the file `said` will hold."""
-    program = subprocess.Popen([sys.executable, *command], start_new_session=True)
-    for _ in range(1200):
-        if said.exists() and said.read_text().endswith("."):
-            return program, int(said.read_text()[:-1])
-        time.sleep(0.05)
-    raise AssertionError("it did not start")
-
-
-@pytest.mark.slow
-def test_the_end_reaches_runs_in_sessions_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of compare_repeats.py, which it starts so."""
-    (tmp_path / "scripts").mkdir()
-    script = shutil.copy(ROOT / "scripts" / "compare_repeats.py", tmp_path / "scripts")
-    said = tmp_path / "said"
-    rank = f"import os, time; open({str(said)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(600)"
-    (tmp_path / "pretrain.py").write_text(rank)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    program, pid = started([str(script), "--output", str(tmp_path / "runs")], said)
-    assert os.getsid(pid) == pid
-    test_gpu.end(program)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    assert program.wait() == 128 + 15
-
-
-def test_the_end_waits_for_no_one_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_gpu, "PATIENCE", 0.2)
-    said = tmp_path / "said"
-    deaf = (
-        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"open({str(said)!r}, 'w').write(f'{{os.getpid()}}.'); time.sleep(600)"
-    )
-    program, _ = started(["-c", deaf], said)
-    test_gpu.end(program)
-    assert program.wait() == -9
 
 
 def test_the_table() -> None:

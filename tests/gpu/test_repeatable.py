@@ -1,23 +1,29 @@
 """A deterministic hybrid run has the same bits in every process: repeated, killed and resumed, with cold caches.
 
-Runs the whole program in processes of its own, some minutes in all; scripts/compare_repeats.py does the comparing.
+The whole program in processes of its own, some minutes in all.
 """
+
+from __future__ import annotations
 
 import importlib
 import importlib.util
 import json
+import os
 import signal
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_fp4.logging.metrics import read_metrics
 from megatron_fp4.training.autotuning import choices_in, live_autotuners, record_of
-from scripts import compare_repeats
+from scripts.fingerprint import state_digest
 
+ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("mamba_ssm", "causal_conv1d") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.gpu,
@@ -25,54 +31,80 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(bool(MISSING), reason=f"needs the extra `cuda`: {', '.join(MISSING)}"),
 ]
-
 SMALL = [
-    "model.pattern=M-M*M-",
-    "model.vocab_size=2048",
-    "train.steps=8",
-    "checkpoint.interval=3",
+    *("model=hybrid_60m", "model.pattern=M-M*M-", "model.vocab_size=2048", "train.steps=8", "checkpoint.interval=3"),
+    *("train.micro_batch_size=2", "logging.tensorboard=false", "validation.num_samples=2"),
 ]
-TIMEOUT = 240.0
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "NVFP4": (1, []),
+    "qaf": (1, ["experiment=qaf", "precision.switch.when=3"]),
+    "backward switch": (1, ["precision.switch.when=3", "precision.switch.scope=backward"]),
+    "data parallel": (2, []),
+    "tensor parallel": (2, ["parallel.tensor=2"]),
+}
 
 
-@pytest.fixture(autouse=True)
-def ranks_end_with_the_test() -> Iterator[None]:
-    """Also on SIGTERM, which scripts/test_gpu.py sends when time is over; ranks have sessions of their own."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGTERM, before)
+def run(folder: Path, cache: Path, ranks: int, overrides: list[str], kill_after: int = 0) -> str:
+    """Run pretrain.py to its end, or until `kill_after` steps are recorded; returns what the first rank printed."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "pretrain.py", *SMALL, *overrides, f"run.dir={folder}"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    programs = []
+    for rank in range(ranks):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+        with folder.with_name(f"{folder.name}.rank_{rank}.log").open("w") as output:
+            programs.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, env={**environment, **place}, stdout=output, stderr=subprocess.STDOUT
+                )
+            )
+    until = time.monotonic() + 240
+    while any(program.poll() is None for program in programs):
+        killed = kill_after and len(steps_of(folder)) >= kill_after
+        if killed or time.monotonic() > until:
+            for program in programs:
+                program.send_signal(signal.SIGKILL)
+        time.sleep(0.05)
+    said = folder.with_name(f"{folder.name}.rank_0.log").read_text()
+    assert kill_after or not any(program.returncode for program in programs), said[-3000:]
+    return said
 
 
-def compare(folder: Path, *arguments: str) -> int:
-    return compare_repeats.main([*SMALL, "--output", str(folder), "--timeout", str(TIMEOUT), *arguments])
+def steps_of(folder: Path) -> dict[int, tuple[float, float]]:
+    """Losses and gradient norms by step."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+    return {r["step"]: (r["loss"], r["grad_norm"]) for r in records if r["kind"] == "step"}
 
 
-def record_in(run_dir: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((run_dir / "autotuning.json").read_text())
-    return record
+def bits(folder: Path) -> tuple[dict[int, tuple[float, float]], str]:
+    return steps_of(folder), state_digest(folder / "checkpoints" / "step_00000008")
 
 
-@pytest.mark.parametrize(("caches", "repeats"), [("shared", "2"), ("own", "1")])
-def test_repeats_and_a_resume_are_equal(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caches: str, repeats: str
-) -> None:
-    code = compare(tmp_path / "runs", "--repeats", repeats, "--kill-after", "4", "--caches", caches)
-    output, errors = capfd.readouterr()
-    assert code == 0, output + errors
-    record = record_in(tmp_path / "runs" / "run_1")
-    count = len(record["choices"])
-    assert count >= 12 and record == record_in(tmp_path / "runs" / "killed_and_resumed")
-    logs = [path.read_text() for path in sorted((tmp_path / "runs").glob("start_*.log"))]
-    assert f"kernels: 0 configurations known, {count} tuned" in logs[0]
-    assert all(f"kernels: {count} configurations known, 0 tuned" in log for log in logs[1:])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_repeat_and_a_kill_and_resume_have_the_same_bits(tmp_path: Path, name: str) -> None:
+    ranks, overrides = RUNS[name]
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    logs = [run(tmp_path / "first", tmp_path / "cache", ranks, overrides)]
+    logs.append(run(tmp_path / "cold", tmp_path / "other_cache", ranks, overrides))
+    run(tmp_path / "killed", tmp_path / "cache", ranks, overrides, kill_after=5)
+    logs.append(run(tmp_path / "killed", tmp_path / "cache", ranks, overrides))
+    expected = bits(tmp_path / "first")
+    assert len(expected[0]) == 8
+    assert bits(tmp_path / "cold") == expected and bits(tmp_path / "killed") == expected
     assert not any("was not tuned in advance" in log for log in logs), "the rehearsal missed a kernel or a key"
 
 
-def test_a_checkpoint_carries_the_choices(tmp_path: Path) -> None:
-    """A resume on a machine that would choose otherwise."""
-    assert compare(tmp_path, "--repeats", "1", "--kill-after", "4") == 0
-    straight = tmp_path / "run_1"
-    (known,) = (tmp_path / "machine" / "megatron_fp4" / "autotuning").iterdir()
+def test_a_checkpoint_carries_the_tuned_kernels(tmp_path: Path) -> None:
+    """A resume on a machine that would choose others."""
+    run(tmp_path / "straight", tmp_path / "cache", 1, [])
+    (known,) = (tmp_path / "cache" / "megatron_fp4" / "autotuning").iterdir()
     record = json.loads(known.read_text())
     importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
     autotuners = live_autotuners()
@@ -81,20 +113,7 @@ def test_a_checkpoint_carries_the_choices(tmp_path: Path) -> None:
         for (name, key), chosen in choices_in(record).items()
     }
     known.write_text(json.dumps(record_of(record["environment"], others)))
-
-    checkpoint = straight / "checkpoints" / "step_00000003"
-    overrides = [*compare_repeats.with_defaults(SMALL), f"checkpoint.resume={checkpoint}"]
-    resumed = compare_repeats.Program(overrides, 1, tmp_path, TIMEOUT).straight("resumed")
-    records = [record for record in read_metrics(straight / "metrics.jsonl") if record["kind"] == "step"]
-    assert resumed.steps == {r["step"]: (r["loss"], r["grad_norm"]) for r in records if r["step"] > 3}
-    assert resumed.tensors == compare_repeats.tensor_digests(straight / "checkpoints" / "step_00000008")
-    assert choices_in(record_in(tmp_path / "resumed")) == choices_in(record_in(straight))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str], tensor: int) -> None:
-    layout = [f"parallel.tensor={tensor}", "train.micro_batch_size=2"]
-    code = compare(tmp_path, "--nproc", "2", *layout, "--repeats", "2", "--kill-after", "4")
-    output, errors = capfd.readouterr()
-    assert code == 0, output + errors
+    checkpoint = tmp_path / "straight" / "checkpoints" / "step_00000003"
+    run(tmp_path / "resumed", tmp_path / "cache", 1, [f"checkpoint.resume={checkpoint}"])
+    steps, state = bits(tmp_path / "straight")
+    assert bits(tmp_path / "resumed") == ({step: found for step, found in steps.items() if step > 3}, state)

@@ -21,10 +21,13 @@ from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Kernel
+from megatron_fp4.quantization.elements import unpack_codes
 from megatron_fp4.quantization.formats import FORMATS, format_of
 from megatron_fp4.quantization.fp4 import scale_and_cast
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.planning.gpu_path import without_launches
+from tests.quantization import kernel_layout
 
 ROOM = Path(cuda.__file__).parent
 ALONG = ("columns", "rows")
@@ -177,3 +180,25 @@ def test_sides_of_one_format_are_measured_once() -> None:
         x = torch.empty(64, 64, dtype=torch.bfloat16)
         EMULATED.operands(x, OperandRequest(Operand("nvfp4", row, four_over_six=True)), x_wanted, dtype=x.dtype)
         assert [kernel.name for kernel, *_ in started] == ["fp4.measure_kernel"] * 2
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 80), (160, 32), (400, 272)])
+def test_the_transpose_in_bytes(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x[:, 3] *= -1000
+    expected = quantize_nvfp4(x.t(), rounding="stochastic", key=rounding_key(1))
+    packed = kernel_layout.words(unpack_codes(expected.codes).t(), expected.scales.view(torch.uint8).t())
+    assert packed.shape == shape
+    codes, scales = packed.transposed()
+    assert codes.is_contiguous()
+    assert torch.equal(codes, expected.codes)
+    assert torch.equal(scales, expected.scales.view(torch.uint8))
+
+
+def test_each_code_is_where_the_kernels_say():
+    """Nibble r of a word's low half is row r of four in the even column, of its high half in the odd one."""
+    codes = torch.zeros(16, 4, dtype=torch.uint8)
+    codes[4 + 2, 3], codes[4 + 3, 2] = 0xA, 0xF
+    packed = kernel_layout.words(codes, torch.zeros(1, 4, dtype=torch.uint8))
+    assert packed.codes[0, 1, 1].item() & 0xFFFFFFFF == 0xA << (16 + 8) | 0xF << 12
+    assert packed.codes.count_nonzero() == 1

@@ -79,12 +79,6 @@ def test_bf16_results_are_the_exact_transform_rounded_once(size):
         assert np.array_equal(actual[decided], oracle.bfloat16(exact)[decided])
 
 
-def test_sixteen_values_of_like_size_are_exact_before_the_one_rounding():
-    x = (torch.randint(128, 256, (512, 64)) * torch.randint(0, 2, (512, 64)).mul(2).sub(1)).bfloat16()
-    expected = oracle.bfloat16(oracle.rht(x.double().numpy()))
-    assert np.array_equal(random_hadamard_transform(x).double().numpy(), expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_result_does_not_depend_on_the_leading_shape_or_strides(dtype):
     x = torch.randn(12, 64).to(dtype)
@@ -93,33 +87,6 @@ def test_the_result_does_not_depend_on_the_leading_shape_or_strides(dtype):
     assert torch.equal(random_hadamard_transform(x[7]), whole[7])
     assert torch.equal(random_hadamard_transform(x[:, 16:48]), whole[:, 16:48])
     assert torch.equal(random_hadamard_transform(x.t().contiguous().t()), whole)
-
-
-def test_the_input_is_left_alone_and_gradients_flow():
-    x = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
-    before = x.detach().clone()
-    y = random_hadamard_transform(x, 32)
-    assert torch.equal(y.detach(), random_hadamard_transform(before, 32))
-    assert torch.equal(x.detach(), before)
-    assert torch.autograd.gradcheck(lambda t: random_hadamard_transform(t, 32), (x,))
-
-
-@pytest.mark.parametrize("size", HADAMARD_SIZES)
-def test_wgrad_undoes_it(size):
-    dy, x = torch.randn(128, 24, dtype=torch.float64), torch.randn(128, 40, dtype=torch.float64)
-    plain = dy.t() @ x
-    transformed = random_hadamard_transform(dy.t(), size) @ random_hadamard_transform(x.t(), size).t()
-    assert (plain - transformed).abs().max() < 1e-12
-    wrong_signs = random_hadamard_transform(dy.t(), size) @ random_hadamard_transform(x.t(), size, torch.ones(size)).t()
-    assert (plain - wrong_signs).abs().max() > 1 or size <= 2
-
-
-def test_it_spreads_an_outlier_over_its_tile():
-    x = torch.zeros(1, 32)
-    x[0, 3] = 8.0
-    y = random_hadamard_transform(x)
-    assert torch.equal(y[0, :16].abs(), torch.full((16,), 2.0))
-    assert not y[0, 16:].any()
 
 
 def test_wrong_arguments_are_refused_with_value_and_remedy():

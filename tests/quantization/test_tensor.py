@@ -1,11 +1,11 @@
-import re
+"""What quantizers return, by hand; maxima of blocks; the order of block scales for tensor cores."""
 
 import pytest
 import torch
 
-from megatron_fp4.quantization import NVFP4Tensor, QuantizedTensor, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from megatron_fp4.quantization import NVFP4Tensor, QuantizedTensor
 from megatron_fp4.quantization.elements import pack_codes
-from megatron_fp4.quantization.tensor import as_rows, block_amax
+from megatron_fp4.quantization.tensor import block_amax, swizzle_scales, unswizzle_scales
 
 CODES = torch.tensor([[1, 9, 7, 15, *range(12)]], dtype=torch.uint8)
 VALUES = [0.5, -0.5, 6, -6, 0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5]
@@ -40,13 +40,6 @@ def test_fp8_by_hand():
     assert tensor.dequantize().tolist() == [[0.5 * min(i, 16) for i in range(128)], [4.0] * 128]
 
 
-def test_scales_belong_to_consecutive_columns():
-    codes = pack_codes(torch.full((2, 32), 2, dtype=torch.uint8))
-    scales = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(torch.float8_e4m3fn)
-    values = NVFP4Tensor(codes, scales, (1, 16), torch.tensor(2688.0)).dequantize()
-    assert values.tolist() == [[1.0] * 16 + [2.0] * 16, [4.0] * 16 + [8.0] * 16]
-
-
 @pytest.mark.parametrize("block", [(1, 16), (16, 16), (1, 32), (32, 32), (1, 128), (128, 128)])
 def test_block_maxima_are_replicated_over_the_rows_of_a_block(block):
     x = torch.randn(128, 256)
@@ -61,18 +54,27 @@ def test_block_maxima_are_replicated_over_the_rows_of_a_block(block):
             assert torch.equal(actual[row, column], expected) or (expected.isnan() and actual[row, column].isnan())
 
 
-def test_rows_are_flattened_leading_dimensions_in_single_precision():
-    x = torch.randn(2, 3, 32, dtype=torch.bfloat16)
-    rows = as_rows(x, (1, 16), "here")
-    assert rows.dtype == torch.float32
-    assert torch.equal(rows, x.float().reshape(6, 32))
-    with pytest.raises(ValueError, match=r"here: 6 rows \(shape \(2, 3, 32\)\) are not a multiple of the block's 16"):
-        as_rows(x, (16, 16), "here")
+SIZES = [(1, 1), (16, 1), (127, 3), (128, 4), (129, 5), (32, 9), (400, 17), (256, 64), (1040, 12)]
 
 
-@pytest.mark.parametrize("quantize", [quantize_nvfp4, quantize_mxfp4, quantize_fp8])
-@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (2, 0, 128)])
-def test_empty_tensors_are_refused(quantize, shape):
-    message = rf"{quantize.__name__}: shape {re.escape(str(shape))} has no elements.*skip empty tensors"
-    with pytest.raises(ValueError, match=message):
-        quantize(torch.empty(shape))
+def random_bytes(rows: int, columns: int) -> torch.Tensor:
+    return torch.randint(1, 256, (rows, columns), generator=torch.Generator().manual_seed(rows)).to(torch.uint8)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_it_is_transformer_engines_layout(rows, columns):
+    """Transformer Engine writes its swizzled scales through a layout of shape ((32, 4, row tiles), (4, column tiles))
+    and stride ((16, 4, column tiles * 512), (1, 512)), the first mode of each the fastest.
+    """
+    scales, row_tiles, column_tiles = random_bytes(rows, columns), -(-rows // 128), -(-columns // 4)
+    layout = swizzle_scales(scales).as_strided((row_tiles, 4, 32, column_tiles, 4), (column_tiles * 512, 4, 16, 512, 1))
+    assert torch.equal(layout.reshape(row_tiles * 128, column_tiles * 4)[:rows, :columns], scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu])
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_the_inverse_is_exact(rows, columns, dtype):
+    scales = random_bytes(rows, columns).view(dtype)
+    back = unswizzle_scales(swizzle_scales(scales), rows, columns)
+    assert back.dtype == dtype
+    assert torch.equal(back.view(torch.uint8), scales.view(torch.uint8))

@@ -1,0 +1,326 @@
+"""NVFP4, MXFP4, MXFP8 and FP8 blocks against an independent statement of them (oracle.py), and their edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fp4.quantization import quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_nvfp4, rounding_key
+from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
+from tests.quantization import oracle
+from tests.quantization.cases import NAMES, check_unbiased, close_in_single, codes_of, scales_of, tensors
+
+INF, NAN = float("inf"), float("nan")
+# Name -> quantizer, oracle, width of a block, keywords of the quantizer and of the oracle.
+FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., oracle.Quantized], int, dict[str, Any], dict[str, Any]]] = {
+    "nvfp4": (quantize_nvfp4, oracle.nvfp4, 16, {}, {}),
+    "four over six": (quantize_nvfp4, oracle.nvfp4, 16, {"four_over_six": True}, {"four_over_six": True}),
+    "four over six, squares": (
+        quantize_nvfp4,
+        oracle.nvfp4,
+        16,
+        {"four_over_six": True, "four_over_six_error": "squared"},
+        {"four_over_six": True, "squared": True},
+    ),
+    "mxfp4": (quantize_mxfp4, oracle.mxfp4, 32, {}, {}),
+    "mxfp8": (quantize_mxfp8, oracle.mxfp8, 32, {}, {}),
+    "fp8": (quantize_fp8, oracle.fp8, 128, {}, {}),
+    "fp8, powers of two": (quantize_fp8, oracle.fp8, 128, {"power_of_two_scales": True}, {"power_of_two": True}),
+}
+FOUR_BITS = [name for name in FORMATS if "fp8" not in name]
+SQUARE = pytest.mark.parametrize("square", [False, True], ids=["1xN", "NxN"])
+
+
+def quantized(name: str, x: torch.Tensor, square: bool = False, **settings: Any) -> Any:
+    quantize, _, width, options, _ = FORMATS[name]
+    return quantize(x, (width if square else 1, width), **options, **settings)
+
+
+def codes_in(name: str, made: Any) -> np.ndarray:
+    """E2M1 codes, or E4M3 values, [rows, cols]."""
+    if name in FOUR_BITS:
+        return codes_of(made)
+    return made.codes.double().reshape(-1, made.codes.shape[-1]).numpy()
+
+
+def scales_in(name: str, made: Any) -> np.ndarray:
+    return np.exp2(scales_of(made) - 127) if name.startswith("mx") else scales_of(made)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("case", NAMES)
+@SQUARE
+def test_codes_scales_and_values_are_those_of_the_oracle(name: str, case: str, square: bool) -> None:
+    _, restated, width, _, settings = FORMATS[name]
+    x = tensors(128, 256, 4)[case]
+    made, expected = quantized(name, torch.from_numpy(x), square), restated(x, width if square else 1, **settings)
+    codes, scales = codes_in(name, made), scales_in(name, made)
+    assert np.array_equal(codes, expected.codes)
+    counts = np.ones(scales.shape, dtype=bool)
+    if name.startswith("fp8"):  # a block of zeros may have any scale
+        counts = np.abs(codes).reshape(len(x), -1, width).max(axis=2) > 0
+    assert np.array_equal(scales[counts], expected.scales[counts]) and np.isfinite(scales).all()
+    assert close_in_single(made.dequantize(), expected.values)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_leading_dimensions_are_rows_and_any_float_dtype_is_taken(name: str) -> None:
+    width = FORMATS[name][2]
+    x = torch.from_numpy(tensors(width, 2 * width)["student_t"])
+    for square in (False, True):
+        whole, batched = quantized(name, x, square), quantized(name, x.reshape(2, width // 2, -1), square)
+        assert batched.shape == (2, width // 2, 2 * width) and batched.scales.shape == (2, width // 2, 2)
+        assert torch.equal(batched.dequantize().flatten(0, 1), whole.dequantize())
+        assert torch.equal(quantized(name, x.t().contiguous().t(), square).dequantize(), whole.dequantize())
+    low = quantized(name, x.bfloat16())
+    assert np.array_equal(codes_in(name, low), codes_in(name, quantized(name, x.bfloat16().float())))
+    assert low.dequantize(torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_square_blocks_of_the_transpose_are_the_transpose(name: str) -> None:
+    for case in ("student_t", "halfway", "subnormal"):
+        x = torch.from_numpy(tensors(128, 256)[case])
+        here, there = quantized(name, x, True), quantized(name, x.t(), True)
+        assert np.array_equal(codes_in(name, here).T, codes_in(name, there))
+        assert torch.equal(here.dequantize().t(), there.dequantize())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+@SQUARE
+def test_a_non_finite_element_poisons_its_block_and_of_nvfp4_everything(name: str, bad: float, square: bool) -> None:
+    width = FORMATS[name][2]
+    x = torch.randn(128, 256)
+    x[3, 140] = bad
+    roundings = [{}] if name == "mxfp8" else [{}, {"rounding": "stochastic", "key": rounding_key(0)}]
+    for settings in roundings:
+        finite = torch.isfinite(quantized(name, x, square, **settings).dequantize())
+        if FORMATS[name][0] is quantize_nvfp4:
+            assert not finite.any()
+        else:
+            first = 140 // width * width
+            assert not finite[slice(0, width) if square else slice(3, 4), first : first + width].any()
+            assert int((~finite).sum()) == (width if square else 1) * width
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("exponent", [-60, -3, 40, 60])
+def test_a_power_of_two_scales_the_decoded_values_exactly(name: str, exponent: int) -> None:
+    x = torch.from_numpy(tensors(32, 256)["student_t"])
+    plain = quantized(name, x).dequantize()
+    assert torch.equal(quantized(name, x * 2.0**exponent).dequantize(), plain * 2.0**exponent)
+
+
+@pytest.mark.parametrize(("name", "row", "square"), [
+    ("nvfp4", 20.6, 19.1), ("four over six", 21.2, 19.1), ("mxfp4", 18.7, 16.4), ("mxfp8", 31.5, 31.5), ("fp8", 32, 32),
+])  # fmt: skip
+def test_signal_to_noise_of_gaussians(name: str, row: float, square: float) -> None:
+    x = torch.from_numpy(tensors(256, 256)["gauss"])
+    for is_square, decibels in ((False, row), (True, square)):
+        decoded = quantized(name, x, is_square).dequantize().double().numpy()
+        assert abs(oracle.snr_db(x.numpy(), decoded) - decibels) < (1.0 if name == "fp8" else 0.5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_shards_have_the_codes_of_the_whole(name: str) -> None:
+    """With the maximum of the whole, and, rounded stochastically, their slice of the draws."""
+    x = torch.from_numpy(tensors(64, 256)["gauss"])
+    shared = {"amax": x.abs().max()} if FORMATS[name][0] is quantize_nvfp4 else {}
+    for rounding in ("nearest",) if name == "mxfp8" else ("nearest", "stochastic"):
+        settings = {} if name == "mxfp8" else {"rounding": rounding}
+        keys = [{} if name == "mxfp8" else {"key": rounding_key(1, **at)} for at in ({}, PLACE)]
+        whole = codes_in(name, quantized(name, x, **settings, **keys[0]))[32:, 128:]
+        assert np.array_equal(codes_in(name, quantized(name, x[32:, 128:], **settings, **keys[1], **shared)), whole)
+        if rounding == "stochastic":
+            unplaced = quantized(name, x[32:, 128:], **settings, **keys[0], **shared)
+            assert not np.array_equal(codes_in(name, unplaced), whole)
+
+
+PLACE = {"row_offset": 32, "column_offset": 128}
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@SQUARE
+def test_stochastic_rounding_takes_neighbours_and_is_unbiased(name: str, square: bool) -> None:
+    _, restated, width, *_ = FORMATS[name]
+    x, num = tensors(width, 64)["student_t"], 1000
+    expected = restated(x, width if square else 1)
+    unit = np.repeat(expected.scales, width, axis=1) * (expected.amax / 2688 if name == "nvfp4" else 1)
+    clipped, total = np.clip(x, -6 * unit, 6 * unit), np.zeros_like(unit)
+    for step in range(num):
+        made = quantized(name, torch.from_numpy(x), square, rounding="stochastic", key=rounding_key(step))
+        values = oracle.E2M1[codes_of(made)] * unit
+        total += values
+    assert np.array_equal(scales_in(name, made), expected.scales)
+    check_unbiased(total / num, clipped, unit, num)
+    assert (np.abs(values - clipped) / unit).max() < 2
+
+
+def test_stochastic_rounding_of_fp8_is_unbiased_down_to_subnormals() -> None:
+    x = torch.zeros(1024, 128)
+    x[:, 0] = 448.0
+    points = torch.tensor([447.0, 300.1, 17.3, 1.03, 0.0171, 2.0**-6 * 1.01, 0.3 * 2.0**-9, 1.5 * 2.0**-9, -17.3])
+    x[:, 1 : 1 + len(points)] = points
+    values = quantize_fp8(x, rounding="stochastic", key=rounding_key(0)).dequantize().double()
+    table = np.concatenate([-oracle.E4M3[::-1], oracle.E4M3])
+    for column, point in enumerate(points.double().tolist(), 1):
+        low, high = table[table <= point].max(), table[table >= point].min()
+        assert set(values[:, column].unique().tolist()) <= {low, high}
+        share = (point - low) / (high - low)
+        assert abs(values[:, column].mean().item() - point) < 4 * (high - low) * (share * (1 - share) / 1024) ** 0.5
+
+
+def test_stochastic_rounding_of_tiny_gradients_is_not_all_zero() -> None:
+    x = torch.full((64, 64), 1e-12)
+    x[:, 0] = 3e-11  # the rest lies at a fifth, far below the first code
+    others = quantize_nvfp4(x, rounding="stochastic", key=rounding_key(0)).dequantize()[:, 1:16]
+    assert 0.3 < (others > 0).float().mean() < 0.5 and abs(others.mean().item() / 1e-12 - 1) < 0.1
+
+
+def test_without_a_key_stochastic_rounding_follows_torch() -> None:
+    x = torch.randn(16, 64)
+    torch.manual_seed(1)
+    first, second = (quantize_nvfp4(x, rounding="stochastic").codes for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(quantize_nvfp4(x, rounding="stochastic").codes, first) and not torch.equal(first, second)
+
+
+# The order of operations.
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("tensor_scale", lambda amax, cap=448: np.float32(1) / amax * np.float32(6 * cap)),  # no true division
+        ("wanted_scale", lambda block_amax, scale: block_amax / np.float32(6) * scale),  # the sixth not folded into S
+    ],
+)
+def test_nvfp4_computes_in_the_papers_order(monkeypatch: pytest.MonkeyPatch, name: str, variant: Any) -> None:
+    """On tensors for which another order gives other codes. Integers: their ratios are ties often enough."""
+    rng, differ = np.random.default_rng(5), 0
+    for _ in range(400):
+        x = rng.integers(-400, 401, (16, 64)).astype(np.float32)
+        x[0, 0] = 448 + rng.integers(500)
+        right = oracle.nvfp4(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(oracle, name, variant)
+            wrong = oracle.nvfp4(x)
+        if not (np.array_equal(right.codes, wrong.codes) and np.array_equal(right.scales, wrong.scales)):
+            differ += 1
+            made = quantize_nvfp4(torch.from_numpy(x))
+            assert np.array_equal(codes_of(made), right.codes) and np.array_equal(scales_of(made), right.scales)
+    assert differ >= 3
+
+
+def test_tensor_scales_of_many_maxima() -> None:
+    amax = np.exp(np.random.default_rng(1).uniform(-100, 88, 5000)).astype(np.float32)
+    for cap in (448.0, 256.0):
+        with np.errstate(over="ignore", divide="ignore"):
+            expected = np.array([oracle.tensor_scale(a, cap) for a in amax])
+        assert np.array_equal(encode_tensor_scale(torch.from_numpy(amax), cap).numpy(), expected)
+
+
+def test_values_are_divided_last_wherever_that_is_finite() -> None:
+    x = torch.from_numpy(tensors(32, 64)["gauss"])
+    for exponent in range(-149, 128, 3):
+        made = quantize_nvfp4(x, amax=torch.tensor(1.7 * 2.0**exponent))
+        product = made.block_values() * made.amax
+        finite = product.isfinite()
+        assert torch.equal(made.dequantize()[finite], (product / torch.tensor(2688.0))[finite])
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_scales_are_rounded_up_around_every_power_of_two(name: str) -> None:
+    largest = 6 if name == "mxfp4" else 448
+    for move in (0, 1, -1):
+        amax = (largest * np.exp2(np.arange(-120, 118.0))).astype(np.float32)
+        amax = np.nextafter(amax, np.float32(np.inf * move)) if move else amax
+        x = torch.zeros(len(amax), 32)
+        x[:, 5] = -torch.from_numpy(amax)
+        assert scales_of(quantized(name, x))[:, 0].tolist() == (np.arange(-120, 118) + (move > 0) + 127).tolist()
+
+
+# Edges.
+
+
+def test_zeros_and_their_signs() -> None:
+    for name in FORMATS:
+        assert not quantized(name, torch.zeros(128, 256)).dequantize().any()
+    x = torch.zeros(1, 16)
+    x[0, :6] = torch.tensor([6.0, -0.0, -0.1, 0.1, -6.0, -1e-30])
+    assert codes_of(quantize_nvfp4(x))[0, :6].tolist() == [7, 0, 8, 0, 15, 8]
+    x = torch.zeros(1, 32)
+    x[0, :4] = torch.tensor([448.0, -0.0, -(2.0**-11), 2.0**-11])  # E4M3 has a negative zero
+    assert quantize_mxfp8(x).codes.view(torch.uint8)[0, :5].tolist() == [0x7E, 0x80, 0x80, 0, 0]
+
+
+def test_a_block_whose_scale_underflows_keeps_saturated_codes_and_decodes_to_zero() -> None:
+    x = torch.zeros(1, 32)
+    x[0, 0] = 1.0
+    x[0, 16:19] = torch.tensor([1e-7, -1e-8, 0.0])
+    made = quantize_nvfp4(x)
+    assert made.scales.float().tolist() == [[448.0, 0.0]] and codes_of(made)[0, 16:20].tolist() == [7, 15, 0, 0]
+    assert not made.dequantize()[0, 16:].any()
+
+
+def test_extremes() -> None:
+    x = torch.from_numpy(tensors(32, 64)["gauss"])
+    for exponent in (-30, -60, -90):  # the tensor scale is not floored for tiny gradients
+        tiny = quantize_nvfp4(x * 2.0**exponent).dequantize().double().numpy()
+        assert oracle.snr_db((x * 2.0**exponent).numpy(), tiny) > 19
+    # Below an amax of 2688 / FLT_MAX = 7.9e-36 the encode scale is capped, the decode scale is not (as specified).
+    for amax in (8e-36, 4e-36, 1e-36):
+        shrunk = quantize_nvfp4(x / x.abs().max() * amax).dequantize().abs().max().item() / amax
+        assert shrunk == pytest.approx(min(1, amax * 3.4028e38 / 2688), rel=0.1)
+    x = torch.tensor([[torch.finfo(torch.float32).max, -1e38, 1e38, *[0.0] * 13]])
+    for four_over_six in (False, True):
+        torch.testing.assert_close(quantize_nvfp4(x, four_over_six=four_over_six).dequantize(), x, rtol=0.15, atol=0)
+    x = torch.randn(4, 64)
+    x[1, 20] = NAN
+    assert quantize_nvfp4(x, amax=torch.tensor(5.0)).dequantize()[1, 16:32].isnan().all()
+
+
+def test_values_of_bf16_tensors_in_mxfp8_are_bf16_numbers_however_small() -> None:
+    bits = torch.randint(0, 0x1000, (4096, 64), generator=torch.Generator().manual_seed(0))  # all below 2^-95
+    x = ((bits >> torch.arange(64) % 8).to(torch.int32) << 16).view(torch.float32)
+    made = quantize_mxfp8(x)
+    assert made.scales.min() == 0
+    assert torch.equal(made.dequantize(torch.bfloat16).float(), made.dequantize())
+
+
+@SQUARE
+def test_four_over_six_prefers_six_on_ties_and_four_where_it_is_better(square: bool) -> None:
+    exact_in_both, better_in_four = torch.zeros(16, 16), torch.zeros(16, 16)
+    exact_in_both[:, 0] = 4.0
+    better_in_four[:, :2] = torch.tensor([4.0, 3.0])
+    made = quantized("four over six", exact_in_both, square)
+    assert codes_of(made)[0, 0] == 7 and made.scales.float().unique().tolist() == [256.0]
+    made = quantized("four over six", better_in_four, square)
+    assert codes_of(made)[0, :2].tolist() == [6, 5] and made.scales.float().unique().tolist() == [384.0]
+    x = tensors(32, 64)["gauss"]
+    six = oracle.nvfp4(x, 1, four_over_six=True, never_four=True)
+    ours = quantized("four over six", torch.from_numpy(x)).dequantize().double().numpy()
+    assert (oracle.block_error(x, ours, 1) <= oracle.block_error(x, six.values, 1) * (1 + 1e-5)).all()
+
+
+def test_wrong_arguments_are_refused_with_value_and_remedy() -> None:
+    x = torch.randn(16, 32)
+    for wrong, arguments in (
+        (r"\(2, 16\).*\(1, 16\), \(16, 16\)", (x, (2, 16))),
+        (r"'up'.*'nearest' or 'stochastic'", (x, (1, 16), "up")),
+        (r"33 columns \(shape \(16, 33\)\).*16; pad to 48 with zeros", (torch.randn(16, 33),)),
+        (r"20 rows \(shape \(4, 5, 32\)\).*16; pad to 32 with zeros", (torch.randn(4, 5, 32), (16, 16))),
+        ("scalar", (torch.tensor(1.0),)),
+        ("no elements.*skip empty tensors", (torch.empty(0, 16),)),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            quantize_nvfp4(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"floating-point.*int64"):
+        quantize_nvfp4(torch.ones(16, 16, dtype=torch.int64))
+    with pytest.raises(ValueError, match="four_over_six_error 'mean' is not 'absolute' or 'squared'"):
+        quantize_nvfp4(x, four_over_six=True, four_over_six_error="mean")
