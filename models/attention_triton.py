@@ -22,19 +22,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.sdpa import KERNELS, Tiles
+Tiles = tuple[int, int, int, int]
+"""Queries and keys of one tile, warps and stages of a program (models/sdpa.py has which)."""
 
 
-def forward(q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, begins_bs: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def forward(
+    q_bshd: Tensor, k_bsgd: Tensor, v_bsgd: Tensor, tiles: Tiles, begins_bs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention [b, s, h, d] in the dtype of q, and FP32 [b, h, s], the natural logarithm of every row's sum.
 
     begins: int32 [b, s], the first token of each token's document; None: a row is one document.
     """
-    batch, length, heads, dim = q_bshd.shape
+    batch, length, heads, _ = q_bshd.shape
     y, sums = torch.empty_like(q_bshd), q_bshd.new_empty(batch, heads, length, dtype=torch.float32)
-    tiles = KERNELS[dim].forward
     with _on(q_bshd):
-        _attention_forward_kernel[(triton.cdiv(length, tiles.queries), batch * heads)](
+        _attention_forward_kernel[(triton.cdiv(length, tiles[0]), batch * heads)](
             q_bshd, k_bsgd, v_bsgd, y, sums, begins_bs, length, **_settings(q_bshd, k_bsgd, begins_bs, tiles)
         )
     return y, sums
@@ -47,24 +49,26 @@ def backward(
     v_bsgd: Tensor,
     y_bshd: Tensor,
     sums_bhs: Tensor,
+    of_dq: Tiles,
+    of_keys: Tiles,
     begins_bs: Tensor | None = None,
     ends_bs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv of what `forward`, or another kernel, returned as y and sums.
 
-    begins, ends: int32 [b, s], the first token of each token's document, and the one after its last.
+    of_dq, of_keys: tiles of the kernels that make dq, and dk and dv. begins, ends: int32 [b, s], the first token of
+    each token's document, and the one after its last.
     """
-    batch, length, heads, dim = q_bshd.shape
+    batch, length, heads, _ = q_bshd.shape
     dq, dk, dv = torch.empty_like(q_bshd), torch.empty_like(k_bsgd), torch.empty_like(v_bsgd)
     # What of dy does not change a row's sum of probabilities; the first kernel makes it, the second reads it.
     delta = torch.empty_like(sums_bhs)
-    _, of_dq, of_keys = KERNELS[dim]
     with _on(q_bshd):
-        _attention_dq_kernel[(triton.cdiv(length, of_dq.queries), batch * heads)](
+        _attention_dq_kernel[(triton.cdiv(length, of_dq[0]), batch * heads)](
             q_bshd, k_bsgd, v_bsgd, y_bshd, dy_bshd, sums_bhs, delta, dq, begins_bs, length,
             **_settings(q_bshd, k_bsgd, begins_bs, of_dq),
         )  # fmt: skip
-        _attention_dkdv_kernel[(triton.cdiv(length, of_keys.keys), batch * k_bsgd.shape[2])](
+        _attention_dkdv_kernel[(triton.cdiv(length, of_keys[1]), batch * k_bsgd.shape[2])](
             q_bshd, k_bsgd, v_bsgd, dy_bshd, sums_bhs, delta, dk, dv, begins_bs, ends_bs, length,
             **_settings(q_bshd, k_bsgd, begins_bs, of_keys),
         )  # fmt: skip
@@ -73,16 +77,17 @@ def backward(
 
 def _settings(q_bshd: Tensor, k_bsgd: Tensor, begins_bs: Tensor | None, tiles: Tiles) -> dict[str, Any]:
     heads, dim = q_bshd.shape[2:]
+    queries, keys, warps, stages = tiles
     return {
         "scale": dim**-0.5,
         "HEADS": heads,
         "GROUPS": k_bsgd.shape[2],
         "DIM": dim,
-        "M": tiles.queries,
-        "N": tiles.keys,
+        "M": queries,
+        "N": keys,
         "DOCUMENTS": begins_bs is not None,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
+        "num_warps": warps,
+        "num_stages": stages,
         "enable_fp_fusion": True,
     }
 

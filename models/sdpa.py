@@ -182,7 +182,7 @@ class _TiledAttention(torch.autograd.Function):
         if begins is None and _cudnn_takes(q, k, v):
             y, sums = _cudnn_forward(q, k, v)
         else:
-            y, sums = attention_triton.forward(q, k, v, begins)
+            y, sums = attention_triton.forward(q, k, v, KERNELS[q.shape[-1]].forward, begins)
         ctx.save_for_backward(q, k, v, y, sums, begins, ends)
         return y
 
@@ -190,7 +190,10 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         from models import attention_triton
 
-        gradients = attention_triton.backward(grad_outputs[0].contiguous(), *ctx.saved_tensors)
+        q, k, v, y, sums, begins, ends = ctx.saved_tensors
+        _, of_dq, of_keys = KERNELS[q.shape[-1]]
+        dy = grad_outputs[0].contiguous()
+        gradients = attention_triton.backward(dy, q, k, v, y, sums, of_dq, of_keys, begins, ends)
         return *gradients, None, None
 
 

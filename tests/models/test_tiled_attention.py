@@ -58,14 +58,16 @@ def calls(monkeypatch) -> list[str]:
         scores = scores.masked_fill(~seen(begins, q.shape[2]), -torch.inf)
         return (scores.softmax(-1) @ v.float()).transpose(1, 2).contiguous(), scores.logsumexp(-1)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, begins: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Any, begins: Tensor | None = None) -> tuple[Tensor, Tensor]:
         made.append("forward")
+        assert tiles == KERNELS[q.shape[3]].forward
         y, sums = plain(q, k, v, begins)
         return y.to(q.dtype), sums
 
     def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, sums: Tensor, *bounds: Any) -> Any:
         made.append("backward")
-        begins, ends = bounds
+        of_dq, of_keys, begins, ends = bounds
+        assert (of_dq, of_keys) == KERNELS[q.shape[3]][1:]
         assert dy.is_contiguous() and dy.shape == y.shape == q.shape and sums.shape == (len(q), q.shape[2], q.shape[1])
         if begins is not None:
             by_query, places = seen(begins, q.shape[1])[:, 0], torch.arange(q.shape[1])
