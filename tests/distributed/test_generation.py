@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data.tokenizers.interface import TextTokenizer
-from inference.generation import Continuation, Request, Settings, agreed, generate, logits_of_all_ids
+from inference.generation import Continuation, Request, Settings, generate, logits_of_all_ids
 from inference.in_run import TextSample, text_samples
 from inference.sampling import Sampling
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
@@ -59,14 +59,6 @@ def test_texts_on_a_mesh_are_those_of_one_process(one: tuple[list[list[Continuat
     for found, logits in launch(texts, LAYOUTS[name].world, LAYOUTS[name]):
         assert found == expected
         torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-5)
-
-
-def disagreeing(rank: int, layout: Layout) -> list[int]:
-    return agreed([rank, 7], layout.mesh())
-
-
-def test_the_first_rank_decides() -> None:
-    assert launch(disagreeing, 2, LAYOUTS["dp2"]) == [[0, 7], [0, 7]]
 
 
 class Letters(TextTokenizer):
@@ -132,20 +124,3 @@ def test_a_run_that_writes_texts_trains_the_same(name: str) -> None:
     assert [[sample.prompt for sample in of_step] for of_step in texts_of_ranks[0]] == [["", "A", "HELLO"]] * 3
     assert len({sample.text for of_step in texts_of_ranks[0] for sample in of_step}) > 6
     assert all(len(sample.text) <= 6 for of_step in texts_of_ranks[0] for sample in of_step)
-
-
-def broken(rank: int, layout: Layout) -> list[TextSample]:
-    """One rank's weights are not finite."""
-    mesh, clock = layout.mesh(), StepState(seed=0)
-    model = hybrid.sharded_model(layout, mesh, RECIPES["fp32"], clock)
-    if rank == 1:
-        with torch.no_grad():
-            model.head.weight.to_local().fill_(torch.nan)
-    plan = build_plan(linear_shapes(MODEL), RECIPES["fp32"], Bf16BlocksConfig(), MODEL.num_blocks)
-    controller = PrecisionController({name: module.context for name, module in model.linears()}, plan, clock)
-    return text_samples(model, controller, Letters(), ValidationConfig(prompts=["A"]), seed=1, progress=Progress())
-
-
-@pytest.mark.parametrize("name", ["tp2", "dp2"])
-def test_a_model_that_is_not_finite_says_nothing(name: str) -> None:
-    assert launch(broken, 2, LAYOUTS[name]) == [[TextSample("A", None, ended=False)]] * 2

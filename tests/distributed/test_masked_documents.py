@@ -88,14 +88,6 @@ def test_every_target_that_counts_weighs_the_same(one):
         assert relative_error(one[0].gradients[name], gradient * clipping) < 1e-5, name
 
 
-def test_held_out_targets_weigh_the_same(one):
-    with alone():
-        batches = masked_micro_batches(9, ONE.mesh())
-    assert len({batch.num_targets for batch in batches}) > 2
-    for name, chosen in {"all": batches, "three": batches[:3], "one": batches[:1]}.items():
-        assert one[1][name] == pytest.approx(reference(chosen)[0], rel=1e-5)
-
-
 def test_a_batch_without_targets_that_count_has_no_loss_and_no_gradient():
     with alone():
         mesh, clock = ONE.mesh(), StepState(seed=0)

@@ -1,4 +1,4 @@
-"""Masked documents: every document of a row comes out as it does alone, forward and backward."""
+"""Masked documents: every document of a row comes out as it does alone, by plain and fused paths."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.conv import causal_conv_silu
+from models.conv import causal_conv_silu, fused_conv_silu
 from models.execution import Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.positions import Documents, apply_rope, count_documents, rope_tables
-from models.sdpa import attend
-from models.ssd import ssd_scan
-from tests.models.builders import build, local, small_config
-from tests.models.recurrence import ssd_recurrence
+from models.sdpa import attend, attend_fused
+from models.ssd import fused_scan, ssd_scan
+from tests.models import fused_stand_ins
+from tests.models.builders import build, local, relative_error, small_config
 
 # Chunks of the scan are 8 tokens: boundaries at their ends, in their middle, several in one, and of length 1.
 LENGTHS = [[5, 1, 1, 9, 5], [21], [1] * 21, [8, 8, 5], [20, 1], [1, 20], [3, 12, 6]]
@@ -56,11 +56,6 @@ def test_where_documents_begin():
     for row, q, k in itertools.product(range(3), range(6), range(6)):
         own = next(span for r, span in spans(lengths) if r == row and span.start <= q < span.stop)
         assert documents.mask[row, 0, q, k] == (own.start <= k <= q)
-
-
-def test_other_types_are_refused():
-    with pytest.raises(AssertionError, match="int32"):
-        Documents(torch.zeros(2, 3, dtype=torch.int64))
 
 
 def same_as_alone(function, tensors: list[Tensor], lengths: list[list[int]], *, shared: int = 0):
@@ -107,22 +102,6 @@ def scan(chunk_size: int):
 @pytest.mark.parametrize("chunk_size", [1, 4, 8, 64])
 def test_scan(chunk_size):
     same_as_alone(scan(chunk_size), scan_inputs(len(LENGTHS), 21), LENGTHS, shared=1)
-
-
-def test_scan_with_a_boundary_at_every_place_of_a_chunk():
-    """Also at every distance from the end, which is no multiple of the chunk."""
-    same_as_alone(scan(8), scan_inputs(26, 27), [[place, 27 - place] for place in range(1, 27)], shared=1)
-
-
-def test_scan_equals_the_recurrence_with_documents():
-    x, dt, b, c, a = (t.requires_grad_() for t in scan_inputs(len(LENGTHS), 21))
-    numbers, tensors = numbers_of(LENGTHS), [x, dt, a, b, c]
-    actual, expected = ssd_scan(*tensors, 8, numbers), ssd_recurrence(*tensors, numbers)
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
-    pairs = [torch.autograd.grad(y.sin().sum(), tensors) for y in (actual, expected)]
-    for one, other in zip(*pairs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
-    assert not torch.allclose(expected, ssd_recurrence(*tensors), rtol=1e-3)
 
 
 def test_scan_between_documents_of_very_different_decay_stays_finite():
@@ -208,3 +187,83 @@ def test_recomputation_changes_no_bit(mesh, recompute):
         model(text[:, :-1], text[:, 1:], numbers_of(LENGTHS)).backward()
         gradients.append([local(p.grad) for p in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+CONFIG = small_config(rope=True, mamba_chunk_size=16, mamba_state_dim=8, init_std=0.2)
+
+
+def as_it_is(function):
+    return function
+
+
+def fused_on_a_cpu(recompute: str = "none") -> Execution:
+    """The choices of a GPU, but for what only a GPU can compile."""
+    from megatron_fp4.parallel.cross_entropy import head_cross_entropy
+
+    def loss(*inputs, fused, **settings):
+        assert fused
+        return head_cross_entropy(*inputs, **settings)
+
+    return Execution({"scan": fused_scan, "conv": fused_conv_silu, "loss": loss}, compile=as_it_is, recompute=recompute)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "selective"])
+def test_the_model_gives_every_kernel_what_it_demands(mesh, monkeypatch, recompute):
+    calls = fused_stand_ins.install(monkeypatch)
+    text = torch.randint(0, CONFIG.vocab_size, (len(LENGTHS), 22), generator=torch.Generator().manual_seed(1))
+    losses, gradients = [], []
+    for execution in (fused_on_a_cpu(recompute), Execution()):
+        model = build_model(CONFIG, mesh, torch.bfloat16, execution)
+        initialize(model, CONFIG, 0)
+        loss = model(text[:, :-1], text[:, 1:], numbers_of(LENGTHS))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: local(p.grad) for name, p in model.named_parameters()})
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)
+    for name, gradient in gradients[1].items():
+        # Of A, most of the parts cancel, and BF16 rounds each.
+        assert relative_error(gradients[0][name], gradient) < (0.15 if name.endswith("A_log") else 5e-2), name
+    again = 1 if recompute == "none" else 2
+    assert calls["scan"] == calls["conv"] == 2 * again  # of two Mamba-2 blocks
+    assert calls["attention"] == (2 if recompute == "block" else 1)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (4, 2, 16), (6, 2, 20)])
+def test_attention_within_documents(monkeypatch, heads, kv_heads, dim):
+    """Also with a head dimension that has to be padded."""
+    fused_stand_ins.install(monkeypatch)
+    documents = Documents(numbers_of(LENGTHS))
+    shapes = [(len(LENGTHS), 21, count, dim) for count in (heads, kv_heads, kv_heads)]
+    q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(shapes))
+    tensors = [t.bfloat16().requires_grad_() for t in (q, k, v)]
+    y, expected = attend_fused(*tensors, documents), attend(*(t.float() for t in tensors), documents)
+    assert y.shape == expected.shape and relative_error(y, expected) < 1e-2
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9))
+    ours, reference = (torch.autograd.grad(out, tensors, dy.to(out.dtype)) for out in (y, expected))
+    for a, b in zip(ours, reference, strict=True):
+        assert relative_error(a, b) < 2e-2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_pytorchs_own_kernel_takes_it_and_can_be_made_deterministic(deterministic):
+    """On the meta device, which has shapes and autograd: arguments, result, and where the backward pass hangs."""
+    documents = Documents(torch.zeros(2, 64, dtype=torch.int32, device="meta"), 5)
+    assert documents.boundaries.shape == (6,) and documents.boundaries.dtype == torch.int32
+    q, k, v = (
+        torch.empty(2, 64, heads, 20, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (8, 2, 2)
+    )
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    seen: list[bool] = []
+    try:
+        y = attend_fused(q, k, v, documents)
+        assert y.shape == q.shape
+        node = y.grad_fn
+        while "FlashAttention" not in node.name():
+            node = node.next_functions[0][0]
+        node.register_prehook(lambda _: seen.append(torch.is_deterministic_algorithms_warn_only_enabled()))
+        y.backward(torch.empty_like(y))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert k.grad is not None and k.grad.shape == k.shape
+    assert seen == [not deterministic], "with warn_only, attention's backward pass warns and goes on as it was"

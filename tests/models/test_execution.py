@@ -1,22 +1,38 @@
+"""Which kernels a run computes with, and what it computes again in the backward pass."""
+
+from __future__ import annotations
+
 import dataclasses
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 import assembly
+import models.execution
 from assembly import configure
+from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
-from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
+from megatron_fp4.precision.plan import LinearShape, build_plan
+from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController
 from models import pattern
 from models.conv import fused_conv_silu
-from models.execution import PLAIN, Execution, torch_compile
-from models.pattern import agreed_execution, choose_execution, describe_execution
+from models.execution import PLAIN, Execution, recompute_saved, recomputed, torch_compile
+from models.hybrid import HybridModel, build_model
+from models.initialization import initialize
+from models.pattern import choose_execution
 from models.sdpa import attend_in_tiles
 from models.ssd import fused_scan
-from tests.models.builders import small_config
-from tests.training.harness import launch
+from tests.models.builders import local, small_config
+from tests.training.harness import launch, whole
 
 EVERYTHING = {"triton", "mamba_ssm", "causal_conv1d"}
 SCAN, CONV = {"scan": fused_scan}, {"conv": fused_conv_silu}
@@ -40,10 +56,6 @@ def test_auto_takes_what_is_there(monkeypatch):
     assert choose(monkeypatch, device="cpu", recompute="block") == Execution(recompute="block")
 
 
-def test_torch_is_the_reference_everywhere(monkeypatch):
-    assert choose(monkeypatch, "torch") == PLAIN
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -62,10 +74,6 @@ def test_fused_says_what_it_needs(monkeypatch, changes, words):
         choose(monkeypatch, "fused", **changes)
 
 
-def test_fused_needs_no_mamba_packages_for_a_transformer(monkeypatch):
-    assert choose(monkeypatch, "fused", installed={"triton"}, pattern="*-") == Execution(compile=torch_compile)
-
-
 @pytest.mark.parametrize("kernels", ["auto", "fused"])
 def test_attention_in_tiles_is_taken_where_it_can_be(monkeypatch, kernels):
     """And is no part that `fused` insists on: cuDNN's and FlashAttention's kernels take its place."""
@@ -73,11 +81,6 @@ def test_attention_in_tiles_is_taken_where_it_can_be(monkeypatch, kernels):
     chosen = choose(monkeypatch, kernels, pattern="*-", head_dim=16)
     assert chosen == Execution({"attention": attend_in_tiles}, torch_compile)
     assert choose(monkeypatch, kernels, pattern="*-", head_dim=24) == Execution(compile=torch_compile)
-
-
-def test_the_log_says_what_runs():
-    assert "scan: mamba-ssm, convolution: torch" in describe_execution(Execution(SCAN, torch_compile), "M-")
-    assert describe_execution(dataclasses.replace(PLAIN), "*-").startswith("attention: PyTorch's SDPA")
 
 
 @pytest.mark.parametrize(("cores", "ranks", "compilers"), [(64, 4, 8), (16, 4, 4), (2, 4, 1), (96, 1, 8)])
@@ -112,11 +115,156 @@ def test_a_rank_without_a_package_is_refused_on_all_ranks():
     assert "`scan` is not used on rank 0, unlike on rank 1" in first
 
 
-def test_ranks_that_agree(monkeypatch):
-    chosen = [Execution({**SCAN, **CONV})] * 4
-    monkeypatch.setattr(pattern.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(pattern.dist, "all_gather_object", lambda others, mine: others.__setitem__(slice(4), chosen))
-    assert agreed_execution(chosen[1]) is chosen[1]
-    chosen[1] = chosen[3] = Execution(SCAN)
-    with pytest.raises(ConfigError, match=r"`conv` is used on rank 0, unlike on rank 1, 3; install the same"):
-        agreed_execution(chosen[0])
+CONFIG = small_config(hidden_dim=64, ffn_dim=64, rope=True)
+NEAREST, STOCHASTIC = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
+WEIGHT = Operand("nvfp4", (16, 16))
+# Stochastic in the forward pass too: a recomputed block must draw the same numbers again.
+RECIPES = {
+    "bf16": BF16,
+    "nvfp4": Recipe("nvfp4", Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, WEIGHT), Gemm(STOCHASTIC, STOCHASTIC, 16)),
+}
+
+
+def text(index: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 33), generator=torch.Generator().manual_seed(index))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def sharded_model(recompute: str, recipe: str, mesh: ParallelMesh, clock: StepState, reshard: bool) -> HybridModel:
+    with torch.device("meta"):
+        model = build_model(CONFIG, mesh, torch.bfloat16, Execution(recompute=recompute))
+    linears = dict(model.linears())
+    apply_data_parallel(
+        model,
+        mesh,
+        units=list(model.blocks),
+        fp32_units=model.fp32_units(),
+        compute_dtype=torch.bfloat16,
+        reshard=reshard,
+    )
+    model.to_empty(device="cpu")
+    initialize(model, CONFIG, 0)
+    shapes = [LinearShape(n, int(n.split(".")[1]), m.in_features, m.out_features) for n, m in linears.items()]
+    plan = build_plan(shapes, RECIPES[recipe], Bf16BlocksConfig(), CONFIG.num_blocks)
+    PrecisionController({name: module.context for name, module in linears.items()}, plan, clock)
+    return model
+
+
+def gradients(recompute: str, recipe: str, mesh: ParallelMesh, reshard: bool) -> dict[str, Tensor]:
+    """Of two micro-batches a rank, and that the clock stood still in between."""
+    clock = StepState(seed=3)
+    model = sharded_model(recompute, recipe, mesh, clock, reshard)
+    for position in range(2):
+        is_last = position == 1  # as `accumulate` prepares it
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
+            model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last or reshard)
+        clock.micro_batch = index = 2 * mesh.dp_rank + position
+        loss = model(*text(index))
+        loss.backward()
+        assert clock == StepState(seed=3, micro_batch=index)
+    assert all(p.grad is not None for p in model.parameters())
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recompute", ["block", "selective"])
+def test_gradients_have_the_same_bits(mesh, recompute, recipe):
+    plain, again = (gradients(how, recipe, mesh, reshard=False) for how in ("none", recompute))
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def on_a_rank(rank: int, tensor: int, reshard: bool) -> list[str]:
+    mesh = build_mesh(ParallelConfig(tensor=tensor), torch.device("cpu"))
+    wrong = []
+    for recipe in RECIPES:
+        plain = gradients("none", recipe, mesh, reshard)
+        for recompute in ("block", "selective"):
+            again = gradients(recompute, recipe, mesh, reshard)
+            wrong += [f"{recipe} {recompute} {n}" for n in plain if not torch.equal(plain[n], again[n])]
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "reshard"), [(1, False), (1, True), (2, True)])
+def test_over_ranks(tensor, reshard):
+    assert launch(on_a_rank, 2, tensor, reshard) == [[], []]
+
+
+def kept_bytes(recompute: str, mesh: ParallelMesh, kind: str) -> int:
+    """What a block keeps for its backward pass, parameters apart."""
+    config = dataclasses.replace(CONFIG, pattern=kind)
+    model = build_model(config, mesh, torch.bfloat16, Execution(recompute=recompute))
+    initialize(model, config, 0)
+    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
+    storages: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    pack = models.execution._pack
+
+    def keep_unless_promised(tensor: Tensor) -> object:
+        kept = pack(tensor)
+        return keep(kept) if isinstance(kept, Tensor) else kept
+
+    h = torch.randn(64, 64).bfloat16().requires_grad_()
+    with (
+        mock.patch.object(models.execution, "_pack", keep_unless_promised),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+    ):
+        y = model.blocks[0](h, 32)
+    promises = find_promises(y.grad_fn) if recompute == "selective" else []
+    for promise in promises:
+        for tensor in promise.inputs:
+            if isinstance(tensor, Tensor):
+                keep(tensor)
+    return sum(t.untyped_storage().nbytes() for t in storages.values())
+
+
+def find_promises(node: object) -> list:
+    found, seen, stack = [], set(), [node]
+    while stack:
+        current = stack.pop()
+        if current is None or current in seen:
+            continue
+        seen.add(current)
+        if hasattr(current, "promise"):
+            found.append(current.promise)
+        stack += [following for following, _ in current.next_functions]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["M", "-", "*"])
+def test_selective_keeps_less_than_everything(mesh, kind):
+    assert kept_bytes("selective", mesh, kind) < 0.75 * kept_bytes("none", mesh, kind)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+        self.calls: list[str] = []
+
+    def cheap(self, x: Tensor) -> Tensor:
+        self.calls.append("cheap")
+        return x.sin()
+
+    def expensive(self, x: Tensor) -> Tensor:
+        self.calls.append("expensive")
+        return x @ self.weight
+
+
+def test_cheap_runs_once_again_and_expensive_never():
+    module = Counting()
+    h = torch.randn(4, 8).requires_grad_()
+    with recompute_saved():
+        y = module.expensive(recomputed(module.cheap)(h))
+    assert module.calls == ["cheap", "expensive"]
+    y.square().sum().backward()
+    assert module.calls == ["cheap", "expensive", "cheap"]
+    expected = torch.autograd.grad((h.sin() @ module.weight).square().sum(), (h, module.weight))
+    assert torch.equal(h.grad, expected[0]) and torch.equal(module.weight.grad, expected[1])

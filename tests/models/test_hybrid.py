@@ -1,13 +1,31 @@
+"""Whole models: causality, losses, gradients under FSDP, sizes, FLOPs, initial values."""
+
+from __future__ import annotations
+
 import copy
+import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_fp4.config.compose import compose_config
+from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
-from megatron_fp4.parallel.layers import QuantizedLinear
+from models import initialization
+from models.attention import Attention
 from models.hybrid import build_model
-from models.pattern import check_pattern
+from models.mamba2 import Mamba2
+from models.pattern import (
+    forward_flops_per_token,
+    linear_shapes,
+    parameter_count,
+    training_flops_per_token,
+)
 from tests.models.builders import build, local, small_config, tokens_and_targets
 
 
@@ -47,19 +65,6 @@ def test_every_parameter_gets_an_fp32_gradient(mesh, dtype):
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name
         assert local(parameter.grad).isfinite().all() and local(parameter.grad).abs().sum() > 0, name
-
-
-def test_two_linears_a_block_in_order(mesh):
-    model = build(small_config(pattern="M-*"), mesh)
-    assert [name for name, _ in model.linears()] == [
-        "blocks.0.mixer.in_proj",
-        "blocks.0.mixer.out_proj",
-        "blocks.1.mixer.up_proj",
-        "blocks.1.mixer.down_proj",
-        "blocks.2.mixer.qkv_proj",
-        "blocks.2.mixer.out_proj",
-    ]
-    assert all(isinstance(module, QuantizedLinear) for _, module in model.linears())
 
 
 def test_fp32_units_hold_what_must_not_be_rounded(mesh):
@@ -108,8 +113,141 @@ def test_gradient_of_the_embedding_under_fsdp_is_that_of_fp32_masters(mesh):
     assert torch.equal(local(plain.embedding.weight.grad), local(sharded.embedding.weight.grad))
 
 
-def test_unknown_letters_are_named_with_their_position(mesh):
-    with pytest.raises(ValueError, match="'x' at position 3"):
-        build_model(small_config(pattern="M-*x"), mesh, torch.float32)
-    with pytest.raises(ValueError, match="empty"):
-        check_pattern("")
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def load(name: str) -> ModelConfig:
+    return compose_config([f"model={name}"], CONFIGS).model
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("transformer_1_2b", 1_291_929_600),
+        ("nemotron_h_8b", 8_084_075_520),
+        ("nemotron_h_12b", 12_314_591_360),
+    ],
+)
+def test_the_papers_models_have_the_papers_sizes(mesh, name, published):
+    config = load(name)
+    with torch.device("meta"):
+        model = build_model(config, mesh, torch.bfloat16)
+    assert config.vocab_size == 131072
+    assert sum(parameter.numel() for parameter in model.parameters()) == published
+    assert parameter_count(config).total == published
+
+
+@pytest.mark.parametrize("pattern", ["M", "-", "*", "M-*-M-"])
+def test_counts_by_part(mesh, pattern):
+    config = dataclasses.replace(small_config(), pattern=pattern)
+    with torch.device("meta"):
+        model = build_model(config, mesh, torch.float32)
+    count = parameter_count(config)
+    assert count.embedding == model.embedding.weight.numel()
+    assert count.head == model.head.weight.numel()
+    assert count.linears == sum(linear.weight.numel() for _, linear in model.linears())
+    assert count.total == sum(parameter.numel() for parameter in model.parameters())
+
+
+def counted(config, mesh, length):
+    """FLOPs per token of the forward pass, as torch counts them: {module name: {operator: FLOPs}}."""
+    model = build(config, mesh, torch.bfloat16)
+    tokens, _ = tokens_and_targets(config, length=length)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens)
+    return {
+        name.removeprefix("HybridModel."): {operator: flops / tokens.numel() for operator, flops in counts.items()}
+        for name, counts in counter.get_flop_counts().items()
+    }
+
+
+@pytest.mark.parametrize("pattern", ["M", "-", "*", "M-*-M-"])
+def test_linears_and_head_are_what_torch_counts(mesh, pattern):
+    config = small_config(pattern=pattern)
+    counts = counted(config, mesh, 16)
+    for linear in linear_shapes(config):
+        assert counts[linear.name] == {torch.ops.aten.mm: linear.flops_per_token}, linear.name
+    flops = forward_flops_per_token(config, 16)
+    assert counts["head"] == {torch.ops.aten.mm: flops.head}
+    assert flops.linears == sum(linear.flops_per_token for linear in linear_shapes(config))
+
+
+def test_scores_are_the_causal_half_of_what_torch_counts(mesh):
+    config = small_config(pattern="*-*")
+    assert forward_flops_per_token(config, 24).mixing == counted(config, mesh, 24)["Global"][torch.ops.aten.bmm] / 2
+
+
+def test_the_formulas_of_each_block_by_hand():
+    config = ModelConfig(
+        pattern="M-*", vocab_size=7, hidden_dim=10, ffn_dim=30, num_query_heads=4, num_kv_heads=2, head_dim=3,
+        mamba_num_heads=6, mamba_head_dim=5, mamba_num_groups=2, mamba_state_dim=4,
+    )  # fmt: skip
+    flops = forward_flops_per_token(config, 100)
+    mamba = 2 * 10 * (2 * 30 + 2 * 2 * 4 + 6) + 2 * 30 * 10
+    attention = 2 * 10 * (2 * 12 + 2 * 6)
+    assert flops.linears == mamba + 4 * 10 * 30 + attention
+    assert Attention.flops_per_token(config, 100) == 2 * 100 * 12
+    assert Mamba2.flops_per_token(config, 100) == 7 * 30 * 4
+    assert flops.mixing == 2 * 100 * 12 + 7 * 30 * 4
+    assert flops.head == 2 * 10 * 7
+    assert training_flops_per_token(config, 100) == 3 * flops.total
+
+
+CONFIG = small_config(hidden_dim=128, ffn_dim=256, vocab_size=512, mamba_num_heads=64, mamba_num_groups=2)
+
+
+@pytest.fixture(scope="module")
+def values(mesh):
+    return {name: local(p).detach() for name, p in build(CONFIG, mesh).named_parameters()}
+
+
+def test_normal_weights(values):
+    scale = CONFIG.num_blocks**-0.5
+    for name, std in {
+        "embedding.weight": 1.0,
+        "head.weight": 1.0,
+        "blocks.0.mixer.in_proj.weight": 1.0,
+        "blocks.1.mixer.up_proj.weight": 1.0,
+        "blocks.0.mixer.out_proj.weight": scale,
+        "blocks.1.mixer.down_proj.weight": scale,
+        "blocks.2.mixer.out_proj.weight": scale,
+    }.items():
+        standard = values[name] / (std * CONFIG.init_std)
+        n = standard.numel()
+        assert abs(standard.mean()) < 4 / math.sqrt(n), name
+        assert abs(standard.square().mean() - 1) < 4 * math.sqrt(2 / n), name
+        assert abs(standard.pow(4).mean() - 3) < 4 * math.sqrt(96 / n), name
+
+
+def test_weights_have_the_spectrum_of_independent_draws(values):
+    """Correlated rows or columns would show as a singular value beyond sqrt(rows) + sqrt(columns)."""
+    for name in ("embedding.weight", "blocks.1.mixer.up_proj.weight"):
+        standard = values[name] / CONFIG.init_std
+        edge = math.sqrt(standard.shape[0]) + math.sqrt(standard.shape[1])
+        assert abs(torch.linalg.matrix_norm(standard, 2) / edge - 1) < 0.05, name
+
+
+def test_mamba_values(values):
+    decay = values["blocks.0.mixer.ssm.A_log"].exp()
+    assert 1 <= decay.min() < 3 and 14 < decay.max() <= 16.001
+    dt = F.softplus(values["blocks.0.mixer.ssm.dt_bias"])
+    assert 0.00099 < dt.min() < 0.003 and 0.04 < dt.max() < 0.101
+    assert abs(dt.log().mean() - math.log(0.01)) < 0.6
+    assert (values["blocks.0.mixer.ssm.D"] == 1).all()
+    for kind in ("weight", "bias"):
+        conv = values[f"blocks.0.mixer.conv.{kind}"]
+        assert -0.5 <= conv.min() < -0.45 and 0.45 < conv.max() <= 0.5
+
+
+def test_depends_on_seed_and_name_only(mesh, values):
+    again = {name: local(p) for name, p in build(CONFIG, mesh).named_parameters()}
+    assert all(torch.equal(again[name], value) for name, value in values.items())
+    other = {name: local(p) for name, p in build(CONFIG, mesh, seed=1).named_parameters()}
+    assert not torch.equal(other["head.weight"], values["head.weight"])
+    assert not torch.equal(values["blocks.0.mixer.in_proj.weight"], values["blocks.4.mixer.in_proj.weight"])
+
+
+def test_filling_in_pieces_changes_nothing(mesh, values, monkeypatch):
+    monkeypatch.setattr(initialization, "_PIECE", 1000)
+    pieces = {name: local(p) for name, p in build(CONFIG, mesh).named_parameters()}
+    assert all(torch.equal(pieces[name], value) for name, value in values.items())

@@ -19,7 +19,6 @@ from models import sdpa
 from models.execution import Execution
 from models.hybrid import build_model
 from models.initialization import initialize
-from models.pattern import describe_execution
 from models.positions import Documents
 from models.sdpa import HEAD_DIMS, KERNELS, attend, attend_in_tiles, tiles_refusal
 from tests.models.builders import local, relative_error, small_config
@@ -90,12 +89,6 @@ def test_every_shipped_model_is_taken(path: Path) -> None:
     assert tiles_refusal(small_config(head_dim=int(OmegaConf.load(path).head_dim)), 1) is None
 
 
-def test_what_is_not_taken_is_said() -> None:
-    assert tiles_refusal(small_config(head_dim=96), 1) == (
-        "needs model.head_dim to be one of 16, 32, 64, 128, 256, and it is 96"
-    )
-
-
 def test_tiles_are_such_as_the_kernels_demand() -> None:
     for dim, kernels in KERNELS.items():
         sizes = [size for tiles in kernels for size in (tiles.queries, tiles.keys)]
@@ -163,13 +156,3 @@ def test_recomputation_changes_no_bit_and_runs_it_again_only_in_whole_blocks(mes
     for name, p in plain.named_parameters():
         assert all(torch.equal(gradients[0][name], others[name]) for others in gradients[1:]), name
         assert relative_error(gradients[0][name], local(p.grad)) < 5e-2, name
-
-
-def test_the_log_says_what_runs(monkeypatch) -> None:
-    tiled = Execution({"attention": attend_in_tiles}, compile=lambda f: f)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "attention: cuDNN forward, Triton backward (deterministic)" in describe_execution(tiled, "*-")
-    assert "attention: SDPA by Flash (deterministic)" in describe_execution(Execution(compile=lambda f: f), "*-")
-    assert "attention within documents: Triton" in describe_execution(tiled, "*-", True)
-    torch.use_deterministic_algorithms(False)
-    assert "attention: SDPA by cuDNN, or else Flash" in describe_execution(tiled, "*-")

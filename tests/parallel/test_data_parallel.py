@@ -12,9 +12,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_fp4.config.schema import OptimizerConfig
-from megatron_fp4.parallel.data_parallel import FSDPHooks, apply_data_parallel, shard, without_fsdp_hooks
+from megatron_fp4.parallel.data_parallel import FSDPHooks, apply_data_parallel, shard
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.fp32_gradients import local_part, rounding_of
+from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.training.optimizer import build_optimizer
@@ -75,13 +75,6 @@ def test_one_rank_alone_computes_what_fsdp_computes(mesh: ParallelMesh, reshard:
         assert torch.equal(local_part(mine), local_part(theirs)), name
 
 
-def test_what_takes_a_parameters_place_is_rounded_too_but_the_ssms(mesh: ParallelMesh) -> None:
-    model = built(mesh, apply_data_parallel, False, StepState(seed=0))
-    of = {name: rounding_of(parameter) for name, parameter in model.named_parameters()}
-    assert {name for name, rounding in of.items() if rounding is None} == {name for name in of if ".ssm." in name}
-    assert {rounding.dtype for rounding in of.values() if rounding is not None} == {torch.bfloat16}
-
-
 def test_rounded_weights_are_kept_while_weights_stand_still(mesh: ParallelMesh) -> None:
     clock, (batch, *_) = StepState(seed=0), batches(0)
     for reshard in (False, True):
@@ -134,18 +127,3 @@ def test_two_ranks_of_five_micro_batches_need_no_hooks_in_the_middle() -> None:
     assert first[0] == second[0] == expected[0] and first[2] == second[2] == 2 * 5
     assert first[3] == second[3] == 2 * 3
     assert all(torch.equal(a, b) for a, b in zip(first[1], expected[1], strict=True))
-
-
-def test_hooks_are_left_out_and_come_back_in_their_order(mesh: ParallelMesh) -> None:
-    def mine(*_: object) -> None: ...
-
-    model = built(mesh, shard, False, StepState(seed=0))
-    model.blocks[0].register_forward_pre_hook(mine)
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    kinds = ("_forward_pre_hooks", "_forward_hooks")
-    before = [list(getattr(module, kind).items()) for module in modules for kind in kinds]
-    assert all(before)
-    with without_fsdp_hooks(model):
-        left = [hook for module in modules for kind in kinds for hook in getattr(module, kind).values()]
-        assert left == [mine]
-    assert before == [list(getattr(module, kind).items()) for module in modules for kind in kinds]

@@ -1,13 +1,10 @@
-"""The mesh's axes."""
+"""The mesh, its process groups, and how they end and start again."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import os
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_fp4.checkpoint.sync import RankSync
-from megatron_fp4.parallel import mesh as mesh_module
 from megatron_fp4.parallel.mesh import ParallelMesh, init_distributed
 from tests.training.harness import launch
 
@@ -29,52 +24,6 @@ def test_an_axis_is_sliced_once(mesh: ParallelMesh) -> None:
             assert fresh.tp_size == 1 and fresh.tp_rank == 0 and fresh.dp_size == 1
             assert fresh.tp is fresh.tp
     assert sliced.call_count <= 2
-
-
-def _connections() -> int:
-    """Sockets of this process that are connected."""
-    tables = [Path("/proc/self/net", name).read_text() for name in ("tcp", "tcp6")]
-    lines = [line.split() for table in tables for line in table.splitlines()]
-    connected = {f"socket:[{fields[9]}]" for fields in lines if fields[3] == "01"}
-    found = []
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own is gone
-            found.append(os.readlink(f"/proc/self/fd/{entry}"))
-    return len(connected.intersection(found))
-
-
-def _grown(rank: int, world_size: int, most: int, port: int, root: str) -> int:
-    """Connections of two groups of all ranks, behind what a run does through them."""
-    dist.barrier()  # all have joined the harness's group
-    dist.destroy_process_group()
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    before = _connections()
-    with mock.patch.object(mesh_module, "_FULL_MESH_RANKS", most):
-        init_distributed("cpu", timeout_seconds=60)
-    together = RankSync(Path(root), datetime.timedelta(seconds=60))
-    total, everyone = torch.tensor(float(rank)), [None] * world_size
-    dist.all_reduce(total)
-    dist.all_gather_object(everyone, rank)
-    assert together.collect("number", lambda: rank) == (everyone if rank == 0 else [])
-    assert everyone == [*range(world_size)] and total == sum(range(world_size))
-    found = _connections() - before
-    dist.all_reduce(total)  # nobody leaves, and closes connections, while others count
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/net").is_dir(), reason="counts what Linux lists in /proc")
-def test_connections_of_many_ranks_are_made_on_demand(tmp_path) -> None:
-    size, outcomes = 6, []
-    for most in (size, size - 1):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
-        outcomes.append(launch(_grown, size, size, most, store.port, str(tmp_path)))
-    full, on_demand = outcomes
-    assert all(connections >= 2 * (size - 1) for connections in full)
-    assert all(connections < 2 * (size - 1) for connections in on_demand[1:])  # the first gathers from all
 
 
 _END = """
@@ -105,3 +54,27 @@ def test_no_end_hangs(where):
         assert (done.returncode, done.stdout) == (1, "") and "in hang" in done.stderr
     else:
         assert (done.returncode, done.stdout, done.stderr) == (3, "left\n", "")
+
+
+def _start_twice(rank: int, port: int) -> list[float]:
+    dist.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    sums = []
+    for restarts in (0, 1, 2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+        init_distributed("cpu", timeout_seconds=60)
+        value = torch.tensor(float(rank + 1))
+        dist.all_reduce(value)
+        sums.append(value.item())
+        if restarts < 2:
+            dist.destroy_process_group()
+    return sums
+
+
+@pytest.mark.slow
+def test_a_restart_does_not_wait_for_the_processes_before() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
+    assert launch(_start_twice, 2, store.port) == [[3.0, 3.0, 3.0]] * 2

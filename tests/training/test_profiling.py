@@ -8,7 +8,7 @@ from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.training.profiling import ProfileWindow, memory_history
-from tests.models.test_parameter_counts import CONFIGS
+from tests.models.test_hybrid import CONFIGS
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,14 @@
+"""Convolution, scan, norms, RoPE and squared ReLU against their definitions, in FP64 where that is a copy."""
+
+from __future__ import annotations
+
 import pytest
 import torch
+import torch.nn.functional as F
 
+from models.conv import causal_conv_silu
+from models.norm import GatedRMSNorm, RMSNorm, gated_rms_norm, rms_norm
+from models.positions import apply_rope, rope_tables
 from models.ssd import ssd_scan
 from tests.models.builders import relative_error
 from tests.models.recurrence import ssd_recurrence
@@ -36,18 +44,6 @@ def test_equals_the_recurrence(length, dt_max, groups):
     actual = value_and_gradients(lambda *t: ssd_scan(*t, 8), tensors)
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("length", [5, 20])
-def test_steps_of_size_zero_pass_the_state_on(length):
-    x, dt, *others = inputs(length)
-    skipped = torch.arange(length) % 3 == 1
-    tensors = [x, dt.detach().masked_fill(skipped[:, None], 0).requires_grad_(), *others]
-    expected = value_and_gradients(ssd_recurrence, tensors)
-    actual = value_and_gradients(lambda *t: ssd_scan(*t, 8), tensors)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-11)
-    assert (actual[2][:, skipped] != 0).all()
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 16, 1000])
@@ -113,3 +109,103 @@ def test_takes_strided_inputs():
     x_view, b_view, c_view = packed.split([20, 6, 6], -1)
     actual = ssd_scan(x_view.unflatten(2, (4, 5)), dt, a, b_view.unflatten(2, (2, 3)), c_view.unflatten(2, (2, 3)), 8)
     torch.testing.assert_close(actual, ssd_scan(x, dt, a, b, c, 8))
+
+
+def conv_inputs(length=9, channels=6, width=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, length, channels), (channels, width), (channels,))
+    return [torch.randn(*s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+def conv_reference(x, weight, bias):
+    padded = F.pad(x.transpose(1, 2), (weight.shape[1] - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=x.shape[2])).transpose(1, 2)
+
+
+def test_the_convolution_equals_conv1d():
+    for length, width in ((9, 4), (2, 4), (5, 1)):
+        tensors = conv_inputs(length=length, width=width)
+        y, expected = causal_conv_silu(*tensors), conv_reference(*tensors)
+        torch.testing.assert_close(y, expected)
+        actual_gradients = torch.autograd.grad(y.sin().sum(), tensors)
+        for a, e in zip(actual_gradients, torch.autograd.grad(expected.sin().sum(), tensors), strict=True):
+            torch.testing.assert_close(a, e)
+
+
+def test_gradients_of_the_convolution():
+    assert torch.autograd.gradcheck(causal_conv_silu, conv_inputs(length=5, channels=2))
+
+
+def test_bf16_input_is_computed_in_fp32():
+    x, weight, bias = (t.detach().float() for t in conv_inputs())
+    x = x.bfloat16().requires_grad_()
+    y = causal_conv_silu(x, weight, bias)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, causal_conv_silu(x.detach().float(), weight, bias))
+    assert torch.autograd.grad(y.sum(), x)[0].dtype == torch.bfloat16
+
+
+def draws(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def test_rms_norm_formula():
+    x, weight = draws((5, 8), (8,))
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected)
+
+
+def test_the_gate_comes_before_the_norm_and_groups_are_normalized_apart():
+    y, z, weight = draws((5, 12), (5, 12), (12,))
+    gated = y * z * torch.sigmoid(z)
+    parts = [part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt() for part in gated.split(4, -1)]
+    torch.testing.assert_close(gated_rms_norm(y, z, weight, 3, 1e-5), torch.cat(parts, -1) * weight)
+    after = rms_norm(y, weight, 1e-5) * F.silu(z)
+    assert not torch.allclose(gated_rms_norm(y, z, weight, 1, 1e-5), after, rtol=0.1)
+
+
+def test_gradients_of_norms():
+    assert torch.autograd.gradcheck(lambda *t: rms_norm(*t, 1e-5), draws((3, 4), (4,)))
+    assert torch.autograd.gradcheck(lambda *t: gated_rms_norm(*t, 2, 1e-5), draws((3, 4), (3, 4), (4,)))
+
+
+def test_modules_compute_in_fp32_and_return_the_compute_dtype(mesh):
+    norm, gated = RMSNorm(8, 1e-5, mesh), GatedRMSNorm(8, 1e-5, mesh)
+    weight = torch.linspace(0.5, 2, 8)
+    for module in (norm, gated):
+        module.weight.data.to_local().copy_(weight)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    y = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(norm(x), rms_norm(x.float(), weight, 1e-5).bfloat16())
+    y_bshp, z_bsgc = y[None].unflatten(-1, (4, 2)), x[None].unflatten(-1, (2, 4))
+    assert torch.equal(gated(y_bshp, z_bsgc), gated_rms_norm(y, x.float(), weight, 2, 1e-5).bfloat16())
+
+
+def rotate(x, position, base=10000.0):
+    cos, sin = rope_tables(64, x.shape[-1], base, "cpu")
+    return apply_rope(x[None, None, None], cos[position : position + 1], sin[position : position + 1])[0, 0, 0]
+
+
+def test_products_depend_on_the_distance_only():
+    q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
+    near = rotate(q, 7) @ rotate(k, 3)
+    far = rotate(q, 57) @ rotate(k, 53)
+    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
+    assert (near - rotate(q, 7) @ rotate(k, 5)).abs() > 0.1
+
+
+def test_pairs_are_halves_and_turn_by_their_angle():
+    x = torch.zeros(8)
+    x[1] = 1.0
+    angle = torch.tensor(5 * 100.0 ** (-2 / 8))
+    expected = torch.zeros(8)
+    expected[1], expected[5] = angle.cos(), angle.sin()
+    torch.testing.assert_close(rotate(x, 5, base=100.0), expected)
+
+
+def test_keeps_the_dtype_and_has_a_gradient():
+    cos, sin = rope_tables(3, 8, 10000.0, "cpu")
+    assert apply_rope(torch.ones(1, 3, 2, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
+    x = torch.randn(1, 3, 2, 8, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: apply_rope(t, cos.double(), sin.double()), [x])

@@ -1,0 +1,157 @@
+"""Each mixer against itself written out in FP64, over weights in the published row order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.attention import Attention, qkv_order
+from models.mamba2 import mamba_conv_order, mamba_in_proj_order
+from models.mixer import group_major_order
+from models.mlp import squared_relu
+from models.positions import apply_rope, rope_tables
+from tests.models.builders import build, fp64_parameters, local, relative_error, small_config
+from tests.models.recurrence import ssd_recurrence
+
+
+def attention_reference(x, weights, config, length):
+    """Softmax attention written out, over weights in the published order."""
+    qkv_weight = weights["qkv_proj.weight"][qkv_order(config).argsort()]
+    q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q, k, v = (x @ qkv_weight.t()).view(-1, length, qkv_weight.shape[0]).split([q_dim, kv_dim, kv_dim], -1)
+    q, k, v = (t.unflatten(-1, (-1, config.head_dim)) for t in (q, k, v))
+    if config.rope:
+        cos, sin = (t.to(x.dtype) for t in rope_tables(length, config.head_dim, config.rope_base, "cpu"))
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+    repeats = config.num_query_heads // config.num_kv_heads
+    k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * config.head_dim**-0.5
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    y = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+    return y.flatten(2).flatten(0, 1) @ weights["out_proj.weight"].t()
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_equals_attention_written_out(mesh, kv_heads, rope):
+    config = small_config(pattern="*", num_kv_heads=kv_heads, rope=rope, init_std=0.2)
+    mixer = build(config, mesh).blocks[0].mixer
+    x = torch.randn(2 * 11, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
+    y, expected = mixer(x, 11), attention_reference(x64, weights, config, 11)
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    assert relative_error(y, expected) < 1e-5
+    assert relative_error(x.grad, x64.grad) < 1e-5
+    for name, parameter in mixer.named_parameters():
+        assert relative_error(local(parameter.grad), weights[name].grad) < 1e-5, name
+
+
+def test_heads_must_divide(mesh):
+    with pytest.raises(ValueError, match=r"num_query_heads=4 is not a multiple of model.num_kv_heads=3"):
+        Attention(small_config(num_kv_heads=3), mesh)
+
+
+def mamba_reference(x, weights, config, length):
+    """The mixer written out, over weights in the published order, with the recurrence instead of the scan."""
+    in_weight = weights["in_proj.weight"][mamba_in_proj_order(config).argsort()]
+    channels = mamba_conv_order(config).argsort()
+    conv_weight, conv_bias = weights["conv.weight"][channels], weights["conv.bias"][channels]
+    inner, groups, state, heads = (
+        config.mamba_inner_dim,
+        config.mamba_num_groups,
+        config.mamba_num_groups * config.mamba_state_dim,
+        config.mamba_num_heads,
+    )
+    projected = (x @ in_weight.t()).view(-1, length, in_weight.shape[0])
+    z, xbc, dt = projected.split([inner, inner + 2 * state, heads], -1)
+    padded = F.pad(xbc.transpose(1, 2), (config.mamba_conv_width - 1, 0))
+    xbc = F.silu(F.conv1d(padded, conv_weight[:, None], conv_bias, groups=xbc.shape[-1])).transpose(1, 2)
+    xs, b, c = xbc.split([inner, state, state], -1)
+    xs, b, c = xs.unflatten(-1, (heads, -1)), b.unflatten(-1, (groups, -1)), c.unflatten(-1, (groups, -1))
+    dt = F.softplus(dt + weights["ssm.dt_bias"])
+    y = ssd_recurrence(xs, dt, -weights["ssm.A_log"].exp(), b, c) + weights["ssm.D"][:, None] * xs
+    gated = (y.flatten(2) * F.silu(z)).unflatten(-1, (groups, -1))
+    normed = gated / (gated.square().mean(-1, keepdim=True) + config.norm_eps).sqrt()
+    return (normed.flatten(2) * weights["norm.weight"]).flatten(0, 1) @ weights["out_proj.weight"].t()
+
+
+def randomize(mixer):
+    """Weights that initialization sets to one become distinguishable."""
+    generator = torch.Generator().manual_seed(3)
+    for weight in (mixer.norm.weight, mixer.ssm.D):
+        weight.data.to_local().copy_(torch.rand(weight.shape, generator=generator) + 0.5)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length", [5, 8, 19])
+def test_equals_the_mixer_written_out(mesh, groups, length):
+    config = small_config(pattern="M", mamba_num_groups=groups, init_std=0.2)
+    mixer = build(config, mesh).blocks[0].mixer
+    randomize(mixer)
+    x = torch.randn(2 * length, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
+    y, expected = mixer(x, length), mamba_reference(x64, weights, config, length)
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    assert relative_error(y, expected) < 1e-5
+    assert relative_error(x.grad, x64.grad) < 1e-5
+    for name, parameter in mixer.named_parameters():
+        assert relative_error(local(parameter.grad), weights[name].grad) < 1e-4, name
+
+
+def test_both_projections_run_as_layers(mesh):
+    mixer = build(small_config(pattern="M"), mesh).blocks[0].mixer
+    called = []
+    for name in ("in_proj", "out_proj"):
+        getattr(mixer, name).register_forward_hook(lambda *_, name=name: called.append(name))
+    mixer(torch.randn(8, 32), 8)
+    assert called == ["in_proj", "out_proj"]
+
+
+def test_squared_relu():
+    x = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64, requires_grad=True)
+    assert squared_relu(x).tolist() == [0.0, 0.0, 9.0]
+    assert torch.autograd.grad(squared_relu(x).sum(), x)[0].tolist() == [0.0, 0.0, 6.0]
+
+
+def test_equals_the_ffn_written_out(mesh):
+    config = small_config(pattern="-")
+    mixer = build(config, mesh).blocks[0].mixer
+    x = torch.randn(10, config.hidden_dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x64, weights = x.detach().double().requires_grad_(), fp64_parameters(mixer)
+    y = mixer(x, 5)
+    expected = (x64 @ weights["up_proj.weight"].t()).relu().square() @ weights["down_proj.weight"].t()
+    y.sin().sum().backward()
+    expected.sin().sum().backward()
+    assert relative_error(y, expected) < 1e-6
+    assert relative_error(x.grad, x64.grad) < 1e-6
+    for name, parameter in mixer.named_parameters():
+        assert relative_error(local(parameter.grad), weights[name].grad) < 1e-6, name
+
+
+def test_order_of_two_groups():
+    assert group_major_order((4, 2, 2), 2).tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+
+
+@pytest.mark.parametrize("order_of", [qkv_order, mamba_in_proj_order, mamba_conv_order])
+def test_round_trip(order_of):
+    order = order_of(small_config())
+    published = torch.randn(len(order), 3)
+    ours = published[order]
+    assert not torch.equal(ours, published)
+    assert torch.equal(ours[order.argsort()], published)
+
+
+def test_a_split_of_our_rows_is_the_section_by_section_split():
+    config = small_config()
+    inner, state, heads = (
+        config.mamba_inner_dim,
+        config.mamba_num_groups * config.mamba_state_dim,
+        config.mamba_num_heads,
+    )
+    sections = torch.arange(2 * inner + 2 * state + heads).split([inner, inner, state, state, heads])
+    halves = mamba_in_proj_order(config).chunk(2)
+    for rank in range(2):
+        assert torch.equal(halves[rank], torch.cat([section.chunk(2)[rank] for section in sections]))
