@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,13 +117,3 @@ def test_kernels_read_keys_from_the_device(hadamard: int) -> None:
     for pair in (other, [other[0], keys[1]], [keys[0], other[1]]):
         assert all(torch.equal(a, b) for a, b in zip(expected, made(*pair), strict=True))
     assert not torch.equal(expected[0], made(RoundingKey(5, 48, 96), keys[1])[0])
-
-
-def test_a_run_says_that_it_uses_graphs(tmp_path: Path) -> None:
-
-    root = Path(__file__).resolve().parents[2]
-    steps = ["model.pattern=-*-*", "train.steps=5", "train.cuda_graphs=true", "checkpoint.interval=0"]
-    command = [sys.executable, "pretrain.py", *steps, "validation.interval=2", "validation.num_samples=3"]
-    done = subprocess.run([*command, f"run.dir={tmp_path}"], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "CUDA graphs" in done.stdout and "yes (" in done.stdout

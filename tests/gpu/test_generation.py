@@ -16,7 +16,7 @@ from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed
 from megatron_fp4.precision.plan import build_plan
-from models.execution import PLAIN, Execution, torch_compile
+from models.execution import PLAIN, Execution
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import linear_shapes
@@ -80,12 +80,6 @@ def test_padding_is_not_seen(mesh: ParallelMesh) -> None:
         settings = Settings(10, sampling, piece=16)
         alone = [generate(model, [request], settings)[0] for request in requests]
         assert generate(model, requests, settings) == alone
-
-
-def test_compiled_executions_write_the_same(mesh: ParallelMesh) -> None:
-    plain = decoded(model_of(mesh, torch.bfloat16), [3, 1, 1])
-    compiled = model_of(mesh, torch.bfloat16, Execution(compile=torch_compile))
-    assert torch.equal(decoded(compiled, [3, 1, 1]), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

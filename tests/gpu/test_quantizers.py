@@ -130,30 +130,6 @@ def test_values_codes_and_scales_are_those_of_the_reference(case, form):
         check(x, on_device, columns, rows)
 
 
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
-def test_other_combinations(form):
-    (row, square), key = FORMATS[form].blocks, rounding_key(2)
-    x = normal(64, 160).bfloat16()
-    check(x, x.cuda(), Side(form, square, key=key), Side(form, row, row[1], "none"))
-    check(x, x.cuda(), Side(form, row), Side(form, row, key=key))
-
-
-@pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
-def test_one_operand_alone_is_the_same(form):
-    x = normal(64, 160).bfloat16().cuda()
-    for columns, rows in sides(form):
-        both = FusedFP4(x, columns, rows)
-        assert torch.equal(FusedFP4(x, columns, None).along_columns(), both.along_columns())
-        assert torch.equal(FusedFP4(x, None, rows).along_rows(), both.along_rows())
-
-
-def test_a_transposed_or_sliced_input_is_read_as_it_is():
-    x = normal(64, 161).bfloat16().cuda()
-    for view in (x[:, 1:], x[:, :160], normal(160, 64).bfloat16().cuda().t()):
-        expected = FusedFP4(view.clone(memory_format=torch.contiguous_format), Side("nvfp4", (1, 16)), None)
-        assert torch.equal(FusedFP4(view, Side("nvfp4", (1, 16)), None).along_columns(), expected.along_columns())
-
-
 def test_a_captured_quantizer_measures_anew():
     x = normal(64, 160).bfloat16().cuda()
     columns, rows = sides("nvfp4")[0]
@@ -170,11 +146,6 @@ def test_a_captured_quantizer_measures_anew():
         for made, found in zip(captured, values, strict=True):
             assert torch.equal(found, expected)
             assert torch.equal(made.columns_scale, eager.columns_scale)
-
-
-def test_sizes_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="multiple of 16"):
-        FusedFP4(torch.zeros(16, 24, device="cuda", dtype=torch.bfloat16), Side("nvfp4", (1, 16)), None)
 
 
 def test_the_branchless_reciprocal_is_correctly_rounded():
@@ -220,13 +191,6 @@ def test_fp8_codes_and_scales_are_those_of_the_reference(case, along_rows, block
         assert same(actual.scales, scales)
         assert same(actual.codes.float(), expected.codes.float()) or not x.isfinite().all()
         assert same(actual.values(), expected.dequantize())
-
-
-def test_fp8_rows_need_not_divide_by_128():
-    x = normal(80, 256).bfloat16()
-    made = quantize_fp8_fused(x.cuda(), 1, along_rows=False, power_of_two_scales=False, keep=False)
-    assert isinstance(made, BlockScaled)
-    assert same(made.values(), quantize_fp8(x, (1, 128)).dequantize())
 
 
 @pytest.mark.parametrize("m, n, k", [(128, 128, 128), (80, 336, 512), (1040, 16, 1280)])

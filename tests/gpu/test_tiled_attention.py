@@ -53,10 +53,6 @@ def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_c
     compare(heads(2, length, dim))
 
 
-def test_cudnn_is_what_makes_the_forward_pass_of_long_rows() -> None:
-    assert sdpa._cudnn_takes(*heads(1, 256, 128))
-
-
 @pytest.mark.parametrize("of", [(4, 4), (6, 2), (5, 1)])
 def test_any_number_of_heads(of: tuple[int, int]) -> None:
     compare(heads(2, 256, 64, of))
@@ -89,19 +85,6 @@ def test_a_document_is_what_it_is_alone(lengths: list[list[int]]) -> None:
         y = attend_in_tiles(*alone)
         results = (y, *torch.autograd.grad(y, alone, dy[row : row + 1, span]))
         assert all(relative_error(b[row, span], a[0]) < 1e-2 for a, b in zip(results, expected, strict=True))
-
-
-def test_documents_as_long_as_rows_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sdpa, "_cudnn_takes", lambda *_: False)
-    tensors = heads(2, 384, 128)
-    dy = torch.randn_like(tensors[0])
-    whole = Documents(torch.zeros(2, 384, dtype=torch.int32, device="cuda"))
-    for documents in (None, whole):
-        y = attend_in_tiles(*tensors, documents)
-        results = (y, *torch.autograd.grad(y, tensors, dy))
-        if documents is None:
-            expected = results
-    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -5,19 +5,16 @@ import importlib.util
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import pretrain
 from megatron_fp4.precision import verify
-from megatron_fp4.precision.backend_support import FP4_CAPABILITIES, transformer_engine_unsupported
-from megatron_fp4.precision.emulated import EMULATED
+from megatron_fp4.precision.backend_support import transformer_engine_unsupported
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend
 from megatron_fp4.precision.verify import PRODUCT_ERROR
 from scripts.compare_transformer_engine import FP8, FP8_FP32_SCALES, NVFP4, compare_fp8, compare_nvfp4, ours
-from tests.recipes import changed
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 pytestmark = [
@@ -113,33 +110,6 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
     assert ((w.grad.double() - expected).norm() / expected.norm()) < PRODUCT_ERROR[torch.float32]
 
 
-def test_padded_groups_and_single_gemms(backend):
-    x, w, dy = tensors(256, 256, 3 * 80)
-    context = {b.name: LinearContext("a", FP8, StepState(seed=0), b, num_groups=3) for b in (EMULATED, backend)}
-    forward_only = changed(BF16, fprop_activation=FP8.fprop.left, fprop_weight=FP8.fprop.right)
-    for recipe in (FP8, forward_only):
-        results = {}
-        for name, of in context.items():
-            of.recipe, of.weight_cache = recipe, None
-            mine_x, mine_w = x.clone().requires_grad_(), w.clone().requires_grad_()
-            y = quantized_linear(mine_x, mine_w, of)
-            y.backward(dy)
-            results[name] = (y.detach(), mine_x.grad, mine_w.grad)
-        for native, emulated in zip(results["transformer_engine"], results["emulated"], strict=True):
-            assert native.shape == emulated.shape
-            assert ((native.double() - emulated.double()).norm() / emulated.double().norm()) < 4e-3
-
-
-def test_recomputation_gives_the_same_gradients(backend):
-    x, w, dy = tensors(256, 256, 256)
-    expected = ours(x, w, dy, FP8, backend)
-    x, w = x.requires_grad_(), w.requires_grad_()
-    context = LinearContext("a", FP8, StepState(seed=0), backend)
-    checkpoint(quantized_linear, x, w, context, use_reentrant=False).backward(dy)
-    assert torch.equal(x.grad, expected["dx"])
-    assert torch.equal(w.grad, expected["dW"])
-
-
 def run(tmp_path, *overrides: str) -> int:
     small = ["train.steps=3", "train.kernels=torch", "validation.interval=0", "data.num_workers=0"]
     return pretrain.main([f"run.dir={tmp_path}", *small, *overrides])
@@ -152,9 +122,3 @@ def test_pretrain_tests_the_backend_and_trains(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "transformer_engine on cuda" in printed
     assert "self-test of transformer_engine" in printed and "no difference" in printed
-
-
-@pytest.mark.skipif(CAPABILITY in FP4_CAPABILITIES, reason="NVFP4 is native here")
-def test_pretrain_says_why_nvfp4_is_not_native(tmp_path, capsys):
-    assert run(tmp_path, "precision.backend=transformer_engine") == 2
-    assert "needs compute capability 10.0, 10.3, 12.0 or 12.1" in capsys.readouterr().err
