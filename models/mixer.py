@@ -1,13 +1,12 @@
 """What a block computes between its norm and its residual, and what the rest of the program asks it.
 
 A block type is a subclass of `Mixer` in a file of its own, and a row in the table of `models/pattern.py`. Whatever
-differs between block types (their linears, costs, checks, kernels, initial values) they say here; nobody else knows
-them by name. Class methods answer from the configuration alone, before anything is built.
+differs between block types (their linears, costs, checks, kernels, initial values) they say here; no other file names
+them. Class methods answer from the configuration alone, before anything is built.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -125,8 +124,7 @@ def check_multiple(config: ModelConfig, name: str, of: str, what: str) -> None:
     are) that work."""
     size, divisor = getattr(config, name), getattr(config, of)
     if size % divisor:
-        small = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-        every = {*small, *(size // n for n in small)}
+        every = [n for n in range(1, min(size, 4096) + 1) if size % n == 0]
         works = ", ".join(map(str, sorted(sorted(every, key=lambda n: abs(n - divisor))[:12])))
         raise ConfigError(f"model.{name}={size} is not a multiple of model.{of}={divisor}; {what} that work: {works}")
 

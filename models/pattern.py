@@ -126,14 +126,13 @@ def agreed_execution(execution: Execution) -> Execution:
     """`execution`, if all ranks chose alike; a collective. Raises ConfigError if they did not."""
     executions: list[Execution] = [execution] * dist.get_world_size()
     dist.all_gather_object(executions, execution)
-    used = [[*chosen.kernels, *(["compiled"] if chosen.compiled else [])] for chosen in executions]
-    for part in dict.fromkeys(part for parts in used for part in parts):
-        first = part in used[0]
-        others = [str(rank) for rank, parts in enumerate(used) if (part in parts) != first]
-        if others:
+    used = [{*chosen.kernels, *(["compiled"] if chosen.compiled else [])} for chosen in executions]
+    for rank, parts in enumerate(used):
+        if parts != used[0]:
             raise ConfigError(
-                f"train.kernels=auto: the fused part `{part}` is {'' if first else 'not '}used on rank 0, unlike "
-                f"on rank {', '.join(others)}; install the same packages on all machines, or choose train.kernels=torch"
+                f"train.kernels=auto: ranks 0 and {rank} have not the same fused parts, as to "
+                f"{', '.join(sorted(parts ^ used[0]))}; install the same packages on all machines, or choose "
+                "train.kernels=torch"
             )
     return execution
 
@@ -217,7 +216,7 @@ _MOST_PARAMETERS = 10**14
 
 
 def check_size(config: ModelConfig) -> None:
-    """Raise ConfigError for a model, checked otherwise, that nobody can have meant."""
+    """Raise ConfigError for a model, checked otherwise, of a size that must be a mistake."""
     counts = parameter_count(config)
     if counts.total > _MOST_PARAMETERS:
         part, count = max(vars(counts).items(), key=lambda item: item[1])

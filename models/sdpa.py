@@ -141,7 +141,7 @@ def flash_of_variable_length(
 
 
 def _make_deterministic(y: Tensor) -> None:
-    """Under `warn_only`, attention's backward passes warn and go on as they were; make that of `y` deterministic."""
+    """Under `warn_only`, attention's backward passes warn and stay as they were; make that of `y` deterministic."""
     node = y.grad_fn
     for _ in range(3):  # some kernels' results are sliced
         if node is None:

@@ -1,4 +1,4 @@
-"""The output head and the mean cross-entropy behind it, as one function that never holds all logits.
+"""The output head and the mean cross-entropy after it, as one function that never holds all logits.
 
     logits = x W^T          loss_t = log sum_v exp(logit_tv) - logit_t,target          mean over tokens, in nats
 
@@ -10,7 +10,7 @@ CPU's product of BF16 matrices is rounded already, and one in FP32 takes four ti
 which changes nothing as long as tokens times micro-batches is a power of two.)
 
 Targets below zero do not count: their tokens have no loss and no gradient, and the mean is over the others. How many
-these are must be told, so that nobody waits for a GPU to count them.
+these are is an argument, so that no GPU has to be waited for.
 
 The vocabulary is sharded over tensor-parallel ranks, which exchange three numbers per token (maximum, sum of
 exponentials, target logit); the logits stay where they are.

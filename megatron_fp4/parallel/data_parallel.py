@@ -3,7 +3,7 @@
 What each setting is for: `param_dtype` is what the forward pass sees, `reduce_dtype` FP32 what gradients are added
 up in over ranks and micro-batches, `cast_forward_inputs` is off because token ids and FP32 losses must stay what
 they are. Parameters that must stay FP32 (Mamba-2's A, D and dt bias) are gathered as they are, with their block, and
-weights of quantized linears as 4-bit codes where nobody reads more (gathered_codes.py).
+weights of quantized linears as 4-bit codes where no more is read (gathered_codes.py).
 
 A model that one data-parallel rank has alone needs none of this, and FSDP2's hooks would take more of the host's time
 than all the rest of a small model: its parameters stay as they are, and say how the forward pass is to round them.

@@ -1,4 +1,4 @@
-"""FSDP gathers 4-bit codes of quantized weights instead of BF16 copies that nobody would read.
+"""FSDP gathers 4-bit codes of quantized weights instead of BF16 copies.
 
 A linear whose weight has one set of codes for fprop and dgrad (16x16 blocks, nearest rounding, no transform) multiplies
 by these codes and by nothing else of the weight. So each rank quantizes its shard of the FP32 master, and what is
@@ -19,13 +19,13 @@ where the linear says so. Both go in one message a step for all linears.
 
 What a linear's weight is gathered as is decided before each forward pass of the model, equally on all ranks: as BF16
 where the recipe or backend in effect wants it (blocks in BF16, after a precision switch, other formats, Transformer
-Engine) and where somebody looks at the weight itself (a probe, a recheck). A unit of which every linear is gathered as
+Engine) and where the weight itself is read (a probe, a recheck). A unit of which every linear is gathered as
 codes ignores `parallel.reshard`; others obey it.
 
 How: FSDP2 asks a parameter's local shard for `fsdp_pre_all_gather` and `fsdp_post_all_gather`, and gathers what the
 first gives. Here these are attributes of the shard itself, put there and taken away, not methods of a tensor subclass:
 optimizer and checkpoints see plain FP32 tensors. The gathered parameter has the weight's shape, dtype and gradient and
-no memory: one NaN, seen at every place, so that whoever reads it by mistake notices. The codes hang on it, for the
+no memory: one NaN, seen at every place, so that a read by mistake shows. The codes hang on it, for the
 linear to take (`precision/linear.py`).
 
 The same way parameters that must never be rounded (Mamba-2's A, D and dt bias) are gathered in FP32 with their block.
@@ -254,7 +254,7 @@ class GatheredWeight:
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> None:
-        """Rows of all ranks, one behind another."""
+        """Rows of all ranks, one after another."""
         codes, scales = (part[: self.num_rows] for part in outputs)
         assert self._gathered is not None and out is self._gathered
         hang_codes(self._gathered, CodesOfWeight(codes, scales, self.all_blocks, self.scale))

@@ -178,7 +178,7 @@ def end_process(exit_code: int) -> NoReturn:
     ("terminate called without an active exception", exit code -6): a finished run would count as failed.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, SystemExit):  # nobody reads it any more; the exit code counts
+        with contextlib.suppress(OSError, SystemExit):  # its reader has left; the exit code counts
             stream.flush()
     os._exit(exit_code)
 

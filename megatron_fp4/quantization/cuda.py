@@ -166,8 +166,8 @@ class NvidiaGPU:
         return _multiprocessors(device)
 
     def zeros(self, device: torch.device) -> Tensor:
-        """Two int32 zeros on 16 bytes that nobody else has or gets: of many made at once, for a kernel that fills
-        them takes as long as a small quantizer."""
+        """Two int32 zeros on 16 bytes, for one caller alone. Many are made at once: a kernel that fills them takes as
+        long as a small quantizer."""
         if torch.cuda.is_current_stream_capturing():  # a graph has to make its zeros anew whenever it runs
             return torch.zeros(2, dtype=torch.int32, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream

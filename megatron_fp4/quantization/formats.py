@@ -80,7 +80,7 @@ FORMATS = {
 
 
 def format_of(name: str) -> Format:
-    """The row of `name`; ValueError for a format that nobody knows."""
+    """The row of `name`; ValueError for an unknown format."""
     if name not in FORMATS:
         raise ValueError(f"operand format {name!r} is not one of bf16, {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -65,10 +65,10 @@ SCALE_MAX = float(torch.tensor(256.0 * GRID_LARGEST, dtype=torch.float32)) / E2M
 _FACTOR = 1.0 / math.sqrt(GROUP)
 _TOP = SCALE_MAX * E2M1_MAX
 _SHARE = float(torch.tensor(GRID_LARGEST, dtype=torch.float32).reciprocal())
-_COLUMNS, _TILE = 128, 64  # of a program; the side of what is transposed at once
+_COLUMNS = 128  # of a program
 _MEASURE_PROGRAMS = 16  # per multiprocessor
 _DRAW_SIGNS, _MEASURE = Kernel("ms_eden.signs_kernel"), Kernel("ms_eden.measure_kernel")
-_QUANTIZE, _TRANSPOSE = Kernel("ms_eden.quantize_kernel"), Kernel("ms_eden.transpose_kernel")
+_QUANTIZE = Kernel("ms_eden.quantize_kernel")
 
 
 def quantize_ms_eden(z: Tensor, *, key: RoundingKey | None = None, amax: Tensor | None = None) -> NVFP4Tensor:
@@ -137,7 +137,7 @@ class FusedMSEden(Fused):
         super().__init__(x.to(torch.bfloat16).contiguous(), columns, rows, amax_group=amax_group)
         self._along_columns = self._along_rows = None
         if columns is not None:
-            self._along_columns = _Rows(_transposed(self.x), columns, amax_group)
+            self._along_columns = _Rows(self.x.t().contiguous(), columns, amax_group)
             self.columns_scale = self._along_columns.scale
         if rows is not None:
             self._along_rows = _Rows(self.x, rows, amax_group)
@@ -241,11 +241,3 @@ def _device_key(key: RoundingKey, stand_in: Tensor) -> tuple[Tensor, int, int]:
     """What kernels take of a key: where it lies on the device, and what the hashes of rows and of pairs start from."""
     start_row, start_column = hash_starts(key, columns_apart=BLOCK)
     return stand_in if key.device is None else key.device, start_row, start_column
-
-
-def _transposed(x: Tensor) -> Tensor:
-    out = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device)
-    grid = (-(-x.shape[0] // _TILE) * -(-x.shape[1] // _TILE),)
-    arguments = (x.view(torch.int16), out.view(torch.int16), *x.shape)
-    launch(_TRANSPOSE, grid, arguments, {"ROWS": _TILE, "COLUMNS": _TILE})
-    return out

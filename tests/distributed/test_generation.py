@@ -34,7 +34,7 @@ SETTINGS = (Settings(9, piece=16), Settings(9, Sampling(0.9, 0.9, seed=3), stop=
 
 
 def texts(rank: int, layout: Layout) -> tuple[list[list[Continuation]], Tensor]:
-    """In both settings, of all prompts together and of one alone; and logits behind the prompts."""
+    """In both settings, of all prompts together and of one alone; and logits after the prompts."""
     mesh = layout.mesh()
     model = hybrid.sharded_model(layout, mesh, RECIPES["fp32"], StepState(seed=0))
     requests = [Request(prompt) for prompt in PROMPTS]
@@ -88,7 +88,7 @@ class Letters(TextTokenizer):
 
 
 def trained(rank: int, layout: Layout, writes: bool) -> tuple[list[float], dict[str, Tensor], list[list[TextSample]]]:
-    """Three steps in NVFP4, with texts behind each or without: losses, weights, texts."""
+    """Three steps in NVFP4, with texts after each or without: losses, weights, texts."""
     mesh, clock = layout.mesh(), StepState(seed=11)
     model = hybrid.sharded_model(layout, mesh, RECIPES["nvfp4"], clock)
     plan = build_plan(linear_shapes(MODEL), RECIPES["nvfp4"], Bf16BlocksConfig(), MODEL.num_blocks)

@@ -40,7 +40,7 @@ def normal(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=generator)
 
 
-# Rows and columns, rows of a group without and with padding, the part's first row and the one behind its last.
+# Rows and columns, rows of a group without and with padding, the part's first row and the one after its last.
 PLACES = {
     "whole": (192, 1120, 192, 192, 0, 192),
     "cut in blocks": (192, 1120, 192, 192, 41, 150),

@@ -53,7 +53,7 @@ def text() -> Tensor:
 
 
 def decoded(model: HybridModel, pieces: list[int]) -> Tensor:
-    """Logits behind each piece, FP32 [3, pieces, ids]."""
+    """Logits after each piece, FP32 [3, pieces, ids]."""
     cache, done, found = model.new_cache(3, LENGTH), 0, []
     for piece in pieces:
         found.append(model(text()[:, done : done + piece], cache=cache).float())

@@ -1,4 +1,4 @@
-"""A training step on a GPU: nothing but its own numbers are waited for, behind the update, which is as if they were."""
+"""A training step on a GPU: nothing but its own numbers are waited for, after the update, which is as if they were."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def trained(
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3, 1e6])
 def test_the_host_waits_for_nothing_before_the_update_and_every_bit_is_the_same(clip_norm: float) -> None:
-    (ahead, results), (behind, expected) = trained(None, clip_norm), trained(lambda *_: True, clip_norm)
+    (ahead, results), (after, expected) = trained(None, clip_norm), trained(lambda *_: True, clip_norm)
     assert [skipped for *_, skipped in results] == [False, False, False, True, False]
     assert results[:3] == expected[:3] and results[4] == expected[4]
-    assert all(torch.equal(ahead[name], behind[name]) for name in behind)
+    assert all(torch.equal(ahead[name], after[name]) for name in after)
     assert all(value == 4 for name, value in ahead.items() if name.endswith(".step"))

@@ -105,7 +105,7 @@ def test_gemms_add_the_gradients_of_micro_batches(backend, monkeypatch):
     for a, b in batches:
         quantized_linear(a.contiguous(), w, context).backward(b.contiguous())
         places.append(w.grad.data_ptr())
-    assert totals == [False, False] + [False, True] * 2  # fprop and wgrad; nobody asks for dx
+    assert totals == [False, False] + [False, True] * 2  # fprop and wgrad; dx is not asked for
     assert len(set(places)) == 1
     assert ((w.grad.double() - expected).norm() / expected.norm()) < PRODUCT_ERROR[torch.float32]
 

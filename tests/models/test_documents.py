@@ -266,4 +266,4 @@ def test_pytorchs_own_kernel_takes_it_and_can_be_made_deterministic(deterministi
     finally:
         torch.use_deterministic_algorithms(False)
     assert k.grad is not None and k.grad.shape == k.shape
-    assert seen == [not deterministic], "with warn_only, attention's backward pass warns and goes on as it was"
+    assert seen == [not deterministic], "with warn_only, attention's backward pass warns and stays as it was"

@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest, mesh: ParallelMesh) -> HybridModel:
 
 
 def by_pieces(model: HybridModel, tokens: Tensor, pieces: list[int]) -> Iterator[tuple[int, Tensor]]:
-    """(tokens so far, logits of the last of them) behind every piece."""
+    """(tokens so far, logits of the last of them) after every piece."""
     cache, done = model.new_cache(tokens.shape[0], sum(pieces)), 0
     for piece in pieces:
         logits = model(tokens[:, done : done + piece], cache=cache)
@@ -111,7 +111,7 @@ def test_rows_of_different_lengths(model: HybridModel) -> None:
 
 
 def test_padding_after_the_end_of_a_full_cache(mesh: ParallelMesh) -> None:
-    """Keys and values of padding go where nobody reads: not over those of a text that fills its cache."""
+    """Keys and values of padding go where none are read: not over those of a text that fills its cache."""
     model = build(small_config(pattern="*", init_std=0.2), mesh)
     tokens = text(2, 8)
     with torch.no_grad():
@@ -194,8 +194,8 @@ def test_attention_to_memory_is_the_last_rows_of_attention(groups: int) -> None:
     qkv = torch.randn(2 * 10, (4 // groups + 2) * groups * 6, generator=generator, dtype=torch.float64)
     q, k, v = split_heads(qkv, 10, 4 // groups, 6)
     expected = attend(q, k, v)
-    behind = F.pad(k, (0, 0, 0, 0, 0, 3), value=9.0), F.pad(v, (0, 0, 0, 0, 0, 3), value=9.0)
-    actual = attend_to_cache(q[:, 7:], *behind, torch.arange(7, 10).expand(2, 3))
+    longer = F.pad(k, (0, 0, 0, 0, 0, 3), value=9.0), F.pad(v, (0, 0, 0, 0, 0, 3), value=9.0)
+    actual = attend_to_cache(q[:, 7:], *longer, torch.arange(7, 10).expand(2, 3))
     torch.testing.assert_close(actual, expected[:, 7:], rtol=1e-12, atol=1e-12)
 
 

@@ -7,7 +7,6 @@ order, and nothing is exchanged between threads:
     signs       draw the transform's signs
     measure     read x -> amax of RHT(x^T)
     quantize    read x -> values, or packed codes, along the rows
-    transpose   read x -> x^T, for an operand along the columns, which is then one along the rows
 
 Some 9 instructions an element measure and 25 quantize; the 128 numbers of a thread stay in registers. The transform is
 computed twice, which takes less time than writing and reading its result. Values and packed codes are laid out as by
@@ -162,24 +161,6 @@ def quantize_kernel(
                 for r in tl.static_range(pair * 32 + half * 16, pair * 32 + half * 16 + 16):
                     store_upper(out_ptr, codes[r] * scale)
                     out_ptr += num_columns
-
-
-@triton.jit
-def transpose_kernel(
-    x_ptr,  # int16 [rows, columns]
-    out_ptr,  # out: int16 [columns, rows]
-    num_rows,
-    num_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    across = tl.cdiv(num_columns, COLUMNS)
-    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
-    tile = tl.load(x_ptr + as_long(row)[:, None] * num_columns + column[None, :], inside)
-    out = out_ptr + as_long(column)[:, None] * num_rows + row[None, :]
-    tl.store(out, tl.trans(tile), tl.trans(inside))
 
 
 @triton.jit

@@ -43,7 +43,7 @@ def maxima_kernel(
     x_ptr,  # [rows, columns] as pairs: the part's rows
     maxima_ptr,  # out: FP32 [blocks, columns / BLOCK]
     num_groups,  # columns / BLOCK
-    first,  # the part's first row in the weight, and behind its last
+    first,  # the part's first row in the weight, and the one after its last
     end,
     group_rows,
     blocks_per_group,
@@ -142,7 +142,7 @@ def unpack_kernel(
 
 @triton.jit
 def rows_of(block, first, end, group_rows, blocks_per_group, BLOCK: tl.constexpr):
-    """The rows of the part that are in a block: the first, and behind the last."""
+    """The rows of the part that are in a block: the first, and the one after the last."""
     start = (block // blocks_per_group) * group_rows
     begin = start + (block % blocks_per_group) * BLOCK
     stop = tl.minimum(tl.minimum(begin + BLOCK, start + group_rows), end)
