@@ -12,10 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.agreement import agreed
-from data.kinds import check_kind
-from data.opening import data_facts, open_run_data, phase_schedule, yardsticks
-from data.plan import check_phases
+from data.opening import agreed, check_kind, data_facts, open_run_data, phase_schedule, yardsticks
+from data.schedule import check_phases
 from exchange.in_run import Exports, check_exports, last_exportable
 from megatron_fp4.checkpoint.checkpointer import Checkpointer
 from megatron_fp4.checkpoint.config_diff import run_identity

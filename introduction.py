@@ -10,7 +10,7 @@ import yaml
 
 from assembly import CONFIGS, plans_of, sharded_model, world_size
 from data.opening import phase_schedule
-from data.plan import planned_use
+from data.schedule import planned_use
 from data.validation import fewer_windows
 from megatron_fp4.checkpoint import config_diff
 from megatron_fp4.checkpoint.checkpointer import Resumed

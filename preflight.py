@@ -31,8 +31,7 @@ from assembly import (
 )
 from data.loader import MicroBatch, MicroBatchLoader
 from data.opening import open_run_data
-from data.phases import PhaseSchedule
-from data.plan import check_epochs
+from data.schedule import PhaseSchedule, check_epochs
 from data.validation import fewer_windows
 from introduction import when_it_switches
 from megatron_fp4.checkpoint.config_diff import run_identity

@@ -37,7 +37,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from assembly import build, configuration_errors, configure, device_type_of, set_determinism
-from data.cache import default_cache_dir
+from data.storage import default_cache_dir
 from inference.in_run import text_samples
 from introduction import introduce_run, print_needs, say_all, say_what_differs, sizes
 from megatron_fp4.checkpoint.checkpointer import CheckpointGoneError

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.bundle import DataBundle
 from data.loader import MicroBatchLoader
-from data.phases import PhaseSchedule
-from data.plan import check_epochs
+from data.schedule import PhaseSchedule, check_epochs
+from data.token_source import DataBundle
 from data.validation import ValidationSet, Yardstick
 from exchange.in_run import Exports
 from megatron_fp4 import __version__

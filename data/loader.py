@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.documents import without_boundaries
-from data.fingerprint import data_fingerprint
-from data.going_on import OtherDataError, go_on
-from data.micro_batches import RankMicroBatches, SlotContent
-from data.phases import PhaseSchedule
-from data.prefetch import DeliveryTimeout, Prefetcher
-from data.samples import Samples
-from data.workers import WorkerDiedError
+from data.order import Samples
+from data.prefetch import DeliveryTimeout, Prefetcher, WorkerDiedError
+from data.resume import OtherDataError, data_fingerprint, go_on
+from data.schedule import PhaseSchedule
+from data.worker_process import RankMicroBatches, SlotContent
+
+UNCOUNTED = -1
+"""A target that does not count: its token has no loss, and the mean is over the others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +89,14 @@ class MicroBatch:
 def _cut(samples: torch.Tensor, length: int) -> torch.Tensor:
     """Rows of length + 1, each but the first beginning with the last of the one before."""
     return samples.unfold(1, length + 1, length).reshape(-1, length + 1)
+
+
+def without_boundaries(targets: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+    """Targets (int64 [rows, length]) with `UNCOUNTED` wherever the target is of another document than its token.
+
+    documents: int32 [rows, length + 1], of the tokens and of the last target.
+    """
+    return targets.masked_fill(documents[:, 1:] != documents[:, :-1], UNCOUNTED)
 
 
 class LoaderError(RuntimeError):

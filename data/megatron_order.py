@@ -1,4 +1,6 @@
-"""`data.order=megatron`: the samples of a Megatron run at the positions where Megatron has them.
+"""The samples of one source in Megatron's order, read through indices on disk that all processes map into memory.
+
+`data.order=megatron`: the samples of a Megatron run at the positions where Megatron has them.
 
 Megatron lays out a whole run before its first step (megatron_indices.py). What it lays out depends on how many samples
 the run was to have, so a run that goes on with another length goes on with another order; here that is refused.
@@ -11,6 +13,8 @@ A phase of the run is laid out in one of two ways, as `data.megatron.phases` say
                   for all samples of the run, and goes on at the position where the one before it stopped
 
 The indices are built once for each disk, into files that all ranks and loader workers map into memory.
+
+The phases of a run whose samples are a Megatron run's (`data.order=megatron`), as the loader asks for them.
 """
 
 from __future__ import annotations
@@ -20,16 +24,179 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.bundle import TokenSource
-from data.cache import build_once, default_cache_dir
-from data.megatron_indices import blend_sizes, blending_indices, dataset_indices, split_range
-from data.megatron_source import MegatronSource, StoredBlend, StoredDataset
+from data.megatron_indices import DatasetIndices, blend_sizes, blending_indices, dataset_indices, split_range
+from data.order import Growth, Window, described, num_windows, replaced_file
+from data.schedule import Location, Phase, PhaseSchedule, SourceRange
+from data.storage import build_once, default_cache_dir
+from data.token_source import DataBundle, TokenRange, TokenSource, check_ids
+
+_LOOK_BACK = 1 << 14
+
+
+class Piece(NamedTuple):
+    """`length` tokens of a sequence from `offset` on."""
+
+    sequence: int
+    offset: int
+    length: int
+
+
+class _Stored:
+    """A folder of arrays, mapped into memory when first needed; loader workers get its path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type[_Stored], tuple[Path]]:
+        return type(self), (self.folder,)
+
+    def load(self, name: str) -> np.ndarray:
+        return np.load(self.folder / f"{name}.npy", mmap_mode="r")
+
+
+class StoredDataset(_Stored):
+    """The indices of a dataset."""
+
+    @cached_property
+    def indices(self) -> DatasetIndices:
+        return DatasetIndices(*(self.load(name) for name in DatasetIndices._fields))
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.indices.shuffle_index)
+
+
+class StoredBlend(_Stored):
+    """The indices of a blend."""
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """(datasets, their samples) at each sample of the blend."""
+        return self.load("dataset_index"), self.load("dataset_sample_index")
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Of all samples, by dataset."""
+        return self.load("counts").tolist()
+
+    def at(self, position: int) -> tuple[int, int]:
+        return int(self.arrays[0][position]), int(self.arrays[1][position])
+
+    def before(self, position: int) -> list[int]:
+        """How many samples of each dataset come before a position: looks back until all have been met."""
+        datasets, samples = self.arrays
+        counts: dict[int, int] = {}
+        end = position
+        while end > 0 and len(counts) < len(self.counts):
+            start = max(0, end - _LOOK_BACK)
+            for dataset, back in zip(*np.unique(datasets[start:end][::-1], return_index=True), strict=True):
+                counts.setdefault(int(dataset), int(samples[end - 1 - back]) + 1)
+            end = start
+        return [counts.get(dataset, 0) for dataset in range(len(self.counts))]
+
+
+class MegatronSource:
+    """The samples of one source by ordinal, which counts through the indices of all phases in turn.
+
+    Built by MegatronOrder. It has what a SampleSource has.
+    """
+
+    order = "megatron"
+
+    def __init__(
+        self,
+        name: str,
+        stream: TokenSource,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        split: Sequence[float] | None = None,
+    ) -> None:
+        self.name = name
+        self.stream = stream
+        self.seq_length = seq_length
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self._stored: list[StoredDataset] = []
+        self._bases: list[int] = []
+        self.num_ordinals = 0
+        first, end = split_range(split, 0, stream.num_sequences)
+        borders = stream.sequence_offsets(first, end)
+        self.num_samples = num_windows(int(borders[-1] - borders[0]), seq_length)
+        """Of an epoch."""
+
+    def add(self, stored: StoredDataset) -> int:
+        """Append the indices of a phase; returns the ordinal of their first sample."""
+        base = self.num_ordinals
+        self._stored.append(stored)
+        self._bases.append(base)
+        self.num_ordinals += stored.num_samples
+        return base
+
+    def pieces(self, ordinal: int) -> list[Piece]:
+        """What sample `ordinal` is made of, in order. Raises IndexError outside the indices."""
+        if not 0 <= ordinal < self.num_ordinals:
+            raise IndexError(f"sample {ordinal} of source {self.name!r} is outside its {self.num_ordinals}")
+        place = bisect_right(self._bases, ordinal) - 1
+        document_index, sample_index, shuffle_index = self._stored[place].indices
+        sample = int(shuffle_index[ordinal - self._bases[place]])
+        (begin, offset), (end, end_offset) = sample_index[sample : sample + 2].tolist()
+        pieces = []
+        for position in range(begin, end + 1):
+            sequence = int(document_index[position])
+            if position == end:
+                length = end_offset + 1 - offset
+            else:
+                borders = self.stream.sequence_offsets(sequence, sequence + 1)
+                length = int(borders[1] - borders[0]) - offset
+            if length:
+                pieces.append(Piece(sequence, offset, length))
+            offset = 0
+        return pieces
+
+    def sample(self, sample: int) -> np.ndarray:
+        """Sample `sample`: int64 [seq_length + 1]. Raises ValueError for a token id outside the model's vocabulary."""
+        return self._read(self.pieces(sample))
+
+    def sample_and_documents(self, sample: int) -> Window:
+        """`sample`, and int32 [seq_length + 1]: which sequence of the sample each token belongs to, from 0."""
+        pieces = self.pieces(sample)
+        numbers = np.repeat(np.arange(len(pieces), dtype=np.int32), [piece.length for piece in pieces])
+        return Window(self._read(pieces), numbers)
+
+    def _read(self, pieces: Sequence[Piece]) -> np.ndarray:
+        starts = [int(self.stream.sequence_offsets(p.sequence, p.sequence + 1)[0]) + p.offset for p in pieces]
+        parts = [self.stream.tokens(start, p.length) for start, p in zip(starts, pieces, strict=True)]
+        tokens = np.concatenate(parts).astype(np.int64)
+        assert len(tokens) == self.seq_length + 1, (self.name, len(tokens))
+        check_ids(f"source {self.name!r}", self.stream, tokens, self.vocab_size)
+        return tokens
+
+    def epochs(self, sample: int) -> float:
+        """How often so many of its samples go through the source."""
+        return sample / self.num_samples
+
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint keeps to recognise this source, as a SampleSource says it."""
+        return described(self.stream.parts, [Growth(0, len(self.stream.parts))])
+
+    def replaces(self, saved: Mapping[str, Any]) -> str | None:
+        """What a checkpoint's `description` has otherwise, in words. More files are another order here."""
+        if (now := len(self.stream.parts)) > len(saved["files"]):
+            return f"had {len(saved['files'])} files and now has {now}; with data.order=megatron none can be added"
+        return replaced_file(self.stream.parts, saved["files"])
+
+    def grown(self, growth: Sequence[Any]) -> MegatronSource:
+        """Itself: it has the files that it had."""
+        assert len(growth) == 1
+        return self
+
 
 # Part of the name of every folder of indices: raise it with any change to what is in one.
 _FORMAT = 1
@@ -252,4 +419,121 @@ def order_differences(saved: Mapping[str, Any], current: Mapping[str, Any], cons
                 f"for {now[3]}, which is another order; give the phase the length that it had, and "
                 "the last one data.megatron.train_samples"
             )
+    return found
+
+
+class MegatronSchedule(PhaseSchedule):
+    """A PhaseSchedule whose phases take Megatron's samples, from `stand_on` on.
+
+    Phases in a row with one blend are one for Megatron: a batch size that grows changes no order.
+    """
+
+    order: MegatronOrder
+
+    def __init__(
+        self, phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int, run: MegatronRun
+    ) -> None:
+        super().__init__(phases, num_steps, global_batch_size, sequence_length)
+        blends = {phase.name: phase.blend or {} for phase in phases}
+        spans: list[tuple[int, int, Mapping[str, float]]] = []
+        for span in self.spans:
+            if not span.num_samples:
+                continue
+            if spans and span.blend_start == spans[-1][0]:
+                spans[-1] = (spans[-1][0], span.end, spans[-1][2])
+            else:
+                # Megatron normalizes the floats as they are written; whole numbers in proportion can be a bit off.
+                spans.append((span.start, span.end, blends[span.name]))
+        self.layouts: list[Layout] = lay_out(spans, run)
+
+    def stand_on(self, order: MegatronOrder) -> None:
+        """Take the samples of `order`, which has these `layouts`."""
+        self.order = order
+
+    def locate(self, global_sample: int) -> Location:
+        """Phase, source and ordinal of a global sample. Raises IndexError off the run."""
+        return Location(self.span_at(global_sample).name, *self.order.locate(global_sample))
+
+    def source_ranges(self, start: int, end: int) -> list[SourceRange]:
+        """What the global samples [start, end) are, by phase and source. Raises IndexError off the run."""
+        if not 0 <= start <= end <= self.num_samples:
+            raise IndexError(f"global samples [{start}, {end}) are outside a run of {self.num_samples}")
+        return [
+            SourceRange(span.name, *found)
+            for span in self.spans
+            for found in self.order.ranges(max(start, span.start), min(end, span.end))
+        ]
+
+    def position(self, global_sample: int) -> dict[str, dict[str, int]]:
+        """counts: of each source in [0, global_sample)."""
+        counts: dict[str, int] = {}
+        for name, first, last in self.order.ranges(0, global_sample):
+            counts[name] = counts.get(name, 0) + last - first
+        return {"counts": counts, "blend_counts": {}}
+
+    def stand_at(self, global_sample: int, position: Mapping[str, Mapping[str, int]]) -> None:
+        """Nothing has to be walked."""
+
+    def advance(self, global_sample: int) -> None:
+        """Nothing has to be walked."""
+
+    def behind(self, past: Sequence[Mapping[str, Any]], consumed: int) -> PhaseSchedule:
+        """Raises ValueError: what Megatron laid out for a run is of that run."""
+        raise ValueError(
+            f"with data.order=megatron the {consumed} samples that were consumed keep their phases and batches; "
+            "restore train.global_batch_size and the lengths of the phases up to there"
+        )
+
+
+def megatron_run(data: Any) -> MegatronRun:
+    """What the group `data` of a configuration says of it."""
+    given = data.megatron
+    return MegatronRun(
+        given.split, given.train_samples, given.consumed_samples, given.phases, given.weighted, given.surplus
+    )
+
+
+def check_megatron(data: Any) -> None:
+    """Raise ValueError for settings of a configuration's `data.megatron` that are none, or would have no effect."""
+    run = megatron_run(data)
+    if data.order != "megatron" and run != MegatronRun():
+        raise ValueError(
+            f"data.megatron has no effect with data.order={data.order}; leave it out, or choose data.order=megatron"
+        )
+    split_range(run.split, 0, 1)
+    if run.phases == "relaunched" and len(data.phases) == 1:
+        raise ValueError("data.megatron.phases=relaunched has no effect with one phase; leave it out")
+
+
+def open_megatron(
+    schedule: MegatronSchedule,
+    streams: Mapping[str, TokenSource],
+    run: MegatronRun,
+    sequence_length: int,
+    seed: int,
+    vocab_size: int,
+    cache_dir: str | Path | None,
+) -> MegatronOrder:
+    """The order of a schedule, which stands on it afterwards; builds its indices or finds them.
+
+    Raises ValueError for a source that is not there, and as MegatronOrder does.
+    """
+    schedule.check_sources(streams)
+    order = MegatronOrder(schedule.layouts, streams, run, sequence_length, seed, vocab_size, cache_dir)
+    schedule.stand_on(order)
+    return order
+
+
+def held_out_by_split(bundle: DataBundle, split: Sequence[float] | None) -> Mapping[str, TokenSource]:
+    """The validation sets of a run: those that it names, else the second share of Megatron's split of each source.
+
+    A source of which the split leaves nothing to it has none.
+    """
+    if bundle.validation or split is None:
+        return bundle.validation
+    found = {}
+    for name, stream in bundle.train.items():
+        first, end = split_range(split, 1, stream.num_sequences)
+        if first < end:
+            found[name] = TokenRange(stream, first, end)
     return found

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.bundle import TokenSource, check_ids
-from data.documents import document_numbers
 from data.loader import MicroBatch
-from data.orders import num_windows
+from data.order import num_windows
+from data.token_source import TokenSource, check_ids, document_numbers
 
 # Windows that are counted at a time.
 _BLOCK = 64

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from data.builtin import open_builtin
-from data.tokenizer import load_tokenizer
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer
 from exchange.checkpoint import Checkpoint
 
 TOKENIZER_FILES = (

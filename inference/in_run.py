@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer
 from inference.generation import Continuation, NotFiniteError, Request, Settings, stream
 from inference.sampling import Sampling
 from inference.text import prompt_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer
 
 # What an unfinished character decodes to.
 _REPLACEMENT = "\ufffd"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer
 from inference.generation import Continuation, Request, Settings, generate, stream
 from inference.text import TextStream, prompt_tokens
 from models.hybrid import HybridModel

@@ -62,7 +62,7 @@ from assembly import (
     sharded_model,
     world_size,
 )
-from data.cache import default_cache_dir
+from data.storage import default_cache_dir
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed, leave_distributed

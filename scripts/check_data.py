@@ -15,8 +15,8 @@ import argparse
 import sys
 import time
 
-from data.full_check import check_whole
-from data.source_lists import prefixes
+from data.indexed import check_whole
+from data.sources import prefixes
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 

@@ -25,23 +25,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data.prepare.huge import POLICIES
-from data.prepare.ingest import (
+from data.prepare.prepare import (
     Ingested,
     NewTokenizer,
     Options,
+    PrepareProgress,
     ingest,
     validation_prefix,
+    work_path,
 )
-from data.prepare.inputs import FORMATS, Part, find_files, open_dataset, open_files
-from data.prepare.processes import WorkerDied
-from data.prepare.progress import PrepareProgress
-from data.prepare.rows import is_saved_folder
-from data.prepare.text_files import TEXT_UNITS
-from data.prepare.work import work_path
-from data.tokenizer import KINDS, load_tokenizer
-from data.tokenizers.interface import END_OF_DOCUMENT
-from data.tokenizers.tiktoken_ranks import PREFIX
+from data.prepare.readers import (
+    FORMATS,
+    POLICIES,
+    TEXT_UNITS,
+    Part,
+    find_files,
+    is_saved_folder,
+    open_dataset,
+    open_files,
+)
+from data.prepare.tokenize import WorkerDied
+from data.tokenizer import END_OF_DOCUMENT, KINDS, PREFIX, load_tokenizer
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 # The embedding is padded to this, so that tensor-parallel ranks get equal shares in whole NVFP4 blocks.

@@ -41,7 +41,7 @@ if str(ROOT) not in sys.path:
 
 import numpy as np  # noqa: E402
 
-from data.indexed_dataset import IndexedDatasetWriter  # noqa: E402
+from data.indexed import IndexedDatasetWriter  # noqa: E402
 from tests.soak_compare import differences, records, steps_done  # noqa: E402
 from tests.soak_disks import FullDisk, NotPermittedError, PowerDisk, checkpoints, damage_newest  # noqa: E402
 from tests.soak_ranks import PLACES, PRELOAD, Kill, rank_main  # noqa: E402

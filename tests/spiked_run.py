@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from megatron_fp4.runtime.exit_codes import DivergedError
 from megatron_fp4.runtime.signals import StopRequest
 from megatron_fp4.training.optimizer import optimizer_state

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.schema import ConfigError
 from scripts import analyze_precision

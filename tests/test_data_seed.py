@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import assembly
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from megatron_fp4.checkpoint.config_diff import configuration_changes
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import pretrain
-from data.samples import SampleSource
+from data.order import SampleSource
 from tests.test_pretrain import SMALL, records
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pretrain
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from scripts import compare_recipes
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pretrain
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from tests.test_pretrain import SMALL, losses, records, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]

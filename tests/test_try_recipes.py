@@ -18,7 +18,7 @@ import torch
 import pretrain
 from analysis.trials import Trial
 from assembly import CONFIGS, Run, build
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.training.step import StepResult

@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from data.indexed_dataset import HEADER, IndexedDataset, index_path, tokens_path
-from data.prepare.encode import SplitCount
-from data.prepare.index import BLOCK, Lengths, facts_path, write_facts, write_index
-from data.prepare.ingest import refuse_existing
-from data.prepare.work import WorkFolder
+from data.indexed import HEADER, IndexedDataset, index_path, tokens_path
+from data.prepare.prepare import BLOCK, Lengths, WorkFolder, facts_path, refuse_existing, write_facts, write_index
+from data.prepare.tokenize import SplitCount
 
 _COPY_BYTES = 8 << 20
 # What must be the same in all facts, and how it is called.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, check_tensors
 from exchange.hf import shards
 from exchange.hf.architectures import architecture_of

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.tokenizer import load_tokenizer
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer
 from exchange.checkpoint import Checkpoint
 from exchange.hf.architectures import architecture_in
 from exchange.hf.export import CARD, CONFIG, GENERATION, shape_of

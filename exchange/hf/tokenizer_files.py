@@ -16,10 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
-from data.tokenizers.interface import TextTokenizer
-from data.tokenizers.sentence_piece import SentencePieceTokenizer
-from data.tokenizers.tiktoken_ranks import TiktokenTokenizer
+from data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, TextTokenizer, TiktokenTokenizer
 
 _KEPT = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 _PROBES = (

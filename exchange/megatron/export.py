@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, check_tensors
 from exchange.hf.export import sequence_length
 from exchange.hf.tokenizer_files import tokenizer_files

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data.opening import open_held_out
-from data.text_bytes import bytes_per_token
+from data.sources import bytes_per_token
 from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
 from inference.evaluation.folder import OpenedFolder

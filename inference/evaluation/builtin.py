@@ -23,10 +23,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data.builtin import HELD_OUT_FRACTION, check_enough
-from data.cache import build_once, default_cache_dir
-from data.held_out import split_documents
-from data.stdlib_text import CODE, PROSE, Document, collect_documents, standard_library
+from data.builtin import (
+    CODE,
+    HELD_OUT_FRACTION,
+    PROSE,
+    Document,
+    check_enough,
+    collect_documents,
+    split_documents,
+    standard_library,
+)
+from data.storage import build_once, default_cache_dir
 
 # Of the items: raise it, and that in inference/tasks, with any change to what is chosen.
 VERSION = 1

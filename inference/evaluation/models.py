@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf.encoder import PlainEncoder
 from exchange.hf.export import export_hf

@@ -21,7 +21,6 @@ from megatron_fp4.config.types import (
     Prefetch,
     Seed,
     SequenceLength,
-    Share,
 )
 
 
@@ -80,21 +79,6 @@ class MegatronConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
-class FimConfig:
-    """Fill-in-the-middle of a source (data/fim.py).
-
-    rate: share of its documents that become prefix, suffix and middle behind their tokens. spm_rate: share of these
-        with the suffix first. prefix, middle, suffix: the tokens' names in the tokenizer.
-    """
-
-    rate: PositiveShare = 0.5
-    spm_rate: Share = 0.5
-    prefix: str = "<|fim_prefix|>"
-    middle: str = "<|fim_middle|>"
-    suffix: str = "<|fim_suffix|>"
-
-
-@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Where tokens come from.
 
@@ -110,10 +94,9 @@ class DataConfig:
     order: of samples: `documents` (documents are shuffled and then cut into samples, otherwise in each epoch),
         `windows` (the files are cut as they lie, and the cuts shuffled: one read a sample, for text that is shuffled
         already) or `megatron` (Megatron-core's, which `megatron` describes; its indices are kept in cache_dir).
-    seed: of that order and of `fim`; null means `run.seed`. Runs of one `run.seed` and several of these begin with the
+    seed: of that order; null means `run.seed`. Runs of one `run.seed` and several of these begin with the
         same weights and read other samples; runs of several `run.seed` and one of these read the same.
     megatron: the run that `data.order=megatron` goes on with.
-    fim: source name -> fill-in-the-middle of its documents; a source that is not named has none.
     phases: spans of the run, each with its own blend of sources; their lengths add up to the run.
     max_epochs: how often the run may go through a source, as one number for all or by source; null: as often as it
         takes. A run that would exceed it does not start.
@@ -134,7 +117,6 @@ class DataConfig:
     order: Literal["documents", "windows", "megatron"] = "documents"
     seed: Seed | None = None
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
-    fim: dict[str, FimConfig] = field(default_factory=dict)
     max_epochs: Positive | dict[str, Positive] | None = None
     documents: Literal["joined", "masked"] = "joined"
     boundary_loss: bool = True

@@ -18,12 +18,13 @@ _REMOVED = {
     "checkpoint.local_interval": (0, "no checkpoints are kept on nodes' own disks; lower checkpoint.interval instead"),
     "optimizer.implementation": ("torch", "torch's fused AdamW is the only one; leave it out"),
     "optimizer.deoscillation*": (None, "master weights are never reset; leave it out"),
+    "data.fim*": (None, "documents are never rearranged; do it when you prepare them, and leave it out"),
     "precision.mean_group": (None, "operands are never without their means; leave it out"),
     "precision.*.mean": ("kept", "operands are never without their means; leave it out"),
     "run.file_mode": (None, "set the umask of the shell, such as umask 027, instead"),
 }
 # Abilities that are gone: pattern of a key -> the value under which a run did without it.
-_ABILITIES = {"optimizer.deoscillation.interval": 0, "precision.*.mean": "kept"}
+_ABILITIES = {"optimizer.deoscillation.interval": 0, "data.fim.*.rate": 0, "precision.*.mean": "kept"}
 
 
 def why_removed(key: str) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed import IndexedDataset, IndexedDatasetWriter
 
 VOCAB_SIZE = 1000
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.indexed_dataset import HEADER, MAGIC, VERSION, index_path, tokens_path
+from data.indexed import HEADER, MAGIC, VERSION, index_path, tokens_path
 
 VOCAB_SIZE = 60000
 

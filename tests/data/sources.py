@@ -52,9 +52,6 @@ class Counted:
     def identity(self) -> str:
         return f"counted {self.num_tokens}"
 
-    def same_identity(self, saved: str) -> bool:
-        return saved == self.identity()
-
 
 class TwoArgumentsError(Exception):
     """Pickles, and does not unpickle."""

@@ -34,6 +34,3 @@ class CountingStream:
 
     def identity(self) -> str:
         return f"{self.name}:{self.num_tokens}"
-
-    def same_identity(self, saved: str) -> bool:
-        return saved == self.identity()

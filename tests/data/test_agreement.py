@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from assembly import is_refusal
-from data.agreement import agreed
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
+from data.opening import agreed
 from tests.programs import ROOT, Program, environments_of_ranks
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch

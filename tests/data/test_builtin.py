@@ -10,9 +10,19 @@ from pathlib import Path
 import pytest
 
 import data.builtin
-from data.builtin import build_corpus, check_enough, open_builtin, open_corpus
-from data.held_out import paragraphs, split_documents
-from data.stdlib_text import CODE, PROSE, Document, collect_documents, standard_library
+from data.builtin import (
+    CODE,
+    PROSE,
+    Document,
+    build_corpus,
+    check_enough,
+    collect_documents,
+    open_builtin,
+    open_corpus,
+    paragraphs,
+    split_documents,
+    standard_library,
+)
 
 
 def sentence(i: int) -> str:

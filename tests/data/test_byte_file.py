@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.byte_file
-from data.byte_file import LocalFile
+import data.storage
+from data.storage import LocalFile
 
 
 @pytest.fixture
 def few_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """No more than 16 files stay open."""
-    files = data.byte_file._OpenFiles()
+    files = data.storage._OpenFiles()
     files._most = 16
-    monkeypatch.setattr(data.byte_file, "_open_files", files)
+    monkeypatch.setattr(data.storage, "_open_files", files)
     yield files._most
 
 

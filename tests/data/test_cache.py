@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.cache import build_once, default_cache_dir
+from data.storage import build_once, default_cache_dir
 
 
 def slow_build(folder: Path) -> None:

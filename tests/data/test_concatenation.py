@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from data.concatenation import Concatenation, side_by_side
-from data.indexed_dataset import IndexedDataset
+from data.indexed import IndexedDataset
+from data.token_source import Concatenation, side_by_side
 
 MakeDataset = Callable[..., IndexedDataset]
 
@@ -46,10 +46,10 @@ def test_identity_is_of_the_parts_in_order(make_dataset: MakeDataset) -> None:
     a, b = make_dataset("a", 70), make_dataset("b", 30)
     source = Concatenation([a, b, a])
     assert source.part_identities() == [a.identity(), b.identity(), a.identity()]
-    assert source.same_identity(Concatenation([a, b, a]).identity())
+    assert source.identity() == Concatenation([a, b, a]).identity()
     for other in ([a, a, b], [a, b], [a, b, b]):
-        assert not source.same_identity(Concatenation(other).identity())
-    assert source.identity().startswith("parts-1:") and not source.same_identity(a.identity())
+        assert source.identity() != Concatenation(other).identity()
+    assert source.identity().startswith("parts-1:") and source.identity() != a.identity()
 
 
 def test_pickles_without_its_tokens(make_dataset: MakeDataset) -> None:

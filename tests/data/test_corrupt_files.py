@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.index_file import HEADER, MAGIC
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from data.indexed import HEADER, MAGIC, IndexedDataset, IndexedDatasetWriter
 
 SIZES = [3, 1, 5]  # tokens of the documents; uint16, so the .bin has 18 bytes and the .idx 34 + 12 + 24 + 32 = 102
 LENGTHS, POINTERS, DOCUMENTS = 34, 46, 70  # where the arrays of the .idx begin

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.documents import UNCOUNTED, document_numbers
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data.loader import MicroBatch, MicroBatchLoader
-from data.phases import Phase, PhaseSchedule
-from data.samples import SampleSource
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.loader import UNCOUNTED, MicroBatch, MicroBatchLoader
+from data.order import SampleSource
+from data.schedule import Phase, PhaseSchedule
+from data.token_source import document_numbers
 from data.validation import ValidationSet
 
 MakeDataset = Callable[..., IndexedDataset]

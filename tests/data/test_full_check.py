@@ -8,11 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.full_check
-from data import index_file
-from data.full_check import Checked, check_whole
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from scripts.benchmark_open import main as benchmark
+import data.indexed
+from data.indexed import Checked, IndexedDataset, IndexedDatasetWriter, check_whole
 from scripts.check_data import main
 
 
@@ -37,8 +34,8 @@ def test_counts(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = IndexedDataset(prefix)
     expected = Checked(5001, dataset.num_tokens, 3, 999, False)
     for entries, size in ((1 << 20, 1 << 23), (7, 64)):  # in one block, and in many
-        monkeypatch.setattr(data.full_check, "_ENTRIES", entries)
-        monkeypatch.setattr(data.full_check, "_TOKENS_BYTES", size)
+        monkeypatch.setattr(data.indexed, "_ENTRIES", entries)
+        monkeypatch.setattr(data.indexed, "_TOKENS_BYTES", size)
         shares: list[float] = []
         assert check_whole(prefix, 1000, shares.append) == expected
         assert shares == sorted(shares) and shares[0] >= 0 and shares[-1] == pytest.approx(1, abs=1e-3)
@@ -69,8 +66,8 @@ def test_the_place_of_a_token_that_cannot_be(prefix: Path) -> None:
 def test_a_fault_that_opening_does_not_look_at(
     prefix: Path, offset: int, content: bytes, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_file, "_CHECKED_ENTRIES", 2)
-    monkeypatch.setattr(index_file, "_READ_WHOLE", 0)
+    monkeypatch.setattr(data.indexed, "_CHECKED_ENTRIES", 2)
+    monkeypatch.setattr(data.indexed, "_READ_WHOLE", 0)
     put(f"{prefix}.idx", offset, content)
     IndexedDataset(prefix, checked_blocks=10)
     with pytest.raises(ValueError, match=message):
@@ -117,14 +114,3 @@ def test_the_command(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert error.startswith("check_data.py: ") and error.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_the_benchmark(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    arguments = ["--documents", "3000", "--files", "3", "--gib", "0.003", "--length", "256", "--samples", "20"]
-    assert benchmark(["--folder", str(tmp_path), *arguments]) == 0
-    written = capfd.readouterr().out
-    assert written.count("for 9,000 documents in 3 files") == 2 and written.count("sample of 256 tokens") == 4
-    assert list(tmp_path.iterdir()) == []
-    assert benchmark(["--documents", "0"]) == 2

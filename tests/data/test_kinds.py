@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from data.indexed import open_indexed
-from data.indexed_dataset import IndexedDataset
-from data.kinds import KINDS
+from data.indexed import IndexedDataset
+from data.opening import KINDS
+from data.sources import open_indexed
 from data.tokenizer import train_tokenizer
 
 MakeDataset = Callable[..., IndexedDataset]

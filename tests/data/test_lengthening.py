@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from data.opening import phase_schedule
-from data.phases import PhaseSchedule
+from data.schedule import PhaseSchedule
 from megatron_fp4.config.data_schema import PhaseConfig
 from tests.composing import changed, composed
 

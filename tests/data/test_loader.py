@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.indexed_dataset import IndexedDataset
+from data.indexed import IndexedDataset
 from data.loader import MicroBatch, MicroBatchLoader
-from data.phase_lengths import Phase
-from data.phases import PhaseSchedule
-from data.samples import SampleSource
+from data.order import SampleSource
+from data.schedule import Phase, PhaseSchedule
 
 MakeDataset = Callable[..., IndexedDataset]
 Sources = Mapping[str, SampleSource]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.indexed_dataset import IndexedDataset
+from data.indexed import IndexedDataset
 from data.megatron_indices import DatasetIndices, blending_indices, dataset_indices, num_epochs, split_range
 from data.megatron_order import MegatronOrder, MegatronRun, lay_out, order_differences
 from tests.data.megatron_cases import CASES, VOCAB_SIZE, Case, digest, lengths_of, write_datasets, write_pair
@@ -199,7 +199,7 @@ def test_ranges_count_what_locate_finds(tmp_path: Path, monkeypatch: pytest.Monk
     layouts = lay_out([(0, 60, {"a": 0.7, "b": 0.3}), (60, 100, {"b": 1.0}), (100, 180, {"b": 1, "a": 3})], run)
     order = MegatronOrder(layouts, streams, run, 16, 7, VOCAB_SIZE, tmp_path / "cache")
     for look_back in (2, 1 << 14):
-        monkeypatch.setattr("data.megatron_source._LOOK_BACK", look_back)
+        monkeypatch.setattr("data.megatron_order._LOOK_BACK", look_back)
         for start, end in [(0, 60), (7, 8), (13, 31), (31, 31), (60, 75), (130, 180), (40, 150), (0, 180)]:
             found = [
                 (name, ordinal) for name, first, last in order.ranges(start, end) for ordinal in range(first, last)

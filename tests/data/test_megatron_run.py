@@ -13,9 +13,9 @@ from tokenizers import AddedToken, Tokenizer, models
 
 import assembly
 from data import opening
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, index_path
+from data.indexed import IndexedDataset, IndexedDatasetWriter, index_path
 from data.loader import MicroBatchLoader
-from data.megatron_source import MegatronSource
+from data.megatron_order import MegatronSource
 from megatron_fp4.config.schema import Config, ConfigError
 from tests.data.megatron_cases import CASES, Case, digest, write_datasets
 from tests.training.harness import alone, launch, toy_mesh

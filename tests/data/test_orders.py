@@ -8,9 +8,8 @@ import random
 import numpy as np
 import pytest
 
-import data.orders as orders
-from data.orders import DocumentOrder, WindowOrder
-from data.permutation import shuffled
+import data.order as orders
+from data.order import DocumentOrder, WindowOrder, shuffled
 from tests.data.streams import CountingStream
 
 ORDERS = [WindowOrder, DocumentOrder]

@@ -7,8 +7,7 @@ from collections import Counter
 import pytest
 
 from data.blend import Blend
-from data.phase_lengths import Phase
-from data.phases import PhaseSchedule
+from data.schedule import Phase, PhaseSchedule
 
 PHASES = [
     Phase("broad", 0.7, {"code": 0.7, "prose": 0.3}),

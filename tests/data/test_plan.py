@@ -4,10 +4,8 @@ from collections import Counter
 
 import pytest
 
-from data.phase_lengths import Phase
-from data.phases import PhaseSchedule
-from data.plan import check_epochs, planned_use
-from data.samples import SampleSource
+from data.order import SampleSource
+from data.schedule import Phase, PhaseSchedule, check_epochs, planned_use
 from tests.data.streams import CountingStream
 
 PHASES = [Phase("broad", 0.8, {"code": 0.7, "prose": 0.3}), Phase("late", 0.2, {"prose": 1})]

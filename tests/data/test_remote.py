@@ -21,11 +21,10 @@ import s3fs
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
-import data.remote
-from data.indexed import open_indexed, open_source
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data.remote import BLOCK_BYTES, RemoteFile, default_remote_cache
-from data.source_lists import prefixes
+import data.storage
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.sources import open_indexed, open_source, prefixes
+from data.storage import BLOCK_BYTES, RemoteFile, default_remote_cache
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +96,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Store, P
         }.items():
             patch.setenv(name, value)
         patch.setattr(s3fs.S3FileSystem, "retries", 1)
-        patch.setattr(data.remote, "RETRY_SECONDS", (0.01,) * 5)
+        patch.setattr(data.storage, "RETRY_SECONDS", (0.01,) * 5)
         s3fs.S3FileSystem.clear_instance_cache()
         client = s3fs.S3FileSystem()
         client.mkdir("bucket")

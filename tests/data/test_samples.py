@@ -6,10 +6,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from data.concatenation import Concatenation
-from data.indexed_dataset import IndexedDataset
-from data.orders import num_windows
-from data.samples import ORDERS, Growth, SampleSource
+from data.indexed import IndexedDataset
+from data.order import ORDERS, Growth, SampleSource, num_windows
+from data.token_source import Concatenation
 from tests.data.streams import CountingStream
 
 MakeDataset = Callable[..., IndexedDataset]

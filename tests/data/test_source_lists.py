@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.concatenation import Concatenation
-from data.indexed import open_indexed
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data.samples import SampleSource
-from data.source_lists import entries, prefixes
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.order import SampleSource
+from data.sources import entries, open_indexed, prefixes
+from data.token_source import Concatenation
 
 MakeDataset = Callable[..., IndexedDataset]
 KEY = "data.sources.web"
@@ -183,8 +182,8 @@ def test_thousands_of_files_need_few_descriptors(make_dataset: MakeDataset, tmp_
     script = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from data.indexed import open_source
-from data.source_lists import prefixes
+from data.sources import open_source
+from data.sources import prefixes
 source = open_source(prefixes("data.sources.web", "{tmp_path}/web_*"))
 sums = {{int(source.tokens(50 * i, 50).sum()) for i in range(1000)}}
 print(len(source.parts), source.num_tokens, len(sums), len(set(source.part_identities())))

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.concatenation import Concatenation
-from data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from data.text_bytes import bytes_per_token
-from data.token_range import TokenRange
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.sources import bytes_per_token
+from data.token_source import Concatenation, TokenRange
 from data.tokenizer import train_tokenizer
 from data.validation import ValidationSet, Yardstick, fewer_windows, unigram_entropy
 

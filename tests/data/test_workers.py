@@ -16,11 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from data.loader import LoaderError, MicroBatchLoader
-from data.phase_lengths import Phase
-from data.phases import PhaseSchedule
-from data.samples import SampleSource
+from data.order import SampleSource
+from data.schedule import Phase, PhaseSchedule
 from tests.data.sources import Counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -28,11 +27,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 # A rank with checkpoint handlers and two workers. It prints its workers' ids, then obeys its argument.
 RANK = """
 import multiprocessing, os, signal, sys, time, traceback
-from data.indexed_dataset import IndexedDataset
+from data.indexed import IndexedDataset
 from data.loader import MicroBatchLoader
-from data.phase_lengths import Phase
-from data.phases import PhaseSchedule
-from data.samples import SampleSource
+from data.schedule import Phase
+from data.schedule import PhaseSchedule
+from data.order import SampleSource
 
 prefix, end, start_method = sys.argv[1:]
 multiprocessing.set_start_method(start_method)
@@ -257,7 +256,7 @@ def test_the_wait_is_measured_and_nothing_is_exposed_by_64_micro_batches(tmp_pat
 
 def test_workers_do_without_torch() -> None:
     """Which takes seconds and hundreds of MB."""
-    program = "import data.worker_process, data.indexed_dataset, sys; sys.exit('torch' in sys.modules)"
+    program = "import data.worker_process, data.indexed, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
 
 
@@ -282,7 +281,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 def test_a_worker_that_cannot_be_killed_does_not_hold_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that waits for a dead disk: the rank says so and ends."""
-    monkeypatch.setattr("data.workers._SECONDS_TO_DIE", 0.2)
+    monkeypatch.setattr("data.prefetch._SECONDS_TO_DIE", 0.2)
     loader = a_loader(Counted(blocks=True))
     loader.timeout_seconds = 3
     steps = loader.steps(0, 1)

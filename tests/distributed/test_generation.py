@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer
 from inference.generation import Continuation, Request, Settings, generate, logits_of_all_ids
 from inference.in_run import TextSample, text_samples
 from inference.sampling import Sampling

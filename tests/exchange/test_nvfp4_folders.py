@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from assembly import CONFIGS, plans_of
-from data.indexed_dataset import IndexedDataset
+from data.indexed import IndexedDataset
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.hf.architectures import architecture_of
 from exchange.hf.sections import ours_of

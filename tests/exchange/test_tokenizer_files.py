@@ -12,11 +12,14 @@ import sentencepiece
 import transformers
 from transformers import AutoTokenizer
 
-from data.tokenizer import load_tokenizer, train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
-from data.tokenizers.interface import TextTokenizer
-from data.tokenizers.sentence_piece import SentencePieceTokenizer
-from data.tokenizers.tiktoken_ranks import TiktokenTokenizer
+from data.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TextTokenizer,
+    TiktokenTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from exchange.hf.tokenizer_files import tokenizer_files
 
 CORPUS = [line for line in Path(__file__).read_text().splitlines() if line.strip() and "<|" not in line] * 3

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from assembly import build, configure
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from data.tokenizer import train_tokenizer
 from megatron_fp4.parallel.mesh import build_mesh
 from megatron_fp4.training.step import train_step

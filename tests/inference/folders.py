@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from assembly import CONFIGS, configure
-from data.tokenizer import train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
+from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf.encoder import PlainEncoder
 from exchange.hf.export import export_hf

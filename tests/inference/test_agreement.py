@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import pretrain
-from data.indexed_dataset import IndexedDatasetWriter
+from data.indexed import IndexedDatasetWriter
 from inference.evaluation.agreement import TOLERANCE, rows_of
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate

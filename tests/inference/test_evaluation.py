@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.stdlib_text import CODE, PROSE
+from data.builtin import CODE, PROSE
 from exchange.checkpoint import Checkpoint, load_model
 from inference.evaluation import builtin, scoring
 from inference.evaluation.folder import OpenedFolder, open_folder

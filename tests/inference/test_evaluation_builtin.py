@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.builtin import HELD_OUT_FRACTION
-from data.held_out import paragraphs, split_documents
-from data.stdlib_text import CODE, PROSE, Document
+from data.builtin import CODE, HELD_OUT_FRACTION, PROSE, Document, paragraphs, split_documents
 from inference.evaluation import builtin
 from inference.evaluation.builtin import item_folder, load_dataset, make_items
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stdlib_text import CODE, PROSE
+from data.builtin import CODE, PROSE
 from inference.evaluation.tasks import is_standard, task_names
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tokenizer import load_tokenizer, train_tokenizer
-from data.tokenizers.interface import TextTokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from inference.text import TextStream, prompt_tokens
 from tests.data.tokenizers.test_kinds import KINDS
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import zstandard
 
-from data.indexed_dataset import IndexedDataset
-from data.tokenizers.interface import TextTokenizer
+from data.indexed import IndexedDataset
+from data.tokenizer import TextTokenizer
 
 TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
 PACKERS = {

@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.prepare import ingest as ingest_module
-from data.prepare import text_files
-from data.prepare.ingest import NewTokenizer, Options, ingest
-from data.prepare.inputs import find_files, open_files
-from data.prepare.work import WorkFolder
+from data.prepare import prepare as ingest_module
+from data.prepare import readers
+from data.prepare.prepare import NewTokenizer, Options, WorkFolder, ingest
+from data.prepare.readers import find_files, open_files
 
 _EXISTS = 3
 
@@ -89,9 +88,9 @@ def main() -> None:
     """See above."""
     folder, first, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     ingest_module.SAVE_SECONDS = 0.0
-    text_files.TASK_BYTES = 1500
+    readers.TASK_BYTES = 1500
     text_files_piece = 700
-    sys.modules["data.prepare.compressed"].READ_BYTES = text_files_piece  # type: ignore[attr-defined]
+    sys.modules["data.prepare.readers"].READ_BYTES = text_files_piece  # type: ignore[attr-defined]
     reader, writer = os.pipe()
     printed = os.dup(1)
     os.dup2(writer, 1)

@@ -12,13 +12,11 @@ import pytest
 
 import assembly
 import pretrain
-from data.indexed_dataset import IndexedDataset
-from data.kinds import KINDS
-from data.prepare.ingest import Options, ingest, train_on, validation_prefix
-from data.prepare.inputs import Part, find_files, open_dataset, open_files
-from data.prepare.records import is_held_out
-from data.tokenizer import load_tokenizer, train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
+from data.indexed import IndexedDataset
+from data.opening import KINDS
+from data.prepare.prepare import Options, ingest, train_on, validation_prefix
+from data.prepare.readers import Part, find_files, is_held_out, open_dataset, open_files
+from data.tokenizer import HuggingFaceTokenizer, load_tokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 from scripts import prepare_data
 from tests.data.prepare.corpus import TEXTS, documents, json_lines

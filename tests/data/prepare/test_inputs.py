@@ -17,11 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data.prepare.compressed import unpacked
-from data.prepare.ingest import Options, ingest
-from data.prepare.inputs import find_files, open_dataset, open_files
-from data.tokenizer import train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
+from data.prepare.prepare import Options, ingest
+from data.prepare.readers import find_files, open_dataset, open_files, unpacked
+from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from scripts import prepare_data
 from tests.data.prepare.corpus import PACKERS, TEXTS, documents, json_lines
 
@@ -208,9 +206,9 @@ def test_where_files_are_torn_while_reading_makes_no_difference(
     content = b"a\r\nb\n\n\nc d\r\n\r\n\r\ne\n\n\n\n\nf\n\xff\n\ng\r\rh\n"
     expected = None
     for size in (1, 2, 3, 5, 1000):
-        monkeypatch.setattr("data.prepare.compressed.READ_BYTES", size)
+        monkeypatch.setattr("data.prepare.readers.READ_BYTES", size)
         for task in (1, 6, 1000):
-            monkeypatch.setattr("data.prepare.text_files.TASK_BYTES", task)
+            monkeypatch.setattr("data.prepare.readers.TASK_BYTES", task)
             folder = tmp_path / f"{size}-{task}"
             folder.mkdir()
             (folder / "x").write_bytes(content)
@@ -310,8 +308,8 @@ def test_too_many_malformed_records_end_it_early(tokenizer: HuggingFaceTokenizer
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in lines(lambda i: i % 20 == 0, 20_000)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.prepare.text_files.TASK_BYTES", 10_000)
-        patch.setattr("data.prepare.compressed.READ_BYTES", 10_000)
+        patch.setattr("data.prepare.readers.TASK_BYTES", 10_000)
+        patch.setattr("data.prepare.readers.READ_BYTES", 10_000)
         for share, expected in (
             (
                 0.01,
@@ -327,7 +325,7 @@ def test_too_many_malformed_records_end_it_early(tokenizer: HuggingFaceTokenizer
 
 
 def test_begin_and_end_of_a_document(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
-    from data.indexed_dataset import IndexedDataset
+    from data.indexed import IndexedDataset
 
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS[:3])])
     plain = tokenizer.encode_batch(TEXTS[:3])

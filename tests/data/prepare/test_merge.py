@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter
-from data.prepare import index
-from data.prepare.ingest import Options, ingest
-from data.prepare.inputs import open_files
-from data.tokenizer import train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
+from data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter
+from data.prepare import prepare as index
+from data.prepare.prepare import Options, ingest
+from data.prepare.readers import open_files
+from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from scripts import merge_data
 from tests.data.prepare.corpus import TEXTS, contents, json_lines
 

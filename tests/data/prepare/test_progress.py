@@ -7,10 +7,9 @@ from collections import Counter
 
 import pytest
 
-from data.prepare import progress as progress_module
-from data.prepare.encode import SplitCount
-from data.prepare.progress import PrepareProgress
-from data.prepare.work import State
+from data.prepare import prepare as progress_module
+from data.prepare.prepare import PrepareProgress, State
+from data.prepare.tokenize import SplitCount
 
 
 class Terminal(io.StringIO):

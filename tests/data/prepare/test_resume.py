@@ -15,14 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from data.prepare import ingest as ingest_module
-from data.prepare import text_files
-from data.prepare.ingest import Options, ingest
-from data.prepare.inputs import find_files, open_files
-from data.prepare.processes import WorkerDied
-from data.prepare.work import WorkFolder
-from data.tokenizer import train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
+from data.prepare import prepare as ingest_module
+from data.prepare import readers
+from data.prepare.prepare import Options, WorkFolder, ingest
+from data.prepare.readers import find_files, open_files
+from data.prepare.tokenize import WorkerDied
+from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from scripts import prepare_data
 from tests.data.prepare.corpus import TEXTS, contents, json_lines
 
@@ -54,7 +52,7 @@ def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
 
 CHILD = """
 import os, signal, sys, time
-from data.prepare import ingest, text_files, work
+from data.prepare import prepare as ingest, readers, prepare as work
 from scripts import prepare_data
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the one that started the tests ignores
@@ -139,8 +137,8 @@ def wait_until(true: Callable[[], bool]) -> None:
 def test_a_killed_process_is_told_and_the_work_goes_on(
     tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_files, "TASK_BYTES", 50_000)
-    monkeypatch.setattr("data.prepare.compressed.READ_BYTES", 20_000)
+    monkeypatch.setattr(readers, "TASK_BYTES", 50_000)
+    monkeypatch.setattr("data.prepare.readers.READ_BYTES", 20_000)
     parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 400)])
     before = len(multiprocessing.active_children())
 
@@ -168,8 +166,8 @@ class Ended(Exception):
 def begun(tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
     """A call of `ingest` on a corpus of which some tasks are done already."""
     monkeypatch.setattr(ingest_module, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(text_files, "TASK_BYTES", 500)
-    monkeypatch.setattr("data.prepare.compressed.READ_BYTES", 400)
+    monkeypatch.setattr(readers, "TASK_BYTES", 500)
+    monkeypatch.setattr("data.prepare.readers.READ_BYTES", 400)
     json_lines(tmp_path / "a.jsonl", TEXTS[:10])
     json_lines(tmp_path / "b.jsonl", TEXTS[10:])
 

@@ -9,11 +9,13 @@ import pytest
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from data.tokenizer import train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
-from data.tokenizers.interface import TextTokenizer
-from data.tokenizers.sentence_piece import SentencePieceTokenizer
-from data.tokenizers.tiktoken_ranks import TiktokenTokenizer
+from data.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TextTokenizer,
+    TiktokenTokenizer,
+    train_tokenizer,
+)
 
 TRAINED_ON = ["def f(x):\n    return x + 1\n" * 20, "the naïve façade of the café " * 20]
 TEXTS = [*TRAINED_ON, "数据 🙂 \t <0x41>\r\n  ", "", "x"]

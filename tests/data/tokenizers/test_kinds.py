@@ -15,11 +15,9 @@ import tiktoken
 
 import assembly
 import pretrain
-from data.indexed import open_indexed
-from data.indexed_dataset import IndexedDatasetWriter, dtype_for_vocabulary
-from data.tokenizer import load_tokenizer, train_tokenizer
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
-from data.tokenizers.interface import TextTokenizer
+from data.indexed import IndexedDatasetWriter, dtype_for_vocabulary
+from data.sources import open_indexed
+from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
 from megatron_fp4.config.compose import compose_config
 
 TEXTS = [f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(200)]

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data.tokenizer import load_tokenizer, train_tokenizer
-from data.tokenizers.interface import END_OF_DOCUMENT
+from data.tokenizer import END_OF_DOCUMENT, load_tokenizer, train_tokenizer
 
 TEXTS = [f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(200)]
 

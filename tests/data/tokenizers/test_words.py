@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.tokenizer import train_tokenizer
-from data.tokenizers import words
-from data.tokenizers.hugging_face import HuggingFaceTokenizer
+from data import words
+from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 
 TEXTS = [
     f"def function_{i}(argument):\n    return argument + {i}  # it's naïve, isn't it? 文字\r\n" for i in range(200)

@@ -1,4 +1,6 @@
-"""Phases of a run: spans of steps with their own blend, batch and sequence length, in one run, without a restart.
+"""How long each phase of a run is: a fraction of its steps, a number of steps or tokens, or what is left.
+
+Phases of a run: spans of steps with their own blend, batch and sequence length, in one run, without a restart.
 
 The global sample index is the only clock. A phase is a span of it, in whole global batches, so that no step mixes two
 blends. A source's samples are counted over the whole run, across phases, so that nothing is seen twice before
@@ -11,6 +13,8 @@ as it divides into, so neither the clock nor what was consumed depends on it.
 A run that goes on with another number of steps, or with other phases to come, has a past that the new phases would
 not have laid out so. `PhaseSchedule.behind` then keeps the spans that were consumed, as history, and lets the new
 layout begin behind them; counting goes on.
+
+What a run takes from each source in each phase, in samples and epochs, before it has begun.
 """
 
 from __future__ import annotations
@@ -22,15 +26,103 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from data.blend import Blend
-from data.phase_lengths import Phase, phase_boundaries
+from data.order import Samples
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A span of training drawn from sources by the weights of `blend` (see blend.Blend).
+
+    At most one length: `fraction` of the run's steps, from 0 to 1, `steps`, or `tokens` (rounded to whole steps). One
+    phase of a run may have none: it gets the rest. global_batch_size, in samples, and sequence_length: the run's if
+    None. by_tokens: the weights are the sources' tokens, which change with their files.
+    """
+
+    name: str
+    fraction: float | None = None
+    blend: Mapping[str, float] | None = None
+    steps: int | None = None
+    tokens: float | None = None
+    global_batch_size: int | None = None
+    sequence_length: int | None = None
+    by_tokens: bool = False
+
+
+def phase_boundaries(
+    phases: Sequence[Phase], num_steps: int, global_batch_size: int, sequence_length: int
+) -> list[int]:
+    """The step behind each phase, in a run of num_steps.
+
+    A boundary is the step nearest to the sum of the lengths, so in a run of very few steps a short phase may get none.
+    global_batch_size, sequence_length: in samples and tokens, the run's.
+
+    Raises ValueError when there are no phases, two share a name, one has no positive length or two of them, more than
+    one has none, or they do not fill the run.
+    """
+    if not phases:
+        raise ValueError("a run needs at least one phase, e.g. {name: main, blend: {code: 1.0}}")
+    names = [phase.name for phase in phases]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two phases are named {name!r}; phase names must differ")
+    lengths: list[float | None] = []
+    for phase in phases:
+        size = phase.global_batch_size or global_batch_size
+        lengths.append(_length(phase, num_steps, size * sequence_length))
+    left = num_steps - sum(length for length in lengths if length is not None)
+    open_ones = [phase.name for phase, length in zip(phases, lengths, strict=True) if length is None]
+    if len(open_ones) > 1:
+        raise ValueError(
+            f"the phases {' and '.join(open_ones)} have no length; give all but one of them steps, tokens or a fraction"
+        )
+    if open_ones and left < 0.5:
+        raise ValueError(
+            f"the phases beside {open_ones[0]!r} take {num_steps - left:.6g} steps of {num_steps}, so nothing is left "
+            "for it; raise train.steps or shorten them"
+        )
+    if not open_ones and all(phase.fraction is not None for phase in phases):
+        if abs(left) > 1e-6 * num_steps:
+            raise ValueError(
+                f"the fractions of the phases {', '.join(names)} sum to {1 - left / num_steps:.6g}; they must sum to "
+                "1: they are shares of the whole run"
+            )
+    elif not open_ones and abs(left) >= 0.5:
+        raise ValueError(
+            f"the phases {', '.join(names)} take {num_steps - left:.6g} steps in all, and the run has {num_steps}; set "
+            f"train.steps={round(num_steps - left)}, or leave out the length of one phase, which then gets the rest"
+        )
+    ends, share, steps = [], 0.0, 0.0
+    for phase, length in zip(phases, lengths, strict=True):
+        share += phase.fraction or 0.0
+        if phase.fraction is None:
+            steps += left if length is None else length
+        ends.append(min(num_steps, round(share * num_steps + steps)))
+    ends[-1] = num_steps
+    return ends
+
+
+def _length(phase: Phase, num_steps: int, tokens_per_step: int) -> float | None:
+    """In steps; None for a phase that gets the rest."""
+    given = {key: getattr(phase, key) for key in ("fraction", "steps", "tokens") if getattr(phase, key) is not None}
+    if len(given) > 1:
+        spelled = " and ".join(f"{key}={value}" for key, value in given.items())
+        raise ValueError(f"phase {phase.name!r} has {spelled}; give one length")
+    for key, value in given.items():
+        if value <= 0 or (key == "fraction" and value > 1):
+            allowed = "fractions lie in (0, 1]" if key == "fraction" else "it must be positive"
+            raise ValueError(f"phase {phase.name!r} has the {key} {value}; {allowed}")
+    if phase.fraction is not None:
+        return phase.fraction * num_steps
+    if phase.steps is not None:
+        return float(phase.steps)
+    return None if phase.tokens is None else phase.tokens / tokens_per_step
 
 
 @dataclass(frozen=True)
 class PhaseSpan:
     """A phase laid out: the steps [first_step, end_step) of batch_size samples each, from global sample `start` on.
 
-    blend_start: the global sample from which its blend is counted; that of an earlier phase if the blend goes on. -1 in
-    a span that another version served by other counts (state_0_2.py).
+    blend_start: the global sample from which its blend is counted; that of an earlier phase if the blend goes on.
     sequence_length: of its sequences; None for the run's. by_tokens: whether its weights are the sources' tokens.
     """
 
@@ -113,7 +205,7 @@ class PhaseSchedule:
             if span.first_step >= done:
                 # Of phases without a step only the name is left.
                 before = next((earlier for earlier in reversed(self.spans) if earlier.num_samples), None)
-                if before is not None and before.blend == span.blend and before.blend_start >= 0:
+                if before is not None and before.blend == span.blend:
                     span = replace(span, start=start, blend=before.blend, blend_start=before.blend_start)
                 else:
                     span = replace(span, start=start, blend_start=start)
@@ -262,8 +354,6 @@ class PhaseSchedule:
 
     def _offset(self, span: PhaseSpan) -> Mapping[str, int]:
         """Each source's samples before the blend of a span began."""
-        if span.blend_start < 0:
-            raise IndexError(f"the samples of phase {span.name!r} before {span.end} were another version's")
         if span.blend_start not in self._offsets:
             before = next(earlier for earlier in self.spans if earlier.end == span.blend_start and earlier.num_samples)
             self._offsets[span.blend_start] = self._counts(before, span.blend_start)
@@ -293,7 +383,7 @@ class PhaseSchedule:
 
 def _goes_on(served: PhaseSpan, ours: PhaseSpan) -> bool:
     """Whether a phase that follows one that has served samples is that phase, going on."""
-    return served.blend_start >= 0 and (served.name, served.batch_size, served.sequence_length, served.blend) == (
+    return (served.name, served.batch_size, served.sequence_length, served.blend) == (
         ours.name,
         ours.batch_size,
         ours.sequence_length,
@@ -315,3 +405,75 @@ def _span(entry: Mapping[str, Any]) -> PhaseSpan:
         entry["sequence_length"],
         entry["by_tokens"],
     )
+
+
+@dataclass(frozen=True)
+class PlannedUse:
+    """Of one source in one phase: its share and samples (within one of what will be served), and epochs over it.
+
+    epochs: in this phase. epochs_done: from the beginning of the run to the end of the phase.
+    """
+
+    source: str
+    share: float
+    samples: int
+    epochs: float
+    epochs_done: float
+
+
+def planned_use(schedule: PhaseSchedule, sources: Mapping[str, Samples]) -> list[tuple[PhaseSpan, list[PlannedUse]]]:
+    """For each phase, what it takes from each of its sources."""
+    taken: dict[str, int] = {}
+    plan = []
+    for span in schedule.spans:
+        uses = []
+        for name, whole in zip(span.blend.names, span.blend.shares, strict=True):
+            before, share = taken.get(name, 0), whole / span.blend.period
+            # A blend of long period would have to be walked for the last sample.
+            taken[name] = before + round(span.num_samples * share)
+            if span.num_samples and name in sources:  # with other data allowed, one may be gone
+                began, done = sources[name].epochs(before), sources[name].epochs(taken[name])
+                uses.append(PlannedUse(name, share, taken[name] - before, done - began, done))
+        plan.append((span, uses))
+    return plan
+
+
+# A run of fewer is a trial, in which a short share may come to nothing.
+_TRIAL_STEPS = 10
+
+
+def check_phases(schedule: PhaseSchedule) -> None:
+    """Raise ValueError for a phase that never comes, because its length rounds to no step."""
+    for index, span in enumerate(schedule.spans):
+        if span.end_step <= span.first_step and schedule.num_steps >= _TRIAL_STEPS:
+            raise ValueError(
+                f"phase {index} ({span.name}) gets none of the {schedule.num_steps:,} steps: its length rounds to 0; "
+                "make it longer, raise train.steps, or leave the phase out"
+            )
+
+
+def check_epochs(
+    schedule: PhaseSchedule, sources: Mapping[str, Samples], limit: float | Mapping[str, float] | None
+) -> None:
+    """Raise ValueError for sources that the run would go through more often than `limit`: of all, or by source."""
+    if limit is None:
+        return
+    for name in limit if isinstance(limit, Mapping) else ():
+        if name not in sources:
+            raise ValueError(f"data.max_epochs names {name}, from which no phase draws: {', '.join(sources)}")
+    found: dict[str, str] = {}
+    for span, uses in planned_use(schedule, sources):
+        for use in uses:
+            most = limit.get(use.source, float("inf")) if isinstance(limit, Mapping) else limit
+            one_sample = 1 / sources[use.source].num_samples
+            if use.source not in found and use.epochs_done > most + one_sample:
+                available = sources[use.source].stream.num_tokens
+                found[use.source] = (
+                    f"{use.source} ({available:,} tokens) {use.epochs_done:.3g} times by the end of phase "
+                    f"{span.name}, where {most:g} is the limit"
+                )
+    if found:
+        raise ValueError(
+            "the run would go through " + "; ".join(found.values()) + ": lower their weights in data.phases or "
+            "train.steps, add text, or raise data.max_epochs"
+        )

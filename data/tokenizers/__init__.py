@@ -1,1 +1,0 @@
-"""Tokenizers by the file that they come from, behind one interface."""
