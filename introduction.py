@@ -17,9 +17,7 @@ from megatron_fp4.checkpoint.checkpointer import Resumed
 from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging import console as show
-from megatron_fp4.logging.completion import REPORT_FILE
-from megatron_fp4.logging.run_files import attempt
-from megatron_fp4.logging.summary import introduce
+from megatron_fp4.logging.files import REPORT_FILE, attempt
 from megatron_fp4.measure.machine import peak_tflops
 from megatron_fp4.precision.switch import PrecisionSwitch
 from models.pattern import MIXERS, describe_execution, forward_flops_per_token, parameter_count
@@ -67,7 +65,7 @@ def introduce_run(run: Run, start: int) -> None:
     }
     if config.run.deterministic and run.mesh.device.type == "cuda":
         facts["determinism"] = "on; run.deterministic=false is faster"
-    introduce(
+    show.introduce(
         console,
         config,
         run.controller.plans[0],

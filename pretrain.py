@@ -45,9 +45,9 @@ from megatron_fp4.checkpoint.files import origin_state
 from megatron_fp4.checkpoint.find import would_overwrite
 from megatron_fp4.config.launcher import check_launch
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.completion import REPORT_FILE, Missing, missing_of
-from megatron_fp4.logging.summary import summarize
-from megatron_fp4.logging.time_ledger import TimeLedger
+from megatron_fp4.logging.files import REPORT_FILE
+from megatron_fp4.logging.goodput import TimeLedger
+from megatron_fp4.logging.summary import Missing, missing_of, summarize
 from megatron_fp4.measure.measurements import Measurements
 from megatron_fp4.measure.nonfinite import diagnose_nonfinite
 from megatron_fp4.measure.spike_diagnosis import diagnose_spike
@@ -111,20 +111,19 @@ def pretrain(config: Config, signals: StopRequest) -> int:
     mesh = build_mesh(config.parallel, device)
     first_rank = mesh.rank == 0
     logging.basicConfig(level=logging.INFO if first_rank else logging.WARNING, format="%(message)s")
-    ledger = TimeLedger(run_dir, progress, began=signals.began, device=device, ranks=mesh.world_size, active=first_rank)
+    progress.observer = ledger = TimeLedger(signals.began)
     with (
         sole_run(run_dir),
         RunState(run_dir, first_rank, progress) as state,
         progress.watched(run_dir, timeout),
-        ledger,
     ):
         progress.at(0, "build")
         run = build(config, mesh, progress)
+        run.log.times = ledger
         orders = Orders(run_dir, config.run.max_minutes, signals, active=first_rank)
         code = run_to_end(run, orders, state)
         signals.over()  # first: torchrun may already be ending whoever is still there
-        ledger.ended(code)
-        wanted = ledger.worked or not (run_dir / REPORT_FILE).exists()
+        wanted = run.log.opened or not (run_dir / REPORT_FILE).exists()
         if wanted and code is ExitCode.FINISHED and config.logging.report:
             say_all(config, run.log.console)
         return code
@@ -227,7 +226,6 @@ def train(run: Run, start: int, orders: Orders, window: ProfileWindow) -> tuple[
                 requests=StepRequests(orders.stop, orders.save, run.checkpointer.failed),
                 **run.step_settings(step),
             )
-        run.progress.waited(run.loader.data_wait)
         measurements.write(step)
         run.guard.observe(result, done, lambda: run.beside_graphs(diagnose_nonfinite, batch))  # noqa: B023
         log.step(run.step_metrics(step, result, time.perf_counter() - began), run.guard.state_dict())

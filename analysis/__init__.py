@@ -1,1 +1,9 @@
-"""Comparing what was trained: runs, recipes over seeds, and recipes tried from checkpoints."""
+"""Comparing what was trained: runs, recipes over several seeds, and recipes tried from checkpoints."""
+
+try:
+    import pandas  # noqa: F401
+    import scipy  # noqa: F401
+except ImportError as _error:
+    raise ImportError(
+        f'comparing runs needs pandas and scipy ({_error}); pip install "megatron_fp4[analysis]"'
+    ) from None

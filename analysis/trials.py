@@ -1,35 +1,48 @@
-"""What recipes cost over a few steps from one checkpoint: training losses paired step by step, with standard errors.
+"""What recipes cost over a few steps from one checkpoint, and over several such starts.
 
 Recipes that begin with the same weights and moments and read the same tokens differ in their losses of a step by what
 quantization does there, while from step to step the losses themselves go up and down by ten times as much. So
 
     gap = mean over steps of 100 * (loss / loss of the base in the same step - 1)
 
-Neighbouring steps are not independent, for a weight that rounding has moved stays moved: the standard error is that of
-the means of six blocks of steps, one after another, and the 95% interval Student's with five degrees of freedom.
-Measured on a hybrid of 30M parameters and 50 steps, differences of two recipes scatter over starts as much as this
-interval says, and gaps to BF16 1.6 times as much (docs/research.md): a start has something of its own.
+Neighbouring steps are not independent, for a weight that rounding has moved stays moved: the interval is that of the
+means of six blocks of steps. It is the noise of one start alone: another start, of other weights and data, has
+something of its own, so over several starts the gap is their mean, and its error that of the starts around it.
+
+Results stand in a JSON file that grows by one recipe after the other, so that what is stopped resumes with what is
+missing:
+
+    {"made_from": {...}, "trials": {NAME: {"configuration": ..., "losses": [...], ...}}}
 """
 
 from __future__ import annotations
 
+import json
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from analysis.gap_picture import Row, Words, draw_rows
-from analysis.noise import Estimate, beyond_cell, nats_cell, percent_cell
-from megatron_fp4.logging.words import counted, short_seconds
+import numpy as np
 
-BLOCKS = 6
+from analysis.statistics import (
+    BLOCKS,
+    Estimate,
+    block_estimate,
+    draw_estimates,
+    estimates,
+    gap_text,
+    markdown,
+    share_of,
+    share_text,
+)
+from megatron_fp4.logging.files import replace_text
+from megatron_fp4.logging.words import counted, short_seconds
 
 
 def first_steps(steps: int) -> int:
-    """How many of `steps` do not count if nobody says: a sixth, at most ten."""
+    """How many of `steps` do not count by default: a sixth, at most ten."""
     return min(10, steps // 6)
 
 
@@ -49,56 +62,20 @@ class Trial:
     notes: list[str] = field(default_factory=list)
     ended: str | None = None
 
-    @property
-    def held_out_mean(self) -> float | None:
-        """Each source weighed alike, as everywhere; None if it was not measured, or is not finite."""
-        mean = statistics.mean(self.held_out.values()) if self.held_out else math.nan
-        return mean if math.isfinite(mean) else None
+    def mean_loss(self, skip: int) -> float | None:
+        """Of the steps after the first `skip`; None if it did not get to its end or one is not finite."""
+        losses = [loss for loss in self.losses[skip:] if loss is not None]
+        whole = losses and len(losses) == len(self.losses[skip:]) and self.ended is None
+        return float(np.mean(losses)) if whole else None
 
 
-@dataclass(frozen=True)
-class TrialGap:
-    """Of one recipe above another one: in percent of its loss, and in nats per token."""
-
-    percent: Estimate
-    nats: Estimate
-
-
-def gap(trial: Trial, base: Trial, skip: int) -> TrialGap | None:
-    """Over the steps behind the first `skip`; None if either did not get to its end or has a loss that is not finite
-    among them."""
-    losses, others = trial.losses[skip:], base.losses[skip:]
-    if trial.ended is not None or base.ended is not None or len(losses) != len(others) or not losses:
+def gap(trial: Trial, base: Trial, skip: int, percent: bool = True) -> Estimate | None:
+    """Over the steps after the first `skip`, in percent of the base's loss or in nats per token; None if either did not
+    get to its end or has a loss that is not finite among them."""
+    if trial.mean_loss(skip) is None or base.mean_loss(skip) is None or len(trial.losses) != len(base.losses):
         return None
-    pairs = [(loss, other) for loss, other in zip(losses, others, strict=True) if loss is not None and other]
-    if len(pairs) < len(losses):
-        return None
-    return TrialGap(
-        block_estimate([100 * (loss / other - 1) for loss, other in pairs]),
-        block_estimate([loss - other for loss, other in pairs]),
-    )
-
-
-def block_estimate(numbers: Sequence[float]) -> Estimate:
-    """The mean of numbers that come one after another and are not independent; its error by the means of BLOCKS blocks
-    of almost the same length, None of fewer than two numbers a block."""
-    count, mean = len(numbers), statistics.mean(numbers)
-    if count < 2 * BLOCKS:
-        return Estimate(mean, None, count)
-    edges = [i * count // BLOCKS for i in range(BLOCKS + 1)]
-    means = [statistics.mean(numbers[first:last]) for first, last in pairwise(edges)]
-    return Estimate(mean, statistics.stdev(means) / math.sqrt(BLOCKS), BLOCKS, BLOCKS - 1)
-
-
-def held_out_gap(trial: Trial, base: Trial) -> float | None:
-    """Of the last held-out losses, in percent of the base's; None if either has none."""
-    mine, other = trial.held_out_mean, base.held_out_mean
-    return 100 * (mine / other - 1) if mine is not None and other else None
-
-
-def step_seconds(trial: Trial, skip: int) -> float | None:
-    """The median over the steps behind the first `skip`; None without any."""
-    return statistics.median(trial.seconds[skip:]) if trial.seconds[skip:] else None
+    mine, theirs = (np.array(of.losses[skip:], dtype=float) for of in (trial, base))
+    return block_estimate(list(100 * (mine / theirs - 1) if percent else mine - theirs))
 
 
 def trial_table(trials: Mapping[str, Trial], against: str | None, start: int, skip: int) -> str:
@@ -107,123 +84,213 @@ def trial_table(trials: Mapping[str, Trial], against: str | None, start: int, sk
     start: steps done before the first. skip: how many at the beginning do not count.
     """
     base = next(iter(trials))
-    if against == base:
-        against = None
+    against = None if against == base else against
     validated = any(trial.held_out for trial in trials.values())
-    heads = ["recipe", "training loss", f"above {base}", "nats per token", "beyond the noise"]
-    heads += [f"above {against}", "beyond the noise"] if against is not None else []
+    heads = ["recipe", "training loss", f"above {base}", "nats per token"]
+    heads += [f"above {against}"] if against is not None else []
     heads += ["time of a step", *(["held-out loss", f"held-out above {base}"] if validated else [])]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    rows = []
     for name, trial in trials.items():
-        cells = [name, _loss(trial, skip)]
-        found = gap(trial, trials[base], skip) if name != base else None
-        percent = None if found is None else found.percent
-        cells += [percent_cell(percent), nats_cell(None if found is None else found.nats), beyond_cell(percent)]
+        mean, others = trial.mean_loss(skip), {} if name == base else {base: trials[base]}
+        cells = [name, "-" if mean is None else f"{mean:.4f}"]
+        cells.append(gap_text(gap(trial, others[base], skip) if others else None))
+        cells.append(gap_text(gap(trial, others[base], skip, percent=False) if others else None, "", 4))
         if against is not None:
-            found = gap(trial, trials[against], skip) if name not in (base, against) else None
-            percent = None if found is None else found.percent
-            cells += [percent_cell(percent), beyond_cell(percent)]
+            cells.append(gap_text(gap(trial, trials[against], skip) if name not in (base, against) else None))
         cells.append(_time(trial, trials[base], skip))
         if validated:
-            mean, above = trial.held_out_mean, held_out_gap(trial, trials[base]) if name != base else None
-            cells += ["-" if mean is None else f"{mean:.4f}", "-" if above is None else f"{above:+.2f}%"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *_notes(trials, base, start, skip)])
-
-
-def draw_trials(trials: Mapping[str, Trial], against: str | None, start: int, skip: int, target: str | Path) -> Path:
-    """The table's gaps to the first recipe, with 95% intervals, and a dotted line at that of `against`; returns
-    `target`. Raises ValueError if no recipe has a gap."""
-    base = next(iter(trials))
-    found = {name: gap(trial, trials[base], skip) for name, trial in trials.items() if name != base}
-    rows = [Row(name, gap.percent) for name, gap in found.items() if gap is not None]
-    if not rows:
-        without = {name: why for name, trial in trials.items() if (why := _why_without_gap(trial, skip))}
-        if base in without:
-            raise ValueError(f"nothing to draw: {base}, which gaps are measured from, {without[base]}")
-        raise ValueError(f"nothing to draw: {'; '.join(f'{name} {why}' for name, why in without.items())}")
-    other = found.get(against or "")
+            held_out, of_base = (np.mean(list(of.held_out.values() or [math.nan])) for of in (trial, trials[base]))
+            cells.append(f"{held_out:.4f}" if np.isfinite(held_out) else "-")
+            above = 100 * (held_out / of_base - 1) if others else math.nan
+            cells.append(f"{above:+.2f}% (no interval)" if np.isfinite(above) else "-")
+        rows.append(cells)
     steps = max(len(trial.losses) for trial in trials.values())
-    return draw_rows(
-        rows,
-        target,
-        Words(
-            f"training loss above {base} (%)", "mean of the steps", f"steps {start + skip + 1:,} to {start + steps:,}"
-        ),
-        mark=None if other is None else (f"{against}", other.percent.mean),
-    )
+    notes = [
+        f"above: training loss over that of the other recipe in the same step, on the same tokens; mean of the steps "
+        f"{start + skip + 1:,} to {start + steps:,}. [95% interval]: of the noise of this start alone; differences "
+        f"that matter are worth a second checkpoint, of another seed. no interval: fewer than {2 * BLOCKS} steps.",
+        *_trial_notes(trials),
+    ]
+    return markdown(heads, rows, notes)
 
 
-def _why_without_gap(trial: Trial, skip: int) -> str | None:
-    """Why no gap can be measured of a trial, or from it."""
-    if trial.ended is not None:
-        return trial.ended
-    count = trial.losses[skip:].count(None)
-    if not count:
-        return None
-    return f"has {counted(count, 'loss', 'losses')} that {'is' if count == 1 else 'are'} not finite"
-
-
-def said(name: str, trial: Trial, base: Trial | None, skip: int) -> str:
-    """A line about a recipe that has just been tried. base: None of the base itself."""
-    seconds = f"{counted(len(trial.losses), 'step')} in {short_seconds(sum(trial.seconds))}"
-    if trial.ended is not None:
-        return f"{name}: {seconds}; {trial.ended}"
-    found = gap(trial, base, skip) if base is not None else None
-    return f"{name}: {seconds}, training loss {_loss(trial, skip)}" + (
-        f", {percent_cell(found.percent)}" if found else ""
-    )
-
-
-def results(trials: Mapping[str, Trial], skip: int) -> dict[str, dict[str, Any]]:
-    """The numbers of the table beside the first recipe, for programs."""
-    base = next(iter(trials.values()))
-    rows: dict[str, dict[str, Any]] = {}
-    for name, trial in list(trials.items())[1:]:
-        found = gap(trial, base, skip)
-        rows[name] = {
-            "percent": found and found.percent.mean,
-            "percent_error": found and found.percent.error,
-            "nats": found and found.nats.mean,
-            "nats_error": found and found.nats.error,
-            "beyond_noise": found and found.percent.beyond_noise,
-            "held_out_percent": held_out_gap(trial, base),
-        }
-    return rows
-
-
-def _notes(trials: Mapping[str, Trial], base: str, start: int, skip: int) -> Iterable[str]:
-    steps = max(len(trial.losses) for trial in trials.values())
-    first = f", without the first {skip}" if skip else ""
-    yield (
-        f"above: training loss over that of {base} in the same step, on the same tokens; mean of the steps "
-        f"{start + skip + 1:,} to {start + steps:,}{first}. time of a step: the median."
-    )
-    if steps - skip < 2 * BLOCKS:
-        yield f"Fewer than {2 * BLOCKS} steps count, which is too few for a standard error: give more --steps."
-    else:
-        yield (
-            f"±: one standard error, by the means of {BLOCKS} blocks of steps. beyond the noise: zero is outside the "
-            f"95% interval (Student's t, {BLOCKS - 1} degrees of freedom). It is the noise of this start alone: "
-            "differences that matter are worth a second checkpoint, of another seed, and scripts/compare_starts.py."
-        )
-    of_all = [note for note in trials[base].notes if all(note in trial.notes for trial in trials.values())]
-    yield from (f"all recipes: {note}" for note in of_all)
+def _trial_notes(trials: Mapping[str, Trial]) -> list[str]:
+    lines: dict[str, list[str]] = {}
     for name, trial in trials.items():
-        for note in (*([trial.ended] if trial.ended else []), *trial.notes):
-            if note not in of_all:
-                yield f"{name}: {note}"
-        if trial.skipped:
-            yield f"{name}: {counted(trial.skipped, 'step')} made no update (not finite, or a spike)"
-
-
-def _loss(trial: Trial, skip: int) -> str:
-    losses = [loss for loss in trial.losses[skip:] if loss is not None]
-    return f"{statistics.mean(losses):.4f}" if losses and trial.ended is None else "-"
+        skipped = [f"{counted(trial.skipped, 'step')} made no update"] if trial.skipped else []
+        for note in (*([trial.ended] if trial.ended else []), *trial.notes, *skipped):
+            lines.setdefault(note, []).append(name)
+    return [f"{'all recipes' if len(of) == len(trials) else ', '.join(of)}: {note}" for note, of in lines.items()]
 
 
 def _time(trial: Trial, base: Trial, skip: int) -> str:
-    mine, other = step_seconds(trial, skip), step_seconds(base, skip)
-    if mine is None or trial.ended is not None:
+    if trial.ended is not None or not trial.seconds[skip:]:
         return "-"
-    return short_seconds(mine) if trial is base or not other else f"{mine / other:.2f} x"
+    mine, other = float(np.median(trial.seconds[skip:])), float(np.median(base.seconds[skip:] or [math.nan]))
+    return short_seconds(mine) if trial is base or not np.isfinite(other) else f"{mine / other:.2f} x"
+
+
+def trial_line(name: str, trial: Trial, base: Trial | None, skip: int) -> str:
+    """A line about a recipe that has just been tried. base: None of the base itself."""
+    mean, found = trial.mean_loss(skip), None if base is None else gap(trial, base, skip)
+    outcome = trial.ended or f"training loss {'-' if mean is None else f'{mean:.4f}'}"
+    seconds = f"{counted(len(trial.losses), 'step')} in {short_seconds(sum(trial.seconds))}"
+    return f"{name}: {seconds}; {outcome}" + ("" if found is None else f", {found.text()}")
+
+
+def draw_trials(trials: Mapping[str, Trial], against: str | None, skip: int, target: Path) -> Path:
+    """The table's gaps to the first recipe, with a dotted line at that of `against`; returns `target`. Raises
+    ValueError if no recipe has a gap."""
+    base = next(iter(trials))
+    found = {name: gap(trial, trials[base], skip) for name, trial in trials.items() if name != base}
+    rows = {name: (of, ()) for name, of in found.items() if of is not None}
+    if not rows:
+        raise ValueError(f"nothing to draw: no recipe got to its last step beside {base}, with finite losses")
+    mark = (against, rows[against][0].mean) if against in rows and against is not None else None
+    return draw_estimates(rows, target, f"training loss above {base} (%)", mark=mark)
+
+
+@dataclass
+class TrialFile:
+    """The file at `path`, there or not. made_from: what all results have in common, JSON values; its keys are words of
+    a message. configurations: of the recipes to be tried, something that differs if they do.
+
+    Raises ValueError for a file of something else, or with results that are not comparable; OSError.
+    """
+
+    path: Path
+    made_from: Mapping[str, Any]
+    configurations: Mapping[str, str]
+    trials: dict[str, Trial] = field(default_factory=dict)
+    _kept: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.made_from = json.loads(json.dumps(self.made_from))
+        if self.path.exists():
+            made_from, self._kept, trials = _content(self.path)
+            for key in dict.fromkeys((*self.made_from, *made_from)):
+                there, here = made_from.get(key), self.made_from.get(key)
+                if there != here:
+                    raise ValueError(
+                        f"{self.path} has results of another {key} ({there}, and this is {here}), which cannot be "
+                        "compared with these; give --output another file"
+                    )
+            for name, configuration in self.configurations.items():
+                if name in self._kept and self._kept[name].get("configuration") != configuration:
+                    raise ValueError(
+                        f"{self.path} has results of another {name}, whose configuration or plan was not this one; "
+                        "give the recipe another name, or --output another file"
+                    )
+            self.trials = {name: trials[name] for name in self.configurations if name in trials}
+        self.write()  # what cannot be written is refused before anything is trained
+
+    def add(self, name: str, trial: Trial) -> None:
+        """Take up what has been tried, and write. Raises OSError."""
+        self.trials[name] = trial
+        self._kept[name] = {"configuration": self.configurations[name], **asdict(trial)}
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file by one with all there is. Raises OSError."""
+        content = {"made_from": self.made_from, "trials": self._kept}
+        replace_text(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _content(path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Trial]]:
+    """`made_from` of a file, its trials as they stand there, and as `Trial`s."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        made_from, records = dict(content["made_from"]), dict(content["trials"])
+        trials = {
+            name: Trial(**{key: value for key, value in record.items() if key != "configuration"})
+            for name, record in records.items()
+        }
+    except (FileNotFoundError, IsADirectoryError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no recipes that were tried; name a file that --output has written") from error
+    return made_from, records, trials
+
+
+@dataclass(frozen=True)
+class Start:
+    """What was tried from one checkpoint. name: of its file."""
+
+    name: str
+    made_from: dict[str, Any]
+    trials: dict[str, Trial]
+
+
+def read_starts(paths: Sequence[Path]) -> list[Start]:
+    """One a file. Raises ValueError for files that are not of several checkpoints and equally many steps; OSError."""
+    if len(paths) < 2:
+        raise ValueError("name the files of two starts at least; of one, `compare.py try` prints the table")
+    starts: list[Start] = []
+    for path in paths:
+        made_from, _, trials = _content(path)
+        if not trials or not {"checkpoint", "number of steps"} <= made_from.keys():
+            raise ValueError(f"{path} holds no recipe yet; wait for the first, or leave the file out")
+        for other in starts:
+            if other.made_from["checkpoint"] == made_from["checkpoint"]:
+                raise ValueError(f"{other.name} and {path} are of the same checkpoint; name one of them")
+            if other.made_from["number of steps"] != made_from["number of steps"]:
+                raise ValueError(f"{other.name} and {path} have other numbers of steps; try equally many --steps")
+        starts.append(Start(str(path), made_from, trials))
+    return starts
+
+
+def start_gaps(starts: Sequence[Start], base: str, skip: int) -> dict[str, dict[str, float]]:
+    """Of each recipe: its gaps to `base` in percent, by start. Raises ValueError if a start lacks `base`."""
+    found: dict[str, dict[str, float]] = {}
+    for start in starts:
+        if base not in start.trials:
+            raise ValueError(f"{start.name} has no recipe {base}; it has {', '.join(start.trials)}")
+        for name, trial in start.trials.items():
+            if name != base and (of := gap(trial, start.trials[base], skip)) is not None:
+                found.setdefault(name, {})[start.name] = of.mean
+    return found
+
+
+def starts_table(starts: Sequence[Start], base: str, against: str | None, skip: int) -> str:
+    """Markdown: each recipe's gap to the base and to `against` over the starts, its share of the gap of `against`, and
+    the time of a step; notes below. Raises ValueError if a start lacks one of the two."""
+    found = start_gaps(starts, base, skip)
+    above = estimates({name: list(gaps.values()) for name, gaps in found.items()})
+    beside = {} if against is None else start_gaps(starts, against, skip)
+    beside_mean = estimates({name: list(gaps.values()) for name, gaps in beside.items() if name != base})
+    heads = ["recipe", "starts", f"above {base}"]
+    heads += [] if against is None else [f"above {against}", f"share of the gap of {against}"]
+    rows = []
+    for name in dict.fromkeys([base, *(name for start in starts for name in start.trials)]):
+        cells = [name, str(sum(name in start.trials for start in starts)), gap_text(above.get(name))]
+        if against is not None:
+            known = name in found and against in above and above[against].beyond_noise
+            share = share_of(found[name], found[against]) if known else None
+            cells += [gap_text(beside_mean.get(name)), share_text(share)]
+        ratios = [
+            np.median(start.trials[name].seconds[skip:]) / np.median(start.trials[base].seconds[skip:])
+            for start in starts
+            if name in start.trials and start.trials[name].ended is None
+        ]
+        rows.append([*cells, f"{np.mean(ratios):.2f} x" if ratios and name != base else "-"])
+    notes = [
+        "above: training loss over that of the other recipe in the same step; mean over the starts. [95% interval]: of "
+        "the scatter of starts. *: of fewer than five starts, by the scatter within all recipes, pooled.",
+        *(
+            f"another {key}: {', '.join(f'{start.made_from.get(key)} ({start.name})' for start in starts)}"
+            for key in starts[0].made_from
+            if key != "checkpoint" and len({str(start.made_from.get(key)) for start in starts}) > 1
+        ),
+        *(f"{start.name}: {line}" for start in starts for line in _trial_notes(start.trials)),
+    ]
+    return markdown([*heads, "time of a step"], rows, notes)
+
+
+def draw_starts(starts: Sequence[Start], base: str, against: str | None, skip: int, target: Path) -> Path:
+    """The gaps to the base, each start as a tick, and a dotted line at that of `against`; returns `target`. Raises
+    ValueError if no recipe has a gap."""
+    found = start_gaps(starts, base, skip)
+    above = estimates({name: list(gaps.values()) for name, gaps in found.items()})
+    if not above:
+        raise ValueError(f"nothing to draw: no recipe got to its last step beside {base}, with finite losses")
+    rows = {name: (of, list(found[name].values())) for name, of in above.items()}
+    mark = (against, above[against].mean) if against in above and against is not None else None
+    return draw_estimates(rows, target, f"training loss above {base} (%)", f"{len(starts)} starts", mark=mark)

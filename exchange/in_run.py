@@ -39,7 +39,7 @@ from exchange.nvfp4 import TrainedPlan, refusal
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError
-from megatron_fp4.logging.record_file import move_aside
+from megatron_fp4.logging.files import move_aside
 from megatron_fp4.logging.run_log import RunLog
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.runtime.progress import Progress

@@ -33,7 +33,7 @@ from megatron_fp4.checkpoint.shards import CheckedReader
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.run_files import check_place
+from megatron_fp4.logging.files import check_place
 from megatron_fp4.measure.probe import LinearMeasurement, Probe
 from megatron_fp4.measure.ranking import (
     BUDGET_UNITS,

@@ -51,7 +51,7 @@ from inference.evaluation.models import Model, as_folder, models_of, tokenizers_
 from inference.evaluation.tasks import prepare_environment, task_names
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.logging.run_files import replace_file
+from megatron_fp4.logging.files import replace_file
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader

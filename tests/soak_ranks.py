@@ -20,7 +20,7 @@ PRELOAD = [
     "numpy.random",
     "torch._dynamo",
     "torch.utils.tensorboard",
-    "megatron_fp4.logging.plot",
+    "megatron_fp4.logging.pictures",
     "torch.distributed.fsdp",
 ]
 
@@ -43,7 +43,7 @@ class Place:
 
 
 _SAVES, _FILES = "megatron_fp4.checkpoint.saves", "megatron_fp4.checkpoint.files"
-_RECORDS = "megatron_fp4.logging.record_file"
+_RECORDS = "megatron_fp4.logging.files"
 PLACES: dict[str, Place] = {
     # A save, in its order.
     "save: begins": Place(f"{_SAVES}:Saves", "begin"),
@@ -91,7 +91,7 @@ PLACES: dict[str, Place] = {
     "step done": Place("pretrain", "train_step", after=True, repeats=6),
     "validation": Place("pretrain", "validation_losses", repeats=2),
     "end: summary": Place("pretrain", "summarize", repeats=0, ranks="first"),
-    "end: picture": Place("megatron_fp4.logging.plot", "plot_loss", repeats=0, ranks="first"),
+    "end: picture": Place("megatron_fp4.logging.pictures", "plot_loss", repeats=0, ranks="first"),
     "end": Place("megatron_fp4.runtime.ending", "leave_distributed", repeats=0),
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 import pretrain
 from data.indexed import IndexedDatasetWriter
-from scripts import compare_recipes
+from scripts import compare
 from tests.test_pretrain import SMALL, STEPS, assert_same_checkpoint, losses, records, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
@@ -187,7 +187,7 @@ def test_a_branch_goes_on_where_it_stopped(finished: Path, start: Start, tmp_pat
 
 
 def test_branches_of_a_run_that_was_made_twice_are_compared(
-    finished: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on machines that are given back: another folder, other times, the same bits."""
     trunk, one, other = (tmp_path / name for name in ("made_again", "one", "other"))
@@ -198,18 +198,13 @@ def test_branches_of_a_run_that_was_made_twice_are_compared(
     assert origins[0]["manifest_sha256"] != origins[1]["manifest_sha256"]
     assert origins[0]["contents_sha256"] == origins[1]["contents_sha256"]
 
-    def compare(*groups: str) -> str:
-        monkeypatch.setattr("sys.argv", ["compare_recipes.py", *groups])
-        capsys.readouterr()
-        compare_recipes.main()
-        return capsys.readouterr().out
-
     before, after = (records(run_dir, "validation")[-1]["losses"] for run_dir in (one, other))
-    gap = f"{100 * (sum(after.values()) / sum(before.values()) - 1):+.2f}% (1) |"
-    assert gap in compare(f"base={one}", f"other={other}")
-    assert f"+0.00% (1) | {gap}" in compare(f"base={finished}", f"one={one}", f"other={other}")
-    with pytest.raises(SystemExit):  # nothing says whose start is equal
-        compare(f"base={finished}", f"other={other}")
+    gap = f"{100 * (sum(after.values()) / sum(before.values()) - 1):+.2f}% (no interval) (1) |"
+    assert compare.main(["recipes", f"base={one}", f"other={other}"]) == 0
+    assert gap in capsys.readouterr().out
+    assert compare.main(["recipes", f"base={finished}", f"one={one}"]) == 0  # its trunk
+    assert "+0.00% (no interval) (1) |" in capsys.readouterr().out
+    assert compare.main(["recipes", f"base={finished}", f"other={other}"]) == 2  # nothing says whose start is equal
     shutil.rmtree(checkpoint(one, 8))
     assert "resumed after step 6 of 8" in start(one, f"checkpoint.resume={checkpoint(trunk, 4)}")
 

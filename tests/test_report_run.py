@@ -13,11 +13,11 @@ import pytest
 import pretrain
 from introduction import say_all
 from megatron_fp4.config.schema import Config, RunConfig
-from megatron_fp4.logging.completion import REPORT_FILE
 from megatron_fp4.logging.console import RunConsole
+from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.logging.goodput import goodput_of
-from megatron_fp4.logging.run_folder import open_run
-from scripts import report_run
+from megatron_fp4.logging.run_folder import open_run, read_records
+from scripts import report
 from tests.programs import ROOT, Program
 from tests.test_going_on import write_text
 from tests.test_pretrain import SMALL
@@ -71,7 +71,6 @@ def test_a_killed_run_goes_on_and_its_page_tells(
     resumed_at = int(checkpoints[-1].name.removeprefix("step_"))
     lost = killed_at - resumed_at
     assert lost >= 0 and not (run_dir / REPORT_FILE).exists()
-    assert goodput_of(run_dir).starts[0].state == "running"  # or killed, which nobody can have written down
 
     # The run goes on to four steps more, beside a baseline: itself, copied.
     other = tmp_path / "other"
@@ -81,16 +80,10 @@ def test_a_killed_run_goes_on_and_its_page_tells(
     baseline = f'logging.baseline="BF16={other}"'
     going_on = [*overrides, f"run.dir={run_dir}", f"train.steps={last}", "logging.report=true", baseline]
     assert pretrain.main(going_on) == 0
-    found = goodput_of(run_dir)
-    assert found is not None
-    first, second = found.starts
-    assert (first.state, first.first_step, first.last_step, round(first.lost_steps)) == ("killed", 0, killed_at, lost)
-    assert (second.state, second.first_step, second.last_step) == ("finished", resumed_at, last)
-    assert (first.seconds.get("lost work", 0.0) > 0) == (lost > 0)
-    assert first.seconds["start-up"] > 0 and second.seconds["saves"] > 0 and 0 < found.share < 1
-    assert found.wall == pytest.approx(sum(start.ended - start.began for start in found.starts), rel=0.02, abs=0.2)
-    kinds = [json.loads(line)["kind"] for line in (run_dir / "goodput.jsonl").read_text().splitlines()]
-    assert kinds.count("start") == 2 and kinds.count("loop") == 2 and kinds.count("end") == 1
+    found = goodput_of(read_records(run_dir))
+    assert found is not None and found.starts == 2 and 0 < found.share < 1
+    assert found.seconds["start-up"] > 0 and found.seconds["saves"] > 0
+    assert found.seconds.get("lost work", 0.0) > 0 or lost < 10  # a killed start has its times every ten steps
     assert json.loads((run_dir / "summary.json").read_text())["goodput"].endswith(tuple("%0123456789s"))
 
     page = (run_dir / REPORT_FILE).read_text()
@@ -100,18 +93,18 @@ def test_a_killed_run_goes_on_and_its_page_tells(
     # Found finished, it is left as it is.
     before = (run_dir / REPORT_FILE).stat().st_mtime_ns
     assert pretrain.main(going_on) == 0
-    assert (run_dir / REPORT_FILE).stat().st_mtime_ns == before and len(goodput_of(run_dir).starts) == 2
+    assert (run_dir / REPORT_FILE).stat().st_mtime_ns == before
 
     # On demand, by the command; and a mistake is a line.
     monkeypatch.setattr(
-        sys, "argv", ["report_run.py", f"A={run_dir}", f"B={other}", "--output", str(tmp_path / "two.html")]
+        sys, "argv", ["report.py", f"A={run_dir}", f"B={other}", "--output", str(tmp_path / "two.html")]
     )
     capsys.readouterr()
-    report_run.main()
+    report.main()
     assert capsys.readouterr().out.strip() == str(tmp_path / "two.html")
-    monkeypatch.setattr(sys, "argv", ["report_run.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
-        report_run.main()
+        report.main()
     errors = capsys.readouterr().err
     assert end.value.code == 2 and len(errors.splitlines()) == 1 and "name the folder of a run" in errors
 

@@ -14,8 +14,8 @@ import yaml
 
 import pretrain
 from megatron_fp4.checkpoint import files
-from megatron_fp4.logging import plot as report_plot
-from megatron_fp4.logging import record_file
+from megatron_fp4.logging import files as record_file
+from megatron_fp4.logging import pictures as report_plot
 from megatron_fp4.logging.metrics import read_metrics
 from tests.test_pretrain import SMALL, run
 

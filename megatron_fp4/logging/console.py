@@ -1,7 +1,7 @@
-"""What a run shows while it runs: tables before and after, progress in between.
+"""What a run prints: tables before and after, progress in between.
 
 On a terminal a live bar carries the numbers; where stdout is a file or a pipe, as in a batch job, the same numbers are
-plain lines, one every `logging.interval` steps. Everything here takes plain data and knows no model.
+plain lines, one every `logging.interval` steps.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from types import TracebackType
 from typing import TextIO
 
 from rich import box
-from rich.console import Console, RenderableType
-from rich.progress import Progress, ProgressColumn, Task, TaskID
-from rich.progress_bar import ProgressBar
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
-from rich.text import Text
 
-from megatron_fp4.config.schema import ParallelConfig, TrainConfig
+from megatron_fp4.config.schema import Config, ParallelConfig, TrainConfig
 from megatron_fp4.logging.metrics import StepMetrics
 from megatron_fp4.logging.words import counted, short_number, short_seconds, short_time, with_unit
 from megatron_fp4.precision.plan import Plan
@@ -43,8 +41,7 @@ class ModelPart:
 
 @dataclass(frozen=True)
 class PhaseRow:
-    """A data phase: steps first..last (counted from 1, both included), how its batch is made up, its tokens, and what
-    comes from each source."""
+    """A data phase: steps first..last (from 1, both included), how its batch is made up, its tokens, its sources."""
 
     name: str
     first_step: int
@@ -94,9 +91,13 @@ class RunConsole:
 
     def __enter__(self) -> RunConsole:
         if self.active and self.stream.isatty():
-            self._progress = Progress(_Line(self._console), console=self._console)
+            self._progress = Progress(
+                BarColumn(max(12, self._console.width - 120)),
+                TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"),
+                console=self._console,
+            )
             self._task = self._progress.add_task(
-                "train", total=self.total_steps, completed=self.start_step, phase="", numbers={"starting": "starting"}
+                "", total=self.total_steps, completed=self.start_step, numbers="starting"
             )
             self._progress.start()
         return self
@@ -128,12 +129,15 @@ class RunConsole:
             self._first_step_at = time.monotonic()
             self._first_step = metrics.step
         self._waits.append(metrics.data_wait)
-        numbers = self._numbers(metrics)
+        numbers = "  ".join(self._numbers(metrics))
         if self._progress is not None:
-            self._progress.update(self._task, completed=metrics.step, phase=metrics.phase, numbers=numbers)
+            room = min(120, self._console.width - 12) - 2 * len(str(self.total_steps)) - 4
+            if len(numbers) > room:
+                numbers = numbers[:room].rpartition("  ")[0]
+            self._progress.update(self._task, completed=metrics.step, numbers=numbers)
         elif metrics.step % self.interval == 0 or metrics.step == self.total_steps or metrics.skipped:
-            line = "  ".join([f"step {metrics.step}/{self.total_steps}", metrics.phase, *numbers.values()])
-            self.text(f"{time.strftime('%H:%M:%S')}  {line}")
+            progress = f"step {metrics.step}/{self.total_steps}  {metrics.phase}"
+            self.text(f"{time.strftime('%H:%M:%S')}  {progress}  {numbers}")
             self._waits.clear()
 
     def validation(
@@ -154,26 +158,25 @@ class RunConsole:
         except OSError:  # a full disk behind `>` must not end training; metrics.jsonl has it all
             del self._console._buffer[:]
 
-    def _numbers(self, metrics: StepMetrics) -> dict[str, str]:
-        """The numbers of a line, in order, under names for `_IMPORTANCE`."""
-        numbers = {
-            "loss": f"loss {metrics.loss:.4f}",
-            "lr": f"lr {metrics.lr:.2e}",
-            "grad": f"grad {metrics.grad_norm:.2f}",
-            "rate": f"{short_number(metrics.tokens_per_second)} tok/s",
-            "flops": f"{metrics.model_tflops:.3g} TFLOP/s",
-        }
+    def _numbers(self, metrics: StepMetrics) -> list[str]:
+        """The numbers of a line; a terminal that is too narrow goes without the last ones."""
+        numbers = [f"loss {metrics.loss:.4f}"]
+        if metrics.skipped:
+            numbers.insert(0, f"SKIPPED ({'a spike' if metrics.spike else 'not finite'})")
+        numbers += [
+            f"lr {metrics.lr:.2e}",
+            f"grad {metrics.grad_norm:.2f}",
+            f"{short_number(metrics.tokens_per_second)} tok/s",
+            f"ETA {self._eta(metrics)}",
+            f"{metrics.model_tflops:.3g} TFLOP/s",
+        ]
         if metrics.mfu is not None:
-            numbers["mfu"] = f"MFU {metrics.mfu:.1%}"
+            numbers.append(f"MFU {metrics.mfu:.1%}")
         self._memory = metrics.peak_memory_gib or self._memory
         if self._memory is not None:
             share = f" ({self._memory / self.memory_size:.0%})" if self.memory_size else ""
-            numbers["memory"] = f"mem {self._memory:.3g} GiB{share}"
-        numbers["wait"] = wait_for_data(self._waits)
-        numbers["eta"] = f"ETA {self._eta(metrics)}"
-        if metrics.skipped:
-            numbers["skipped"] = f"SKIPPED ({'a spike' if metrics.spike else 'not finite'})"
-        return numbers
+            numbers.append(f"mem {self._memory:.3g} GiB{share}")
+        return [*numbers, wait_for_data(self._waits)]
 
     def _eta(self, metrics: StepMetrics) -> str:
         assert self._first_step_at is not None
@@ -183,48 +186,8 @@ class RunConsole:
         return short_time((time.monotonic() - self._first_step_at) / done * (self.total_steps - metrics.step))
 
 
-# Which numbers a narrow terminal shows: as many of these as fit.
-_IMPORTANCE = ("starting", "skipped", "loss", "eta", "rate", "mfu", "memory", "flops", "lr", "wait", "grad")
-# Columns of the bar at least, and of the name of a phase at most; with fewer than this there is no name.
-_BAR, _PHASE, _ROOM_FOR_A_PHASE = 12, 12, 60
-
-
-class _Line(ProgressColumn):
-    """Phase, bar, step and numbers on one line: the bar takes what the numbers leave, of which those that fit are
-    shown."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def render(self, task: Task) -> Table:
-        """The line at the terminal's present width."""
-        width, total = self._console.width, int(task.total or 0)
-        step = f"{int(task.completed):>{len(str(total))}}/{total}"
-        phase: str = task.fields["phase"] if width >= _ROOM_FOR_A_PHASE else ""
-        phase = phase if len(phase) <= _PHASE else phase[: _PHASE - 1] + "…"
-        room = width - len(step) - (len(phase) + 1 if phase else 0) - 1
-        numbers: dict[str, str] = task.fields["numbers"]
-        shown: set[str] = set()
-        for name in _IMPORTANCE:
-            if name in numbers and room - len(numbers[name]) - 2 >= _BAR:
-                shown.add(name)
-                room -= len(numbers[name]) + 2
-        line = Table.grid()
-        texts = [f"  {text}" for name, text in numbers.items() if name in shown]
-        bar = ProgressBar(total=total, completed=task.completed, width=max(1, room))
-        # An empty column would be a cell wide.
-        parts: list[RenderableType] = [bar, Text(f" {step}"), Text("".join(texts))]
-        if phase:
-            parts.insert(0, Text(f"{phase} ", style="bold"))
-        for _ in parts:
-            line.add_column(no_wrap=True)
-        line.add_row(*parts)
-        return line
-
-
 def wait_for_data(waits: Iterable[float]) -> str:
-    """Seconds that steps waited for data, as their median and the longest but one in a hundred."""
+    """Seconds that steps waited for data: median and 99th percentile."""
     ordered = sorted(waits)
     p50, p99 = (ordered[max(0, math.ceil(share * len(ordered)) - 1)] for share in (0.5, 0.99))
     return f"data wait {short_seconds(p50)}, p99 {short_seconds(p99)}"
@@ -235,6 +198,34 @@ class _Output(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+
+
+def introduce(
+    console: RunConsole,
+    config: Config,
+    plan: Plan,
+    *,
+    parts: Sequence[ModelPart],
+    flops_per_token: int,
+    phases: Sequence[PhaseRow],
+    num_tokens: int,
+    facts: Mapping[str, object],
+    world_size: int,
+) -> None:
+    """Print what is about to run: model, plan, numerics, batch, phases.
+
+    parts, flops_per_token: of the model; FLOPs are those of its forward pass. facts: what else is to be said of
+    numerics and kernels. num_tokens: of the run.
+    """
+    console.table(model_table(config.model.name, config.model.pattern, parts, 3 * flops_per_token))
+    console.table(plan_table(plan, config.precision.name))
+    quantized = {
+        "linears quantized": f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})",
+        "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops_per_token:.1%}",
+    }
+    console.table(facts_table("Numerics", {**recipe_facts(plan), **quantized, **facts}))
+    console.table(batch_table(config.train, config.parallel, world_size, num_tokens))
+    console.table(phases_table(phases))
 
 
 def model_table(name: str, pattern: str, parts: Sequence[ModelPart], flops_per_token: float) -> Table:
@@ -282,6 +273,19 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
         shown = kind.replace("#", _ranges(blocks, have[kind, shape])) if compact else kind
         table.add_row(shown, *([str(len(blocks))] if compact else []), shape, recipe_name, why)
     return table
+
+
+def recipe_facts(plan: Plan) -> dict[str, str]:
+    """What the GEMMs of each quantized recipe of the plan multiply; the recipe is named where there are several."""
+    written = plan.as_dict()
+    quantized = [written["linears"][row.linear.name]["recipe"] for row in plan.rows if row.recipe.quantized]
+    names = list(dict.fromkeys(quantized)) or list(written["recipes"])
+    facts = {}
+    for recipe in names:
+        for line in written["recipes"][recipe]:
+            gemm, _, value = line.partition(": ")
+            facts[gemm if len(names) == 1 else f"{recipe}, {gemm}"] = value
+    return facts
 
 
 def batch_table(train: TrainConfig, parallel: ParallelConfig, world_size: int, num_tokens: int) -> Table:

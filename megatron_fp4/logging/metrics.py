@@ -1,68 +1,132 @@
-"""What a run measures, written where it can be read back: `metrics.jsonl`, TensorBoard, wandb.
+"""What a run measures: `metrics.jsonl`, and TensorBoard and wandb as views of it.
 
-`metrics.jsonl` is the record; the other two are views of it. One JSON object a line, told apart by `kind`:
+One JSON object a line, of one `kind`:
 
-    run         once per start: the step it starts from, and whatever facts about the run the caller gives (total
-                steps, where the decay starts, ...), for those who read the file without the configuration
+    run         once per start: the step it starts from, and facts about the run
     step        one training step: the fields of `StepMetrics`; `epochs` and `peak_memory_gib` every `logging.interval`
                 steps, `mfu` where the device's peak is known
-    validation  `losses`, one per source (nats per token), and `loss`, their mean; `bits_per_byte`, one per source
-                whose bytes of text are known
+    validation  `losses` by source (nats per token), and `loss`, their mean; `bits_per_byte` of sources whose bytes of
+                text are known
     diagnostics, gradient_noise
-                measurements of what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
+                what quantization does, see measure/diagnostics.py and measure/gradient_noise.py
+    time        where the wall time went so far, see goodput.py
     event       `event` (switch, checkpoint, skip, stop, text, ...) and its details; a switch belongs to the first step
                 that it changes
 
 `step` counts the steps that are done: the first update writes step 1, and a checkpoint after N updates belongs to
-step N. JSON has no NaN or infinity: a number that is not finite is written as `null`, and `skipped` or an event says
-why. record_file.py says what becomes of lines when processes, disks and power fail; nothing of it ends a run.
+step N. A number that is not finite is written as `null`, because JSON has none. files.py has what happens when
+processes and disks fail.
+
+TensorBoard and wandb group curves by what stands before the first slash:
+
+    loss            train, validation_<source>, validation (their mean)
+    bits_per_byte   <source>
+    optimizer       lr, grad_norm, skipped
+    speed           tokens_per_second, tflops_per_device, mfu, step_seconds, data_wait_seconds
+    memory          peak_gib
+    data            tokens, epochs_<source>
+    quantization_*, gradient_noise, text
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from dataclasses import asdict
+import os
+import re
+import secrets
+import string
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megatron_fp4.logging.curves import step_curves, validation_curves
-from megatron_fp4.logging.record_file import (
-    EMPTY,
-    UNFINISHED,
-    Cut,
+from megatron_fp4.logging.files import (
+    METRICS_FILE,
+    Outage,
     RecordFile,
+    attempt,
     cut_after,
-    lines_of,
-    listed,
+    iterate_records,
     move_aside,
-    record_of,
+    replace_text,
 )
-from megatron_fp4.logging.step_metrics import StepMetrics as StepMetrics
-from megatron_fp4.logging.tensorboard_view import TensorBoardView
-from megatron_fp4.logging.wandb_view import ID_FILE, WandbSettings, WandbView
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
+RETRY_SECONDS = 30.0  # between attempts at a TensorBoard or wandb that fails
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One training step.
+
+    step: steps done, this one included. tokens: seen since the run began. loss: mean NLL in nats per token over the
+    global batch. grad_norm: before clipping. tokens_per_second: over all ranks. model_tflops: model TFLOP/s per device.
+    step_time: seconds, with the wait for data. skipped: no update, because something was not finite or the step was a
+    spike. phase, plan: names of the data phase and of the precision plan. data_wait: seconds for which the first
+    rank waited for its micro-batches. epochs: how often the run has been through each source; empty in most
+    steps. mfu: model_tflops over the device's peak in BF16; None where unknown. peak_memory_gib: of the first rank
+    since it began; None in most steps.
+    """
+
+    step: int
+    tokens: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    model_tflops: float
+    step_time: float
+    skipped: bool
+    phase: str
+    plan: str
+    data_wait: float = 0.0
+    epochs: dict[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    peak_memory_gib: float | None = None
+
+    @property
+    def spike(self) -> bool:
+        """Whether it was skipped although everything was finite."""
+        return self.skipped and math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+    def curves(self) -> dict[str, float]:
+        """The names and values of its curves."""
+        curves = {
+            "loss/train": self.loss,
+            "optimizer/lr": self.lr,
+            "optimizer/grad_norm": self.grad_norm,
+            "optimizer/skipped": float(self.skipped),
+            "speed/tokens_per_second": self.tokens_per_second,
+            "speed/tflops_per_device": self.model_tflops,
+            "speed/step_seconds": self.step_time,
+            "speed/data_wait_seconds": self.data_wait,
+            "data/tokens": float(self.tokens),
+            **{f"data/epochs_{name}": epochs for name, epochs in self.epochs.items()},
+        }
+        if self.mfu is not None:
+            curves["speed/mfu"] = self.mfu
+        if self.peak_memory_gib is not None:
+            curves["memory/peak_gib"] = self.peak_memory_gib
+        return curves
 
 
 class MetricsWriter:
     """Writes a run's metrics on one rank; on the others (`active=False`) every method does nothing.
 
-    run_dir: created if missing. resume_step: steps done by the checkpoint that the run resumes from; lines of later
-    steps are cut, so that the file has each step once, and lines that are no records are set aside. 0 is a fresh
-    start, which moves records of an earlier run in the same folder aside (`metrics.jsonl.1`, ...) instead of mixing
-    with them.
-    wandb_mode: `online`, `offline` or `disabled`. wandb_run_id: as `wandb_run_id` was at an earlier start, so that
-    the run continues as one; None starts a new one. config: the configuration as it is saved, shown by wandb.
+    run_dir: created if missing. resume_step: steps done by the checkpoint that the run resumes from; records of later
+    steps are cut, so that the file has each step once. 0 is a fresh start, which moves records of an earlier run in the
+    same folder aside (`metrics.jsonl.1`). wandb_mode: `online`, `offline` or `disabled`. wandb_run_id: of an earlier
+    start, so that the run continues as one; None starts a new one. config: the configuration as it is saved, for wandb.
 
-    What fails while writing is said and tried again; no method raises for it. `sync` may be called from any thread,
-    the others belong to one.
-
-    Raises ValueError if a package that the settings ask for is not installed.
+    A failure to write is logged and tried again, never raised. `sync` may be called from any thread, the others belong
+    to one. Raises ValueError if a package that the settings ask for is not installed.
     """
 
     def __init__(
@@ -77,36 +141,27 @@ class MetricsWriter:
         config: dict[str, Any] | None = None,
         active: bool = True,
     ) -> None:
-        self.active = active
-        self.path = Path(run_dir) / METRICS_FILE
-        self.wandb_run_id = wandb_run_id
+        directory = Path(run_dir)
+        self.active, self.path, self.wandb_run_id = active, directory / METRICS_FILE, wandb_run_id
         self._tensorboard: TensorBoardView | None = None
         self._wandb: WandbView | None = None
-        self._closed, self._repaired, self._last_step = False, Cut(), resume_step
+        self._closed, self._last_step = False, resume_step
         if not active:
             return
-        directory = Path(run_dir)
 
         def prepare() -> None:
             directory.mkdir(parents=True, exist_ok=True)
             if resume_step > 0:
-                self._repaired = cut_after(self.path, resume_step)
+                cut_after(self.path, resume_step)
             else:
-                move_aside(self.path)
-                move_aside(directory / ID_FILE)
+                for name in (METRICS_FILE, ID_FILE, "tensorboard"):
+                    move_aside(directory / name)
 
         self._file = RecordFile(self.path, prepare)
         if tensorboard:
-            if resume_step == 0:
-                try:
-                    move_aside(directory / "tensorboard")
-                except OSError as error:
-                    logger.error("%s could not be moved aside (%s); curves mix there", directory / "tensorboard", error)
             self._tensorboard = TensorBoardView(directory / "tensorboard", resume_step)
-        self._tell_repair(resume_step)
         if wandb_mode != "disabled":
-            settings = WandbSettings(wandb_mode, wandb_project, wandb_run_id, config)
-            self._wandb = WandbView(directory, settings)
+            self._wandb = WandbView(directory, wandb_mode, wandb_project, wandb_run_id, config)
             self.wandb_run_id = self._wandb.run_id
 
     def run(self, step: int, **facts: Any) -> None:
@@ -120,22 +175,23 @@ class MetricsWriter:
             if record[name] in (None, {}):
                 del record[name]
         self._write({"kind": "step", **record})
-        self._show(step_curves(metrics), metrics.step)
+        self._show(metrics.curves(), metrics.step)
 
     def validation(
-        self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float] | None = None
+        self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: Mapping[str, float] | None = None
     ) -> None:
         """Record validation losses by source, in nats per token, after `step` steps and `tokens` training tokens.
 
-        bits_per_byte: the same for each byte of text, of sources whose bytes are known.
+        bits_per_byte: the same per byte of text, of sources whose bytes are known.
         """
-        mean = sum(losses.values()) / len(losses) if losses else math.nan
+        mean, bits = sum(losses.values()) / len(losses) if losses else math.nan, dict(bits_per_byte or {})
         record = {"kind": "validation", "step": step, "tokens": tokens, "loss": mean, "losses": losses}
-        self._write(record | ({"bits_per_byte": bits_per_byte} if bits_per_byte else {}))
-        self._show(validation_curves(losses, bits_per_byte), step)
+        self._write(record | ({"bits_per_byte": bits} if bits else {}))
+        curves = {f"loss/validation_{source}": loss for source, loss in losses.items()} | {"loss/validation": mean}
+        self._show(curves | {f"bits_per_byte/{source}": value for source, value in bits.items()}, step)
 
-    def record(self, step: int, kind: str, values: dict[str, Any], scalars: dict[str, float]) -> None:
-        """Record a measurement of another kind after `step` steps: `values` (JSON), and what of it makes curves."""
+    def record(self, step: int, kind: str, values: Mapping[str, Any], scalars: dict[str, float]) -> None:
+        """Record a measurement of another kind after `step` steps: `values` (JSON), and those that make curves."""
         self._write({"kind": kind, "step": step, **values})
         self._show(scalars, step)
 
@@ -143,22 +199,24 @@ class MetricsWriter:
         """Record that `event` happened after `step` steps, with details (JSON values)."""
         self._write({"kind": "event", "step": step, "event": event, **details})
         if self._tensorboard is not None:
-            self._tensorboard.event(f"{event} {_json(details)}", step)
+            self._tensorboard.text("events", f"{event} {_json(details)}", step)
 
     def texts(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Record what the model says after `step` steps: an event `text`, its `samples` with `prompt`, `text` (null:
-        not finite) and `ended`."""
+        """Record what the model writes after `step` steps: samples with `prompt`, `text` (null: not finite) and
+        `ended`."""
         self._write({"kind": "event", "step": step, "event": "text", "samples": samples})
         if self._tensorboard is not None:
-            self._tensorboard.texts(samples, step)
+            for number, sample in enumerate(samples, start=1):
+                lines = f"{sample['prompt']}|{sample['text']}".split("\n")
+                # Markdown shows indented lines as they are.
+                self._tensorboard.text(f"text/{number}", "\n".join(f"    {line}" for line in lines), step)
         if self._wandb is not None:
             self._wandb.texts(samples, step)
 
     def sync(self) -> None:
-        """Return when every record so far is down on the disk (if the disk takes it; otherwise that has been said).
+        """Return when every record so far is on the disk, or a failure is logged.
 
-        To be called before a checkpoint is published, so that a checkpoint of step N on disk means that the records
-        of all steps up to N are there too.
+        Called before a checkpoint is published: a checkpoint of step N on the disk has its records there too.
         """
         if self.active:
             self._file.sync()
@@ -168,10 +226,10 @@ class MetricsWriter:
         if not self.active or self._closed:
             return
         self._closed = True
-        self._file.sync()  # before the wait for wandb, in which a scheduler may lose its patience
+        self._file.sync()  # before the wait for wandb, during which a scheduler may kill the run
         if self._wandb is not None:
             self._wandb.close(hurry)
-            self._tell_wandb(self._last_step)
+            self._record_wandb(self._last_step)
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
@@ -185,96 +243,41 @@ class MetricsWriter:
         self.close(hurry=error is not None)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.active:
-            self._last_step = record["step"]
-            self._file.write(_json(record))
-            self._tell_repair(record["step"])
-
-    def _tell_repair(self, step: int) -> None:
-        """Say which lines were set aside when the file was opened, which may have been late."""
-        repaired, self._repaired = self._repaired, Cut()
-        if repaired.kept_as is None:
+        if not self.active:
             return
-        lines = listed(repaired.bad_lines)
-        logger.warning(
-            "%s: %s %s no record and set aside; the file as it was is %s",
-            self.path, lines, "is" if len(repaired.bad_lines) == 1 else "are", repaired.kept_as,
-        )  # fmt: skip
-        self.event(step, "metrics_repaired", count=len(repaired.bad_lines), lines=lines, kept_as=repaired.kept_as.name)
+        self._last_step = record["step"]
+        self._file.write(_json(record))
+        if self._file.lost and not self._file.outage.on:
+            lost, self._file.lost = self._file.lost, 0
+            self.event(record["step"], "records_lost", count=lost)
 
     def _show(self, values: dict[str, float], step: int) -> None:
         if self._tensorboard is not None:
             self._tensorboard.show(values, step)
         if self._wandb is not None:
             self._wandb.show(values, step)
-            self._tell_wandb(step)
+            self._record_wandb(step)
 
-    def _tell_wandb(self, step: int) -> None:
-        """Record what wandb's thread has found out meanwhile."""
-        for reason in self._wandb.news() if self._wandb is not None else []:
-            self.event(step, "wandb_offline", reason=reason)
+    def _record_wandb(self, step: int) -> None:
+        while self._wandb is not None and self._wandb.news:
+            self.event(step, "wandb_offline", reason=self._wandb.news.popleft())
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl` in order.
-
-    A last line that a killed run did not finish is left out; so is, with a warning, every line that is no record: the
-    next resume of the run will set it aside. Raises FileNotFoundError if there is no file.
-    """
-    records, wrong = [], {}
-    with Path(path).open("rb") as file:
-        for number, line, _ in lines_of(file):
-            record = record_of(line)
-            if isinstance(record, dict):
-                records.append(record)
-            elif record not in (EMPTY, UNFINISHED):
-                wrong[number] = record
-    if wrong:
-        why = ", ".join(dict.fromkeys(wrong.values()))
-        logger.warning("%s: %s left out: no record (%s)", path, listed(list(wrong)), why)
-    return records
+    """The records of a `metrics.jsonl` in order, see `iterate_records`. Raises FileNotFoundError if there is none."""
+    return list(iterate_records(path))
 
 
 def last_validation(run_dir: str | Path, step: int) -> dict[str, Any] | None:
-    """The last record `validation` of the run in `run_dir` up to `step` steps; None if it has none, or no records.
-
-    Reads line by line: a long run has a record for each of its steps.
-    """
+    """The last record `validation` of the run in `run_dir` up to `step` steps; None if it has none, or no records."""
     path, found = Path(run_dir) / METRICS_FILE, None
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        for _, line, _ in lines_of(file):
-            record = record_of(line)
-            if isinstance(record, dict) and record["kind"] == "validation" and record["step"] <= step:
-                found = record
+    for record in iterate_records(path, "validation") if path.is_file() else ():
+        found = record if record["step"] <= step else found
     return found
 
 
-def records_of_run(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All records of the run in `run_dir`. Raises FileNotFoundError if there is no metrics.jsonl."""
-    path = Path(run_dir) / METRICS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
-    return read_metrics(path)
-
-
-def steps_of(records: list[dict[str, Any]], run_dir: str | Path) -> list[dict[str, Any]]:
-    """Those of `records_of_run` that are training steps. Raises ValueError if there are none yet."""
-    steps = [record for record in records if record["kind"] == "step"]
-    if not steps:
-        raise ValueError(
-            f"{Path(run_dir) / METRICS_FILE} has no training steps yet; come back once the run has made some"
-        )
-    return steps
-
-
-def _json(value: Any) -> str:
-    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
-
-
 def finite(value: Any) -> Any:
-    """A JSON value with `None` for each number in it that is not finite: JSON has none for NaN and infinity."""
+    """A JSON value with `None` for each number in it that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -282,3 +285,223 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+def _json(value: Any) -> str:
+    return json.dumps(finite(value), allow_nan=False, ensure_ascii=False)
+
+
+class TensorBoardView:
+    """Scalars and texts under `directory`; after a failure a new file is begun there.
+
+    resume_step: points of later steps are hidden, as they are cut from metrics.jsonl. Raises ValueError without the
+    package.
+    """
+
+    def __init__(self, directory: Path, resume_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "logging.tensorboard=true needs the package tensorboard; pip install tensorboard, or set it to false"
+            ) from error
+        self.outage = Outage(f"TensorBoard ({directory})", "its points of now are missing there", RETRY_SECONDS)
+        self._new, self._directory = SummaryWriter, directory
+        self._writer: Any = None
+        self._purge_step = resume_step + 1 if resume_step else None
+
+    def show(self, values: dict[str, float], step: int) -> None:
+        """Add a point to the curve of every name."""
+
+        def add(writer: Any) -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self._try(add)
+
+    def text(self, name: str, text: str, step: int) -> None:
+        """Add a text under `name`."""
+        self._try(lambda writer: writer.add_text(name, text, step))
+
+    def close(self) -> None:
+        """Write what is left and close."""
+        if self._writer is not None:
+            self._try(lambda writer: writer.close())
+
+    def _try(self, action: Callable[[Any], None]) -> None:
+        if not self.outage.may_try:
+            return
+        try:
+            if self._writer is None:
+                self._writer = self._new(str(self._directory), purge_step=self._purge_step, flush_secs=10)
+                self._purge_step = None  # a file that is begun later hides nothing
+            action(self._writer)
+        except Exception as error:
+            self._writer = None
+            self.outage.failed(error)
+        else:
+            self.outage.worked()
+
+
+ID_FILE = "wandb_run_id"
+# How long wandb may take to reach its server before the run logs offline.
+INIT_SECONDS = 60
+# How long the end of a run waits for what wandb has not sent; and of a run that was told to stop, or failed.
+FINISH_SECONDS, HURRY_SECONDS = 30.0, 5.0
+# Steps that are kept for a wandb that is away: a day of steps of two seconds, in about 100 MB.
+_MOST_WAITING = 50_000
+
+
+class WandbView:
+    """Curves and texts at wandb, which neither stops nor delays the run.
+
+    A thread starts wandb and gives it what the run queues. What wandb does not take waits until its service, started
+    again under the same id, does: without its server in files that `wandb sync` sends later.
+
+    mode: `online` or `offline`. run_id: of an earlier start, None: a new one; also written to `directory`/wandb_run_id.
+    news: why a run that asked for `online` logs offline. Raises ValueError without the package.
+    """
+
+    def __init__(
+        self, directory: Path, mode: str, project: str, run_id: str | None, config: dict[str, Any] | None
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f'logging.wandb={mode} needs the package wandb; pip install "megatron_fp4[wandb]", or set disabled'
+            ) from error
+        self._wandb: Any = wandb
+        self._directory, self._project, self._config = directory, project, config
+        self.outage = Outage("wandb", f"up to {_MOST_WAITING:,} steps wait for it", RETRY_SECONDS)
+        letters = string.ascii_lowercase + string.digits
+        self.run_id = run_id or "".join(secrets.choice(letters) for _ in range(8))
+        attempt(str(directory / ID_FILE), lambda: replace_text(directory / ID_FILE, self.run_id + "\n"))
+        # wandb's own switch for machines without a network, which an explicit mode would overrule.
+        self._mode = os.environ.get("WANDB_MODE", mode) if mode == "online" else mode
+        self.news: deque[str] = deque()
+        self._run: Any = None
+        self._waiting: deque[tuple[int, Callable[[], dict[str, Any]]]] = deque()
+        self._dropped = 0
+        self._changed = threading.Condition()
+        self._closing = self._finished = False
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def show(self, values: dict[str, float], step: int) -> None:
+        """Add a point to the curve of every name."""
+        self._queue(step, lambda: values)
+
+    def texts(self, samples: list[dict[str, Any]], step: int) -> None:
+        """Add a table of texts with their prompts."""
+        columns = ["prompt", "text", "ended"]
+        rows = [[sample[name] for name in columns] for sample in samples]
+        self._queue(step, lambda: {"text/samples": self._wandb.Table(columns=list(columns), data=rows)})
+
+    def close(self, hurry: bool = False) -> None:
+        """Let wandb send what is left for at most `FINISH_SECONDS`, with `hurry` for `HURRY_SECONDS`, and log what it
+        did not send."""
+        patience = HURRY_SECONDS if hurry else FINISH_SECONDS
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(patience)
+        left, folder = len(self._waiting) + self._dropped, self._folder()
+        if self._finished and not left:
+            return
+        what = f"{left} points not taken" if left else "not everything was sent"
+        send = f"; send what it has later: wandb sync {folder}" if folder else ""
+        logger.error("wandb: %s within %.0f s; metrics.jsonl has it all%s", what, patience, send)
+
+    def _queue(self, step: int, values: Callable[[], dict[str, Any]]) -> None:
+        with self._changed:
+            self._waiting.append((step, values))
+            if len(self._waiting) > _MOST_WAITING:
+                self._waiting.popleft()
+                self._dropped += 1
+            self._changed.notify()
+
+    def _work(self) -> None:
+        """The thread: give wandb what waits, in order, until the end; start a wandb that failed again."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    break
+                step, values = self._waiting[0]
+            try:
+                if self._run is None:
+                    self._run = self._start()
+                self._run.log(values(), step=step)
+            except Exception as error:
+                self._leave()
+                self.outage.failed(error)
+                with self._changed:
+                    if self._closing:
+                        return
+                    self._changed.wait_for(lambda: self._closing, RETRY_SECONDS)
+            else:
+                self.outage.worked("all that waited is on its way")
+                with self._changed:
+                    if self._waiting and self._waiting[0][1] is values:  # else it was dropped meanwhile
+                        self._waiting.popleft()
+        try:
+            if self._run is not None:
+                self._run.finish()
+            self._finished = True
+        except Exception as error:
+            logger.error("wandb: %s: %s", type(error).__name__, error)
+
+    def _start(self) -> Any:
+        """A run at wandb; offline if it asked for `online` and that fails."""
+        try:
+            if self._mode == "online" and not self._wandb.login(prompt=False):  # `init` would ask on the terminal
+                raise PermissionError("there is no API key; give it with `wandb login` or WANDB_API_KEY")
+            return self._init(self._mode)
+        except Exception as error:
+            if self._mode != "online":
+                raise
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        self._leave()  # its service still holds the id of the run that did not start
+        self._run = self._init("offline")
+        folder = self._folder() or self._directory / "wandb" / "offline-run-*"
+        why = f"{reason}; send it later: wandb sync {folder}"
+        logger.warning("wandb does not answer, so this run logs offline (%s)", why)
+        self.news.append(why)
+        return self._run
+
+    def _init(self, mode: str) -> Any:
+        return self._wandb.init(
+            project=self._project,
+            name=self._directory.resolve().name,
+            dir=str(self._directory),
+            mode=mode,
+            id=self.run_id,
+            resume="allow",
+            config=self._config,
+            # Its stdout is wrapped by default, which garbles a live progress bar.
+            settings=self._wandb.Settings(console="off", quiet=True, init_timeout=INIT_SECONDS),
+        )
+
+    def _leave(self) -> None:
+        """Give up a run that failed, and its service."""
+        self._run = None
+        with contextlib.suppress(Exception):
+            self._wandb.teardown()
+
+    def _folder(self) -> Path | None:
+        files = getattr(self._run, "dir", None)
+        return None if files is None else Path(str(files)).parent
+
+
+def known_run_id(directory: Path, of_checkpoint: str | None) -> str | None:
+    """The id at wandb of the run in `directory` that resumes: what an earlier start wrote there, else what its
+    checkpoint holds; None if it has none. An id that wandb would refuse counts as none."""
+    written = None
+    with contextlib.suppress(OSError):
+        written = (directory / ID_FILE).read_bytes().decode(errors="replace").strip()
+    for run_id in filter(None, (written, of_checkpoint)):
+        if re.fullmatch(r"[\w.-]{1,64}", run_id, re.ASCII):
+            return run_id
+        logger.warning("%s: %r is no id of a wandb run and is not used", directory / ID_FILE, run_id[:64])
+    return None

@@ -1,45 +1,100 @@
 """`report.html`: one page about one run, or about several side by side, that needs nothing besides itself.
 
-Figures stand in it as SVG (heatmaps as PNG), there is no script, and its own policy forbids the reader's browser to
-fetch anything. It is as wide as a phone or a sheet of paper.
+Figures stand in it as SVG, there is no script, and its policy forbids the browser to fetch anything. The template
+escapes all text.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fp4 import __version__
-from megatron_fp4.logging import charts, page_facts
-from megatron_fp4.logging.comparison import check_names
-from megatron_fp4.logging.completion import REPORT_FILE
-from megatron_fp4.logging.goodput import Goodput, goodput_of
-from megatron_fp4.logging.run_files import replace_text
-from megatron_fp4.logging.run_folder import RunFolder, open_run
+import jinja2
+import numpy as np
+from markupsafe import Markup, escape
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-_CSS = """
-:root { color-scheme: light; }
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; margin: 0 auto; max-width: 1120px;
-  padding: 12px 16px 40px; }
-h1 { font-size: 1.5em; margin: .4em 0 .1em; overflow-wrap: anywhere; } h2 { font-size: 1.15em; margin: 1.8em 0 .4em;
-  border-bottom: 1px solid #ccc; } h3 { font-size: 1em; margin: .9em 0 .2em; }
-figure h3 { margin-top: 0; }
-nav { font-size: .9em; } nav a { margin-right: .9em; white-space: nowrap; } a { color: #0072B2; }
+from megatron_fp4 import __version__
+from megatron_fp4.logging.files import REPORT_FILE, replace_text
+from megatron_fp4.logging.goodput import ORDER, goodput_of
+from megatron_fp4.logging.pictures import (
+    QUANTITIES,
+    draw_gaps,
+    draw_heatmap,
+    draw_losses,
+    drawing,
+    heatmap_height,
+    legend_below,
+    look,
+    mark_run,
+    smooth,
+    step_axis,
+    thinned,
+)
+from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs
+from megatron_fp4.logging.words import short_number, short_time
+
+UNKNOWN = "unknown"
+_SIZE, _MOST_EVENTS = (5.4, 3.3), 200
+# Events of which the page has the number and the last one, if all is well.
+_ROUTINE = ("checkpoint", "export", "replay", "recheck")
+# Fields of the steps that are drawn, with their labels.
+_CURVES = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm before clipping",
+    "tokens_per_second": "tokens per second, all devices",
+    "mfu": "model FLOPs utilization",
+    "step_time": "seconds for a step, data included",
+    "data_wait": "seconds waiting for data in a step",
+    "peak_memory_gib": "peak memory of the first device (GiB)",
+}
+Row = Sequence[str]
+
+_TEMPLATE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ names }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<style>
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; margin: 0 auto; max-width: 1120px; padding: 12px 16px; }
+h1, pre { overflow-wrap: anywhere; } h2 { font-size: 1.15em; border-bottom: 1px solid #ccc; } h3 { font-size: 1em; }
+nav a { margin-right: .9em; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 430px), 1fr)); gap: 18px; }
-figure { margin: 0; break-inside: avoid; min-width: 0; }
-svg, img { width: 100%; height: auto; display: block; }
+figure { margin: 0; break-inside: avoid; min-width: 0; } svg { width: 100%; height: auto; display: block; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .93em; }
 th, td { text-align: left; vertical-align: top; padding: 3px 14px 3px 0; border-bottom: 1px solid #eee; }
-td { font-variant-numeric: tabular-nums; } th { font-weight: 600; } tbody th { font-weight: 400; color: #555; }
-.note { color: #666; font-size: .9em; margin: .3em 0; } pre { white-space: pre-wrap; background: #f5f5f5;
-  padding: 8px; margin: .3em 0; font-size: .88em; overflow-wrap: anywhere; }
-td { overflow-wrap: break-word; max-width: 34em; } @media (max-width: 600px) { td, th { padding-right: 9px; } }
-@media print { body { max-width: none; font-size: 10pt; padding: 0; } nav { display: none; }
-  .figures { grid-template-columns: 1fr 1fr; } h2 { break-after: avoid; } tr { break-inside: avoid; }
-  .table { overflow: visible; } }
+td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; max-width: 34em; }
+.note { color: #666; font-size: .9em; } pre { white-space: pre-wrap; background: #f5f5f5; padding: 8px; }
+@media print { nav { display: none; } .figures { grid-template-columns: 1fr 1fr; } }
+</style></head><body>
+<h1>{{ names }}</h1>
+<p class="note">{{ folders }}; written {{ moment }} by megatron_fp4 {{ version }}</p>
+<nav>{% for section in sections %}<a href="#s{{ loop.index }}">{{ section.title }}</a>{% endfor %}</nav>
+{% for section in sections %}
+<section id="s{{ loop.index }}"><h2>{{ section.title }}</h2>
+{% if section.figures %}
+<div class="figures">{% for figure in section.figures %}<figure>{{ figure }}</figure>{% endfor %}</div>
+{% endif %}
+{% for part in section.parts %}
+{% if part.of %}<h3>{{ part.of }}</h3>{% endif %}
+{% if part.rows %}
+<div class="table"><table>
+{% if part.head %}<tr>{% for cell in part.head %}<th>{{ cell }}</th>{% endfor %}</tr>{% endif %}
+{% for row in part.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}
+</table></div>
+{% endif %}
+{% for prompt, text in part.texts %}<pre><b>{{ prompt }}</b>{{ text }}</pre>{% endfor %}
+{% endfor %}
+{% if section.note %}<p class="note">{{ section.note }}</p>{% endif %}
+</section>
+{% endfor %}
+</body></html>
 """
 
 
@@ -58,182 +113,326 @@ def write_report(
 
     Raises FileNotFoundError or ValueError for what is no run with steps, and OSError if the page cannot be written.
     """
-    opened = [open_run(run) for run in runs]
-    base, note = None, ""
-    if baseline is not None:
-        base = open_run(baseline)
-    elif len(opened) == 1 and (configured := opened[0].setting("logging", "baseline")):
+    opened, note = open_runs(runs), ""
+    if target is None and len(opened) > 1:
+        raise ValueError("a page about several runs belongs to none of their folders; say where to write it (--output)")
+    base = None if baseline is None else open_run(baseline)
+    if base is None and len(opened) == 1 and (configured := opened[0].setting("logging", "baseline")):
         try:
             base = open_run(configured)
         except (OSError, ValueError) as error:
             note = f"No baseline: {error}"
-    check_names([run.name for run in (*opened, *([base] if base is not None else []))])
-    if target is None:
-        if len(opened) > 1:
-            raise ValueError(
-                "a page about several runs belongs to none of their folders; say where to write it (--output)"
-            )
-        target = opened[0].path / REPORT_FILE
-    replace_text(Path(target), page(opened, defaults, base, note))
-    return Path(target)
+    target = Path(target) if target is not None else opened[0].path / REPORT_FILE
+    replace_text(target, page(opened, defaults, base, note))
+    return target
 
 
 def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFolder | None, note: str = "") -> str:
-    """The HTML about `runs`."""
-    found = [goodput_of(run.path) for run in runs]
-    names = ", ".join(run.name for run in runs)
-    sections = {
-        "Summary": _summary(runs, found),
-        "Losses": _losses(runs, baseline),
-        "Gap": _gap(runs, baseline, note),
-        "Learning rate and gradients": _figures(
-            charts.series(runs, "lr", "learning rate", smoothed=False),
-            charts.series(runs, "grad_norm", "gradient norm before clipping"),
-            charts.gradient_noise(runs),
-        ),
-        "Throughput, memory, data": _speed(runs),
-        "Phases": _each(runs, _phases),
-        "Precision plan": _each(runs, _plan),
-        "Diagnostics": _each(runs, lambda run: _figures(*charts.diagnostics(run))),
-        "Goodput": _goodput(runs, found),
-        "Events": _each(runs, _events),
-        "What the model says": _each(runs, _texts),
-        "Configuration": _configuration(runs, defaults),
-    }
-    shown = {title: html for title, html in sections.items() if html}
-    ids = {title: f"s{index}" for index, title in enumerate(shown)}
-    contents = " ".join(f'<a href="#{ids[title]}">{escape(title)}</a>' for title in shown)
-    body = "".join(f'<section id="{ids[t]}"><h2>{escape(t)}</h2>{html}</section>' for t, html in shown.items())
-    moment = time.strftime("%Y-%m-%d %H:%M %Z").strip()
-    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(names)}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{_CSS}</style></head>'
-        f'<body><h1>{escape(names)}</h1><p class="note">{escape(", ".join(str(run.path) for run in runs))}; written '
-        f"{escape(moment)} by megatron_fp4 {escape(__version__)}</p><nav>{contents}</nav>{body}</body></html>\n"
-    )
-
-
-def _summary(runs: Sequence[RunFolder], found: Sequence[Goodput | None]) -> str:
-    head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
-    note = _note("In brackets: above the first run.") if len(runs) > 1 else ""
-    return _table(head, [[what, *texts] for what, texts in page_facts.summary(runs, found)], heads=True) + note
-
-
-def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> str:
-    names = page_facts.sources_of(runs)
-    sources = [(f"Held-out: {name}", charts.source_losses(runs, name, baseline)) for name in names]
-    return _figures(("Training", charts.losses(runs, baseline)), *sources)
-
-
-def _gap(runs: Sequence[RunFolder], baseline: RunFolder | None, note: str) -> str:
-    """Of the runs that had as many tokens after the same steps as the baseline, which is the first run if there is no
-    other; others are named."""
-    shift = 0
-    if baseline is None and len(runs) > 1:
-        baseline, runs, shift = runs[0], runs[1:], 1
-    if baseline is None:
-        return _note(note) if note else ""
-    other = [run.name for run in runs if not run.same_batches(baseline)]
-    text = "Of losses after the same steps; it says something if these had the same data."
-    if other:
-        text = f"No gap of {', '.join(other)}: steps of {baseline.name} have another number of tokens."
-    return _figures(charts.gaps(runs, baseline, shift)) + _note(text)
-
-
-def _speed(runs: Sequence[RunFolder]) -> str:
-    drawn = [
-        charts.series(runs, "tokens_per_second", "tokens per second, all devices"),
-        charts.series(runs, "model_tflops", "model TFLOP/s per device"),
-        charts.series(runs, "mfu", "model FLOPs utilization (%)", scale=100.0),
-        charts.series(runs, "step_time", "seconds for a step, data included"),
-        charts.series(runs, "data_wait", "seconds waiting for data in a step"),
-        charts.series(runs, "peak_memory_gib", "peak memory of the first device (GiB)"),
+    """The HTML about `runs`. note: why there is no baseline."""
+    base, others = (runs[0], runs[1:]) if baseline is None and len(runs) > 1 else (baseline, runs)
+    unlike = [] if base is None else [run.name for run in others if not run.same_batches(base)]
+    gap_note = "Of losses after the same steps; it says something if these had the same data."
+    if base is not None and unlike:
+        gap_note = f"No gap of {', '.join(unlike)}: steps of {base.name} have another number of tokens."
+    head = ["", *(run.name for run in runs)]
+    sections = [
+        _section("Summary", parts=[_part(summary(runs), head if len(runs) > 1 else [])]),
+        _section("Losses", _losses(runs, baseline)),
+        _section("Gap", _gaps(base, others), note=note if base is None else gap_note),
+        _section("Optimizer and speed", [*(_curve(runs, field) for field in _CURVES), _gradient_noise(runs)]),
+        _section("Phases", parts=_each(runs, phases, ["phase", "length", "blend", "steps so far"])),
+        _section("Precision plan", parts=_each(runs, plan, ["recipe", "linears", "why these", "operands"])),
+        _section("Diagnostics", [figure for run in runs for figure in _heatmaps(run)]),
+        _section("Goodput", parts=[_part(goodput(runs), [*head[:1], *head[1:]])]),
+        _section("Events", parts=_each(runs, events, ["step", "what", ""])),
+        _section("What the model writes", parts=[_texts(run) for run in runs if _texts(run)["texts"]]),
+        _section("Configuration", parts=[_part(differences(runs, defaults), ["key", "default", *head[1:]])]),
     ]
-    return _figures(*drawn) + ("" if drawn[-1] else _note("Memory: unknown, it was not recorded."))
-
-
-def _phases(run: RunFolder) -> str:
-    rows = page_facts.phases(run)
-    return _table(["phase", "length", "blend", "steps so far"], rows) if rows else ""
-
-
-def _plan(run: RunFolder) -> str:
-    rows = page_facts.plan(run)
-    switched = " Before the switch of precision." if any(one["event"] == "switch" for one in run.events) else ""
-    note = _note(f"x: activation, W: weight, dy: gradient; SR: stochastic rounding.{switched}")
-    return _table(["recipe", "linears", "why these", "operands of the GEMMs"], rows) + note if rows else ""
-
-
-def _goodput(runs: Sequence[RunFolder], found: Sequence[Goodput | None]) -> str:
-    known = [(run.name, one) for run, one in zip(runs, found, strict=True) if one is not None]
-    if not known:
-        return _note("Unknown: no ledger of wall time (goodput.jsonl), as versions before this one wrote none.")
-    html = _figures(charts.goodput(known)) + _note(
-        "Steps: time in steps that count; first step: of each start, with compiling. Lost work: steps, data and "
-        "validation that a later start did again. Saves: what training waited for; the rest happens beside it."
-    )
-    for name, one in known:
-        html += f"<h3>{escape(name)}: {escape(str(one))}</h3>"
-        html += _table(["began", "where", "steps", "ended", "wall time", "in steps"], page_facts.starts(one))
-    return html
-
-
-def _events(run: RunFolder) -> str:
-    rows = page_facts.events(run)
-    return _table(["step", "what", ""], rows) if rows else _note("None.")
-
-
-def _texts(run: RunFolder) -> str:
-    found = page_facts.last_texts(run)
-    if found is None:
-        return ""
-    step, samples = found
-    texts = "".join(f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre>" for prompt, text in samples)
-    return _note(f"After step {step:,}; prompts in bold.") + texts
-
-
-def _configuration(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> str:
-    if not any(run.config for run in runs):
-        return _note("Unknown: no config.yaml.")
-    rows = [[key, *values] for key, values in page_facts.differences(runs, defaults)]
-    if not rows:
-        return _note("As by default.")
-    return _note("What is set otherwise than by default.") + _table(
-        ["key", "default", *(run.name for run in runs)], rows, heads=True
+    return (
+        jinja2.Environment(autoescape=True, trim_blocks=True)
+        .from_string(_TEMPLATE)
+        .render(
+            names=", ".join(run.name for run in runs),
+            folders=", ".join(str(run.path) for run in runs),
+            moment=time.strftime("%Y-%m-%d %H:%M %Z"),
+            version=__version__,
+            sections=[section for section in sections if section["figures"] or section["parts"] or section["note"]],
+        )
     )
 
 
-def _each(runs: Sequence[RunFolder], make: Callable[[RunFolder], str]) -> str:
-    """Of every run what `make` makes, under its name if there are several; what is the same of several stands once."""
-    names: dict[str, list[str]] = {}
-    for run in runs:
-        names.setdefault(make(run), []).append(run.name)
-    names.pop("", None)
-    return "".join(f"<h3>{escape(', '.join(of))}</h3>{html}" if len(runs) > 1 else html for html, of in names.items())
+def _section(
+    title: str, figures: Sequence[Markup | None] = (), parts: Sequence[dict[str, Any]] = (), note: str = ""
+) -> dict[str, Any]:
+    shown = [part for part in parts if part["rows"] or part["texts"]]
+    return {"title": title, "figures": [figure for figure in figures if figure], "parts": shown, "note": note}
 
 
-def _figures(*drawn: str | tuple[str, str] | None) -> str:
-    """Side by side as far as there is room; each an image, or a title and an image."""
-    html = ""
-    for one in drawn:
-        if one is not None:
-            title, image = one if isinstance(one, tuple) else ("", one)
-            head = f"<h3>{escape(title)}</h3>" if title else ""
-            html += f"<figure>{head}{image}</figure>"
-    return f'<div class="figures">{html}</div>' if html else ""
+def _part(rows: Sequence[Row], head: Row = (), of: str = "", texts: Sequence[Row] = ()) -> dict[str, Any]:
+    """A table or texts; `of` is its title."""
+    return {"of": of, "head": head, "rows": rows, "texts": texts}
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, heads: bool = False) -> str:
-    """heads: the first cell of each row is its name."""
-    top = f"<thead><tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr></thead>" if head else ""
-    body = ""
-    for row in rows:
-        first = f"<th>{escape(row[0])}</th>" if heads else f"<td>{escape(row[0])}</td>"
-        body += f"<tr>{first}{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>"
-    return f'<div class="table"><table>{top}<tbody>{body}</tbody></table></div>'
+def _each(runs: Sequence[RunFolder], rows: Callable[[RunFolder], list[Row]], head: Row) -> list[dict[str, Any]]:
+    return [_part(rows(run), head, run.name if len(runs) > 1 else "") for run in runs]
 
 
-def _note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
+# Tables.
+
+
+def summary(runs: Sequence[RunFolder]) -> list[Row]:
+    """Rows of (what, text for each run)."""
+    columns = [dict(_facts(run)) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [[name, *(column.get(name, UNKNOWN) for column in columns)] for name in names]
+
+
+def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
+    last, facts, found = run.steps[-1], run.facts, goodput_of(run.records)
+    state = str(run.state.get("state", "finished" if run.summary.get("finished") else UNKNOWN))
+    reason = run.state.get("reason")
+    yield "state", f"{state}: {reason}" if reason else "running, or killed" if state == "running" else state
+    yield "steps", f"{last['step']:,} of {facts.get('steps') or run.setting('train', 'steps') or UNKNOWN}"
+    yield "tokens", short_number(last.get("tokens", math.nan))
+    name, pattern, width = (run.setting("model", key) for key in ("name", "pattern", "hidden_dim"))
+    count = facts.get("parameters")
+    size = f", {short_number(count)} parameters" if isinstance(count, int) else ""
+    yield "model", UNKNOWN if name is None else f"{name}{size}, {len(pattern or '')} blocks, width {width}"
+    plans = list(dict.fromkeys(str(record.get("plan", UNKNOWN)) for record in run.steps))
+    switches = [event["step"] for event in run.events if event["event"] == "switch"]
+    yield "precision", ", then ".join(plans) + (f" from step {switches[-1]:,}" if switches else "")
+    quantized, share = (run.plan or facts.get("plan") or {}).get("quantized_linears"), facts.get("quantized_flops")
+    flops = f", {share:.1%} of the model's FLOPs" if isinstance(share, int | float) else ""
+    yield "quantized", UNKNOWN if quantized is None else f"{quantized} linears{flops}"
+    yield "optimizer", str(facts.get("optimizer", UNKNOWN))
+    yield "seed", str(run.setting("run", "seed"))
+    yield "ranks", str(facts.get("world_size", UNKNOWN))
+    yield "goodput", UNKNOWN if found is None else str(found)
+    for field, form in {
+        "tokens_per_second": short_number,
+        "model_tflops": short_number,
+        "mfu": "{:.1%}".format,
+        "step_time": "{:.3g} s".format,
+    }.items():
+        values = run.series(field)[1]
+        if np.isfinite(values).any():
+            yield f"{field.replace('_', ' ')}, median", form(float(np.nanmedian(values)))
+    waits, times = np.nansum(run.series("data_wait")[1]), np.nansum(run.series("step_time")[1])
+    yield "of the steps waiting for data", f"{waits / times:.2%}" if times > 0 else UNKNOWN
+    skipped, spikes = (sum(bool(record.get("skipped")) for record in run.steps), _count(run, "spike"))
+    yield "steps skipped", f"{skipped:,}" + (f" ({spikes:,} spikes)" if spikes else "")
+    losses = run.last_losses
+    yield "training loss, last 2% of the steps", f"{losses.mean():.4f} nats per token" if losses.size else UNKNOWN
+    bits = (run.of("validation") or [{}])[-1].get("bits_per_byte") or {}
+    for source, points in run.validation.items():
+        extra = f", {bits[source]:.4f} bits per byte" if bits.get(source) is not None else ""
+        step = max(points)
+        yield f"validation loss, {source}", f"{points[step]:.4f} nats per token{extra} (step {step:,})"
+
+
+def _count(run: RunFolder, event: str) -> int:
+    return sum(record["event"] == event for record in run.events)
+
+
+def phases(run: RunFolder) -> list[Row]:
+    """Rows of the data phases as planned: name, length, blend; and their steps as far as the run has come."""
+    been = {name: f"{first + 1:,} to {last:,}" for name, first, last in run.phases}
+    rows: list[Row] = []
+    for phase in run.setting("data", "phases") or []:
+        name = str(phase.get("name", "main"))
+        forms = {"fraction": "{:.4g} of the run", "steps": "{:,} steps", "tokens": "{:,.0f} tokens"}
+        length = " ".join(form.format(phase[key]) for key, form in forms.items() if phase.get(key) is not None)
+        blend = phase.get("blend") or "all"
+        text = ", ".join(f"{source} {share}" for source, share in blend.items()) if isinstance(blend, dict) else blend
+        rows.append([name, length or "the rest", str(text), been.get(name, "-")])
+    return rows
+
+
+def plan(run: RunFolder) -> list[Row]:
+    """Rows of the recipes: name, how many linears, why these, what each GEMM multiplies."""
+    written = run.plan or run.facts.get("plan") or {}
+    linears = list((written.get("linears") or {}).values())
+    rows: list[Row] = []
+    for name, gemms in (written.get("recipes") or {}).items():
+        why = [str(of.get("why", "")) for of in linears if of.get("recipe") == name]
+        reasons = ", ".join(f"{reason} ({why.count(reason)})" for reason in dict.fromkeys(why))
+        lines = "; ".join(map(str, gemms)) if isinstance(gemms, list) else str(gemms)
+        rows.append([str(name), f"{len(why)} of {len(linears)}", reasons, lines])
+    return rows
+
+
+def goodput(runs: Sequence[RunFolder]) -> list[Row]:
+    """Rows of (kind of time, its share and length in each run)."""
+    found = [goodput_of(run.records) for run in runs]
+    rows: list[Row] = []
+    for kind in ORDER:
+        cells = [
+            "-"
+            if of is None or kind not in of.seconds
+            else f"{of.seconds[kind] / of.wall:.1%} ({short_time(of.seconds[kind])})"
+            for of in found
+        ]
+        if any(cell != "-" for cell in cells):
+            rows.append([kind, *cells])
+    return rows
+
+
+def events(run: RunFolder) -> list[Row]:
+    """What happened, as (step, what, details): starts, switches, skips, spikes and faults each, what is routine summed
+    up, and of very many the last ones."""
+    rows: list[Row] = [[f"{record['step']:,}", "start", ""] for record in run.of("run") if record["step"]]
+    last: dict[str, tuple[int, Row]] = {}
+    for record in run.events:
+        name = str(record["event"])
+        details = {key: value for key, value in record.items() if key not in ("kind", "step", "event")}
+        row = [f"{record['step']:,}", name, "; ".join(f"{key}: {_short(value)}" for key, value in details.items())]
+        if name in _ROUTINE and not (record.get("faults") or record.get("differs")):
+            last[name] = last.get(name, (0, ()))[0] + 1, row
+        elif name != "text":
+            rows.append(row)
+    rows.sort(key=lambda row: int(row[0].replace(",", "")))
+    if len(rows) > _MOST_EVENTS:
+        rows = [["...", f"{len(rows) - _MOST_EVENTS:,} earlier events", "in metrics.jsonl"], *rows[-_MOST_EVENTS:]]
+    return [*rows, *([row[0], f"{count} x {row[1]}", f"the last: {row[2]}"] for count, row in last.values())]
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _texts(run: RunFolder) -> dict[str, Any]:
+    texts = [record for record in run.events if record["event"] == "text" and record.get("samples")]
+    samples = texts[-1]["samples"] if texts else []
+    of = f"{run.name}, after step {texts[-1]['step']:,}; prompts in bold" if texts else ""
+    return _part([], of=of, texts=[[str(one["prompt"]), str(one["text"] or "(not finite)")] for one in samples])
+
+
+def differences(runs: Sequence[RunFolder], defaults: Mapping[str, Any]) -> list[Row]:
+    """Rows of (key, value by default and in each run) of the settings that a run has otherwise than the default."""
+    flat = [dict(_flat(settings)) for settings in (defaults, *(run.config for run in runs))]
+    rows: list[Row] = []
+    for key in dict.fromkeys(key for settings in flat for key in settings):
+        values = [settings.get(key, "-") for settings in flat]
+        if any(value not in ("-", values[0]) for value in values[1:]):  # an older run may not have the key
+            rows.append([key, *values])
+    return rows
+
+
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(node, list) and any(isinstance(item, dict) for item in node):
+        for index, value in enumerate(node):
+            yield from _flat(value, f"{path}[{index}]")
+    else:
+        yield path, "null" if node is None else str(node).lower() if isinstance(node, bool) else str(node)
+
+
+# Figures.
+
+
+def _figure(title: str, draw: Callable[[Figure, Axes], object], height: float = _SIZE[1]) -> Markup:
+    """What `draw` makes, as an `svg` element as wide as its place; its text stays text."""
+    file = io.StringIO()
+    with drawing(figsize=(_SIZE[0], height)) as (figure, axes):
+        draw(figure, axes)
+        axes.set_title(axes.get_title() or title, fontsize=10, pad=16)
+        legend_below(figure, axes)
+        # Names of clip paths must differ between the figures of a page, and be the same each time.
+        with rc_context({"svg.hashsalt": title}):
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    svg = text[text.index("<svg") + len("<svg") :]
+    return Markup(f'<svg role="img" aria-label="{escape(title)}"{svg}')  # escaped by matplotlib and here
+
+
+def _step_axis(runs: Sequence[RunFolder], axes: Axes) -> None:
+    step_axis(axes, max(run.steps[-1]["step"] for run in runs))
+    if len(runs) == 1:
+        mark_run(axes, runs[0])
+
+
+def _losses(runs: Sequence[RunFolder], baseline: RunFolder | None) -> list[Markup]:
+    if len(runs) == 1:
+        return [_figure("losses", lambda _, axes: draw_losses(axes, runs[0], baseline), 4.4)]
+    every = [*runs, *([] if baseline is None else [baseline])]
+    sources = dict.fromkeys(source for run in every for source in run.validation)
+
+    def draw(source: str | None, _: Figure, axes: Axes) -> None:
+        for index, run in enumerate(every):
+            if source is None:
+                steps, losses = run.series("loss")
+                axes.plot(*thinned(steps, smooth(losses)), label=run.name, **look(index).line(linewidth=1.5))
+                axes.set_ylim(top=np.nanpercentile(losses, 99))
+            elif points := run.validation.get(source):
+                axes.plot(list(points), list(points.values()), label=run.name, **look(index).points())
+        axes.set_ylabel("nats per token")
+        _step_axis(every, axes)
+
+    titles = {"training loss, smoothed": None, **{f"held-out loss of {source}": source for source in sources}}
+    return [_figure(title, partial(draw, source)) for title, source in titles.items()]
+
+
+def _gaps(base: RunFolder | None, runs: Sequence[RunFolder]) -> list[Markup]:
+    compared = [run for run in runs if base is not None and run.same_batches(base)]
+    if base is None or not compared:
+        return []
+
+    def draw(_: Figure, axes: Axes) -> None:
+        draw_gaps(axes, base, compared)
+        _step_axis(compared, axes)
+
+    return [_figure(f"loss above {base.name} in percent", draw)]
+
+
+def _curve(runs: Sequence[RunFolder], field: str) -> Markup | None:
+    """A number of the steps; None if no run has it."""
+    every = [run.series(field) for run in runs]
+    if not any(np.isfinite(values).any() for _, values in every):
+        return None
+
+    def draw(_: Figure, axes: Axes) -> None:
+        tops = []
+        for index, (run, (steps, values)) in enumerate(zip(runs, every, strict=True)):
+            there = np.isfinite(values)  # some numbers come only now and then
+            if not there.any():
+                continue
+            steps, values, style = steps[there], values[there], look(index)
+            axes.plot(*thinned(steps, values), color=style.color, alpha=0.25, linewidth=0.7)
+            label = run.name if len(runs) > 1 else None
+            axes.plot(*thinned(steps, smooth(values)), label=label, **style.line(linewidth=1.5))
+            tops.append(np.percentile(values, 99.5))
+        axes.set_ylim(0, max(max(tops) * 1.25, 1e-9))  # one slow first step must not flatten all others
+        axes.yaxis.set_major_formatter(lambda value, _: short_number(value))
+        _step_axis(runs, axes)
+
+    return _figure(_CURVES[field], draw)
+
+
+def _gradient_noise(runs: Sequence[RunFolder]) -> Markup | None:
+    points = [{record["step"]: record.get("ratio") for record in run.of("gradient_noise")} for run in runs]
+    if not any(points):
+        return None
+
+    def draw(_: Figure, axes: Axes) -> None:
+        for index, (run, values) in enumerate(zip(runs, points, strict=True)):
+            ratios = [math.nan if value is None else value for value in values.values()]
+            axes.plot(list(values), ratios, label=run.name if len(runs) > 1 else None, **look(index).points())
+        _step_axis(runs, axes)
+
+    return _figure("gradient over its quantization noise", draw)
+
+
+def _heatmaps(run: RunFolder) -> list[Markup]:
+    if not run.of("diagnostics"):
+        return []
+    return [
+        _figure(
+            f"{run.name}: {quantity.title}",
+            partial(draw_heatmap, run=run, quantity=quantity),
+            heatmap_height(run),
+        )
+        for quantity in QUANTITIES
+    ]

@@ -1,13 +1,14 @@
-"""A run's folder as pictures and pages read it: everything that is there, and nothing that must be.
+"""A run's folder as pictures, pages and comparisons read it.
 
-Folders of older versions lack files and fields; what is missing or cannot be read is empty here, and for who shows it
-unknown. Only a folder without a training step is no run.
+Folders of older versions lack files and fields: what is missing is empty here. Only a folder without a training step is
+no run.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,12 @@ import yaml
 
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.logging.completion import SUMMARY_FILE
-from megatron_fp4.logging.metrics import METRICS_FILE, records_of_run, steps_of
-from megatron_fp4.logging.time_ledger import last_step
+from megatron_fp4.logging.files import METRICS_FILE, SUMMARY_FILE, iterate_records
 
 logger = logging.getLogger(__name__)
+
+# Of a run's steps: what its last training loss is the mean of.
+LAST_FRACTION = 0.02
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class RunFolder:
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
-        """The training steps, of which there is one at least."""
+        """The training steps, at least one."""
         return self.of("step")
 
     @cached_property
@@ -55,7 +57,7 @@ class RunFolder:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What the starts of the run said of it; of each fact the newest."""
+        """What the starts of the run recorded about it; of each fact the newest."""
         return {key: value for record in self.of("run") for key, value in record.items()}
 
     @cached_property
@@ -69,15 +71,29 @@ class RunFolder:
         return found
 
     @cached_property
-    def spans(self) -> list[tuple[str, int, int]]:
+    def phases(self) -> list[tuple[str, int, int]]:
         """The data phases that were, as (name, first step - 1, last step)."""
-        return spans_of(self.steps, "phase")
+        spans: list[tuple[str, int, int]] = []
+        for record in self.steps:
+            name = str(record.get("phase", ""))
+            if spans and spans[-1][0] == name:
+                spans[-1] = (name, spans[-1][1], record["step"])
+            else:
+                spans.append((name, record["step"] - 1, record["step"]))
+        return spans
 
     def series(self, field: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values [n] of a number that every step has; NaN where it has none."""
+        """Steps and values [n] of a number that steps have; NaN where one has none."""
         values = [record.get(field) for record in self.steps]
-        numbers = [float(value) if isinstance(value, int | float) else np.nan for value in values]
+        numbers = [float(value) if isinstance(value, int | float) else math.nan for value in values]
         return np.array([record["step"] for record in self.steps]), np.array(numbers)
+
+    @property
+    def last_losses(self) -> np.ndarray:
+        """The finite training losses of the last 2% of the steps, counted from step 0."""
+        steps, losses = self.series("loss")
+        last = losses[steps > steps[-1] - max(1, round(LAST_FRACTION * steps[-1]))]
+        return last[np.isfinite(last)]
 
     def same_batches(self, other: RunFolder) -> bool:
         """Whether both had seen as many tokens after the last step that both have."""
@@ -86,23 +102,11 @@ class RunFolder:
         return bool(common) and tokens[0][max(common)] == tokens[1][max(common)]
 
     def setting(self, *keys: str) -> Any:
-        """What the configuration says, None if it does not: `setting("train", "steps")`."""
+        """What the configuration has, None if it does not: `setting("train", "steps")`."""
         node: Any = self.config
         for key in keys:
             node = node.get(key) if isinstance(node, dict) else None
         return node
-
-
-def spans_of(steps: list[dict[str, Any]], field: str) -> list[tuple[str, int, int]]:
-    """Steps in a row that have the same text in `field`, as (text, first step - 1, last step)."""
-    spans: list[tuple[str, int, int]] = []
-    for record in steps:
-        value = str(record.get(field, ""))
-        if spans and spans[-1][0] == value:
-            spans[-1] = (value, spans[-1][1], record["step"])
-        else:
-            spans.append((value, record["step"] - 1, record["step"]))
-    return spans
 
 
 def named_run(text: str | Path) -> tuple[str, Path]:
@@ -125,8 +129,9 @@ def open_run(text: str | Path) -> RunFolder:
     Raises FileNotFoundError if there is no metrics.jsonl and ValueError if it has no steps yet.
     """
     name, path = named_run(text)
-    records = records_of_run(path)
-    steps_of(records, path)
+    records = read_records(path)
+    if not any(record["kind"] == "step" for record in records):
+        raise ValueError(f"{path / METRICS_FILE} has no training steps yet; come back once the run has made some")
     return RunFolder(
         name=name,
         path=path,
@@ -138,20 +143,28 @@ def open_run(text: str | Path) -> RunFolder:
     )
 
 
-def check_sources(sources: Sequence[str], there: Sequence[str], run: str) -> None:
-    """Raise ValueError for one of `sources` that `run` was never validated on. there: those that it was; none if that
-    is still to come."""
-    if there and (unknown := [name for name in sources if name not in there]):
-        raise ValueError(
-            f"--sources {','.join(sources)}: {run} was not validated on {', '.join(map(repr, unknown))}; name some of "
-            f"{', '.join(there)}"
-        )
+def open_runs(texts: Sequence[str | Path]) -> list[RunFolder]:
+    """`open_run` of each. Raises ValueError too if two have the same name, which no picture could tell apart."""
+    runs = [open_run(text) for text in texts]
+    names = [run.name for run in runs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two runs are called {name}; give them names of their own: NAME=FOLDER")
+    return runs
+
+
+def read_records(run_dir: str | Path) -> list[dict[str, Any]]:
+    """All records of the run in `run_dir`. Raises FileNotFoundError if there is no metrics.jsonl."""
+    path = Path(run_dir) / METRICS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; name the folder of a run (its run.dir)")
+    return list(iterate_records(path))
 
 
 def check_baseline(config: Config) -> None:
     """Raise ConfigError if `logging.baseline` is no other run that can be drawn beside this one.
 
-    That it is gone is only said, by the first rank, where this run has begun: no picture is worth a run.
+    If this run has begun, a baseline that is gone is only logged: no picture is worth a run.
     """
     given = config.logging.baseline
     if given is None:
@@ -160,22 +173,20 @@ def check_baseline(config: Config) -> None:
         name, path = named_run(given)
     except ValueError as error:
         raise ConfigError(f"logging.baseline={given}: {error}") from error
-    if not last_step(path)[0]:
-        why = (
-            f"logging.baseline={given} is no run to compare with: {path / METRICS_FILE} "
-            f"{'has no training steps yet' if (path / METRICS_FILE).exists() else 'does not exist'}"
-        )
-        if not (Path(config.run.dir) / METRICS_FILE).exists():
-            raise ConfigError(f"{why}; name the run.dir of a run that has trained, or drop it")
-        if not place_in_run().rank:
-            logger.warning("%s; this run goes on, and its pictures are without it", why)
-        return
-    if path.resolve() == Path(config.run.dir).resolve():
+    here = Path(config.run.dir)
+    if path.resolve() == here.resolve():
         raise ConfigError(f"logging.baseline={given} is this run's own run.dir; name another run, or drop it")
-    if name == Path(config.run.dir).resolve().name:
+    if name == here.resolve().name:
         raise ConfigError(
             f"logging.baseline={given} has the name of this run, {name}; give it one of its own: NAME={path}"
         )
+    records = path / METRICS_FILE
+    if not (records.is_file() and any(iterate_records(records, "step"))):
+        why = f"logging.baseline={given} is no run to compare with: {records} has no training steps"
+        if not (here / METRICS_FILE).exists():
+            raise ConfigError(f"{why}; name the run.dir of a run that has trained, or drop it")
+        if not place_in_run().rank:
+            logger.warning("%s; this run continues, and its pictures are without it", why)
 
 
 def _mapping(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

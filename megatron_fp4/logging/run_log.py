@@ -16,11 +16,18 @@ from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.compose import to_yaml
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging.completion import set_aside_ending
 from megatron_fp4.logging.console import RunConsole
-from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics
-from megatron_fp4.logging.run_files import attempt, replace_text
-from megatron_fp4.logging.wandb_view import known_run_id
+from megatron_fp4.logging.files import (
+    METRICS_FILE,
+    PICTURE_FILE,
+    REPORT_FILE,
+    SUMMARY_FILE,
+    attempt,
+    move_aside,
+    replace_text,
+)
+from megatron_fp4.logging.goodput import TimeLedger
+from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics, known_run_id
 from megatron_fp4.training.spikes import Spike
 
 
@@ -28,8 +35,8 @@ class RunLog:
     """The metrics and the console of one run, on its first rank; silent on the others (`active=False`).
 
     memory_size: of the device, in GiB, if the console is to show the share of it that is taken. The console prints from
-    the start. Metrics are recorded between `open` and the end of a `with` around the training
-    loop; before that nothing of an earlier start is touched.
+    the start. Metrics are recorded between `open` and the end of a `with` around the training loop; before that nothing
+    of an earlier start is touched. times: where the time of this process goes; an observer of its progress.
     """
 
     def __init__(self, config: Config, active: bool, memory_size: float | None = None) -> None:
@@ -37,12 +44,14 @@ class RunLog:
         self.console = RunConsole(
             config.train.steps, interval=config.logging.interval, active=active, memory_size=memory_size
         )
+        self.times = TimeLedger()
         self._wandb_run_id: str | None = None
-        self._told_to_stop = False
+        self._told_to_stop, self._steps_done = False, 0
+        self.opened = False
         self._found: list[tuple[str, dict[str, Any]]] = []
 
     def state_dict(self) -> str | None:
-        """The run's id at wandb, under which it goes on after a resume."""
+        """The run's id at wandb, under which it resumes."""
         return self._wandb_run_id
 
     def load_state_dict(self, wandb_run_id: str | None) -> None:
@@ -58,12 +67,13 @@ class RunLog:
     def open(self, start: int, **facts: Any) -> None:
         """Begin to record, from `start` steps done, with facts about the run (JSON values)."""
         settings, run_dir = self.config.logging, Path(self.config.run.dir)
-        self.console.start_step = start
-        if self.active and start < self.config.train.steps:
-            attempt(
-                f"{run_dir}: another name for the summary of its end",
-                partial(set_aside_ending, run_dir, anew=start == 0),
-            )
+        self.console.start_step = self._steps_done = start
+        self.opened = True
+        if self.active and start < self.config.train.steps:  # so it is not finished, whatever an earlier end wrote
+            for name in (SUMMARY_FILE, *((PICTURE_FILE, REPORT_FILE) if start == 0 else ())):
+                attempt(f"{run_dir}: another name for {name}", partial(move_aside, run_dir / name))
+        if self.active and start:
+            attempt(f"{run_dir}: the time so far", partial(self.times.resume, run_dir / METRICS_FILE, start))
         # Another run's checkpoint has that run's id.
         of_checkpoint = None if facts.get("origin") else self._wandb_run_id
         self.metrics = MetricsWriter(
@@ -78,6 +88,7 @@ class RunLog:
         )
         self._wandb_run_id = self.metrics.wandb_run_id
         self.metrics.run(start, **facts)
+        self._record_times()
         for event, details in self._found:
             self.metrics.event(start, event, **details)
 
@@ -104,6 +115,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._record_times()
         if self._told_to_stop:
             self.metrics.close(hurry=True)
         self._stack.__exit__(kind, error, traceback)
@@ -118,8 +130,14 @@ class RunLog:
         """A training step is done. skipped: the counts of skipped steps, recorded where this is one."""
         self.metrics.step(metrics)
         self.console.step(metrics)
+        self._steps_done = metrics.step
+        if metrics.step % self.config.logging.interval == 0:
+            self._record_times()
         if metrics.skipped and not metrics.spike:
             self.metrics.event(metrics.step, "skip", **skipped)
+
+    def _record_times(self) -> None:
+        self.metrics.record(self._steps_done, "time", self.times.record(), {})
 
     def spike(self, spike: Spike, answer: str, **details: Any) -> None:
         """A step was a spike. answer: what was done about it, for people. details: the same and more (JSON values)."""
@@ -138,7 +156,7 @@ class RunLog:
         self.metrics.texts(step, [asdict(sample) for sample in samples])
         for sample in samples:
             text = "nothing, because its logits are not finite" if sample.text is None else repr(sample.text)
-            self.console.event(step, f"the model goes on with {sample.prompt!r}: {text}")
+            self.console.event(step, f"the model continues {sample.prompt!r}: {text}")
 
     def saves(self, reports: Sequence[SaveReport]) -> None:
         """Saves have ended; those of which no checkpoint came are said loudly."""
@@ -149,7 +167,7 @@ class RunLog:
                 self.console.event(report.step, f"saved {report.folder}")
             else:
                 self.metrics.event(report.step, "save_failed", error=report.error, **times)
-                self.console.event(report.step, f"NOT SAVED, going on without: {report.error}")
+                self.console.event(report.step, f"NOT SAVED, training continues: {report.error}")
 
     def exported(self, step: int, folder: Path, export_format: str, seconds: float) -> None:
         """The checkpoint of `step` steps is exported in `folder`; it took `seconds`."""
@@ -159,7 +177,7 @@ class RunLog:
     def export_failed(self, step: int, error: str, command: str) -> None:
         """There is no export of `step` steps. command: what makes it by hand."""
         self.metrics.event(step, "export_failed", error=error, command=command)
-        self.console.event(step, f"NOT EXPORTED, going on without: {error}; by hand: {command}")
+        self.console.event(step, f"NOT EXPORTED, training continues: {error}; by hand: {command}")
 
     def stop(self, step: int, why: str | None) -> None:
         """The run is to stop after `step` steps. why: what asked this rank to, None: another rank was asked."""
@@ -173,9 +191,9 @@ class RunLog:
         if step == steps:
             how = f"saved step {step}, but not its export, which the same command makes"
         elif step > start:
-            how = f"saved step {step}; the same command goes on"
+            how = f"saved step {step}; the same command resumes"
         elif start > 0:
-            how = f"nothing is new since step {start} was saved; the same command goes on"
+            how = f"nothing is new since step {start} was saved; the same command resumes"
         else:
             how = "there is nothing to save yet; the same command begins again"
         self.console.text(f"stopped after step {step} of {steps} on {why or 'a signal to another rank'}: {how}")

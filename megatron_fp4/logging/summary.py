@@ -1,61 +1,21 @@
-"""What a run says of itself before it begins and when it is finished."""
+"""The end of a run: its summary and picture, and what a run that was killed at its end lacks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_fp4.config.schema import Config
-from megatron_fp4.logging import console as show
-from megatron_fp4.logging.completion import SUMMARY_FILE
-from megatron_fp4.logging.console import RunConsole
+from megatron_fp4.logging.console import RunConsole, facts_table
+from megatron_fp4.logging.files import METRICS_FILE, PICTURE_FILE, SUMMARY_FILE, attempt, iterate_records, replace_text
 from megatron_fp4.logging.goodput import goodput_of
-from megatron_fp4.logging.metrics import METRICS_FILE, finite
-from megatron_fp4.logging.run_files import attempt, replace_text
-from megatron_fp4.precision.plan import Plan
-
-
-def introduce(
-    console: RunConsole,
-    config: Config,
-    plan: Plan,
-    *,
-    parts: Sequence[show.ModelPart],
-    flops_per_token: int,
-    phases: Sequence[show.PhaseRow],
-    num_tokens: int,
-    facts: Mapping[str, object],
-    world_size: int,
-) -> None:
-    """Print what is about to run: model, plan, numerics, batch arithmetic, phases.
-
-    parts, flops_per_token: of the model; FLOPs are those of its forward pass. facts: what else is to be said of
-    numerics and kernels. num_tokens: of the run.
-    """
-    console.table(show.model_table(config.model.name, config.model.pattern, parts, 3 * flops_per_token))
-    console.table(show.plan_table(plan, config.precision.name))
-    quantized = {
-        "linears quantized": f"{plan.num_quantized} of {len(plan.rows)} ({plan.share_of_linears:.1%})",
-        "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops_per_token:.1%}",
-    }
-    console.table(show.facts_table("Numerics", {**recipe_facts(plan), **quantized, **facts}))
-    console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
-    console.table(show.phases_table(phases))
-
-
-def recipe_facts(plan: Plan) -> dict[str, str]:
-    """What the GEMMs of each quantized recipe of the plan multiply; the recipe is named where there are several."""
-    written = plan.as_dict()
-    quantized = [written["linears"][row.linear.name]["recipe"] for row in plan.rows if row.recipe.quantized]
-    names = list(dict.fromkeys(quantized)) or list(written["recipes"])
-    facts = {}
-    for recipe in names:
-        for line in written["recipes"][recipe]:
-            gemm, _, value = line.partition(": ")
-            facts[gemm if len(names) == 1 else f"{recipe}, {gemm}"] = value
-    return facts
+from megatron_fp4.logging.metrics import finite
 
 
 def summarize(
@@ -68,50 +28,103 @@ def summarize(
     bits_per_byte: Mapping[str, float],
     export: Path | None = None,
 ) -> None:
-    """Print the final table of a finished run and write its summary.json and loss.png, as far as the disk takes them.
+    """Print the final table of a finished run and write its summary.json and loss.png, if the disk takes them.
 
     num_tokens: of the run. switched_at: the first step under the plan after the precision switch. losses, entropy:
-    held-out loss and unigram entropy per source, in nats. bits_per_byte: the loss for each byte of text, where known.
+    held-out loss and unigram entropy by source, in nats. bits_per_byte: the loss per byte of text, where known.
     export: the folder of the last checkpoint's export, if there is one.
     """
     run_dir = Path(config.run.dir)
-    # What is shown is worded for a person; what is written keeps its keys.
     facts: dict[str, Any] = {
         "steps": config.train.steps,
         "tokens": num_tokens,
         "precision switched before step": None if switched_at is None else switched_at + 1,
     }
-    shown: dict[str, object] = dict(facts)
     for name, loss in losses.items():
-        measured = {f"validation loss, {name} (nats)": loss}
+        facts[f"validation loss, {name} (nats)"] = round(loss, 4)
         if name in bits_per_byte:
-            measured[f"validation loss, {name} (bits per byte)"] = bits_per_byte[name]
-        measured[f"unigram entropy, {name} (nats)"] = entropy[name]
-        below = entropy[name] - loss
-        shown |= {what: f"{value:.4f}" for what, value in measured.items()}
-        shown[f"{'above' if below < 0 else 'below'} unigram entropy, {name}"] = f"{abs(below):.4f}"
-        measured[f"below unigram entropy, {name}"] = below
-        facts |= {what: round(value, 4) for what, value in measured.items()}
+            facts[f"validation loss, {name} (bits per byte)"] = round(bits_per_byte[name], 4)
+        facts[f"unigram entropy, {name} (nats)"] = round(entropy[name], 4)
+        facts[f"below unigram entropy, {name}"] = round(entropy[name] - loss, 4)
     if export is not None:
-        facts["exported as"] = shown["exported as"] = f"{export.parent.name}/{export.name}"
-    if (goodput := attempt("the goodput", lambda: goodput_of(run_dir))) is not None:
-        facts["goodput"] = shown["goodput"] = str(goodput)
+        facts["exported as"] = f"{export.parent.name}/{export.name}"
+    goodput = attempt("the goodput", lambda: goodput_of(iterate_records(run_dir / METRICS_FILE)))
+    if goodput is not None:
+        facts["goodput"] = str(goodput)
     text = json.dumps(finite({"finished": True, **facts}), indent=1, allow_nan=False) + "\n"
-    attempt(str(run_dir / "loss.png"), lambda: _draw(run_dir, config.logging.baseline))
+    attempt(str(run_dir / PICTURE_FILE), lambda: _draw(run_dir, config.logging.baseline))
     # Last: a summary that is there says that the run is finished.
     attempt(str(run_dir / SUMMARY_FILE), lambda: replace_text(run_dir / SUMMARY_FILE, text))
-    names = (METRICS_FILE, "loss.png", "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
-    shown["files"] = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
-    console.table(show.facts_table("Finished", shown))
+    names = (METRICS_FILE, PICTURE_FILE, "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
+    files = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
+    console.table(facts_table("Finished", {**facts, "files": files}))
 
 
 def _draw(run_dir: Path, baseline: str | None) -> None:
-    from megatron_fp4.logging.plot import plot_loss  # and with it matplotlib, for which no start has to wait
+    from megatron_fp4.logging.pictures import plot_loss  # imports matplotlib, for which no start should wait
 
     try:
         plot_loss(run_dir, baseline)
     except (OSError, ValueError):
-        if baseline is None:
-            raise
-        plot_loss(run_dir)
-        raise  # the picture is there, without the baseline: which is said
+        if baseline is not None:
+            plot_loss(run_dir)
+        raise
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Which of its last records and files a run lacks that has done all its steps.
+
+    losses: the validation losses after its last step by source, if metrics.jsonl has them. others: what else it lacks,
+    such as exports.
+    """
+
+    checkpoint: bool
+    validation: bool
+    files: tuple[str, ...]
+    losses: dict[str, float]
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """For a line that says what is missing."""
+        records = {"its last validation": self.validation, "its last checkpoint's event": self.checkpoint}
+        return [*(name for name, missing in records.items() if missing), *self.others, *self.files]
+
+
+def missing_of(
+    run_dir: Path, steps: int, *, validates: bool, others: Callable[[int], Sequence[str]] = lambda _: ()
+) -> Missing:
+    """What the folder of a run that has done all its `steps` lacks, as the first rank sees it. A collective.
+
+    validates: the run has held-out data. others: asked on the first rank for what else is missing. Raises OSError on
+    all ranks.
+    """
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = replace(_missing(run_dir, steps, validates), others=tuple(others(steps)))
+        except OSError as error:
+            outcome[0] = str(error)
+    dist.broadcast_object_list(outcome)
+    if isinstance(outcome[0], Missing):
+        return outcome[0]
+    raise OSError(outcome[0])
+
+
+def _missing(run_dir: Path, steps: int, validates: bool) -> Missing:
+    path, trained, saved = run_dir / METRICS_FILE, False, False
+    losses: dict[str, float] = {}
+    for record in iterate_records(path) if path.is_file() else ():
+        trained |= record["kind"] == "step"
+        if record["step"] == steps:
+            saved |= record.get("event") == "checkpoint"
+            if record["kind"] == "validation" and record.get("losses"):
+                losses = {name: math.nan if loss is None else loss for name, loss in record["losses"].items()}
+    try:
+        summarized = json.loads((run_dir / SUMMARY_FILE).read_text())["steps"] == steps
+    except (OSError, ValueError, KeyError, TypeError):
+        summarized = False
+    files = [PICTURE_FILE] if trained and not (run_dir / PICTURE_FILE).is_file() else []
+    files += [] if summarized else [SUMMARY_FILE]
+    return Missing(not saved, validates and not losses, tuple(files), losses)

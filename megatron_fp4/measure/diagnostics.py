@@ -94,7 +94,7 @@ def diagnostics_scalars(record: Record) -> dict[str, float]:
     """A record as a few curves for TensorBoard and wandb, `quantization_<quantity>/<operand or GEMM>_<median or worst>`
     over all linears; of gradient-to-noise ratios over all linears and all blocks.
 
-    What each linear has is in `metrics.jsonl`, of which `scripts/plot_run.py` makes a picture. Largest magnitude and
+    What each linear has is in `metrics.jsonl`, of which `scripts/report.py` makes a picture. Largest magnitude and
     root mean square are left out; their ratio, the crest, is here.
     """
     found: dict[tuple[str, str], list[float]] = {}

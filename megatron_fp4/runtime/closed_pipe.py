@@ -1,4 +1,4 @@
-"""A program whose reader leaves, as in `scripts/compare_runs.py ... | head -1`, ends without a word, as Unix tools do.
+"""A program whose reader leaves, as in `scripts/compare.py ... | head -1`, ends without a word, as Unix tools do.
 
 Not by SIGPIPE, which Python ignores: that would also come of the pipes and sockets between processes, where whoever
 writes has something to say, and would leave behind what is cleaned up by exceptions. A run of pretrain.py trains on

@@ -52,9 +52,6 @@ class Observer(Protocol):
     def at(self, step: int, phase: str) -> None:
         """As `Progress.at`."""
 
-    def waited(self, seconds: float) -> None:
-        """As `Progress.waited`."""
-
 
 class Progress:
     """Where this rank is; watched and written down inside `with progress.watched(...)`."""
@@ -71,11 +68,6 @@ class Progress:
         self.place = Place(step, phase, order, time.time())
         if self.observer is not None:
             self.observer.at(step, phase)
-
-    def waited(self, seconds: float) -> None:
-        """The rank that waited longest for the data of this step waited so long."""
-        if self.observer is not None:
-            self.observer.waited(seconds)
 
     def alive(self) -> None:
         """This rank gets on within its phase."""

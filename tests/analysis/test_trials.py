@@ -1,128 +1,131 @@
+"""Recipes tried from checkpoints: gaps of one start and over several, the file that keeps them, and the command."""
+
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from analysis import trials as trials_module
-from analysis.trials import Trial, block_estimate, draw_trials, gap, results, said, trial_table
-
-
-def _trial(losses: list[float | None], **more: object) -> Trial:
-    return Trial(losses, [0.25] * len(losses), **more)  # type: ignore[arg-type]
-
-
-def test_the_error_of_steps_that_are_not_independent() -> None:
-    draws = np.random.default_rng(0).standard_normal((400, 50 + 20))
-    series = np.zeros_like(draws)
-    for i in range(1, draws.shape[1]):
-        series[:, i] = 0.5 * series[:, i - 1] + draws[:, i]  # a correlation of 0.5 between neighbours
-    within, naive = [], []
-    for row in series[:, 20:]:
-        found = block_estimate(row.tolist())
-        assert found.mean == pytest.approx(row.mean()) and found.freedom == 5
-        within.append(not found.beyond_noise)  # the mean of all is zero
-        naive.append(abs(row.mean()) <= 2.01 * row.std(ddof=1) / np.sqrt(len(row)))
-    assert np.mean(within) > 0.9 > 0.8 > np.mean(naive)
-
-
-def test_blocks_of_steps() -> None:
-    found = block_estimate([float(i // 2) for i in range(12)])  # the means of the blocks are 0 to 5
-    assert found.mean == 2.5 and found.error == pytest.approx(np.std(range(6), ddof=1) / np.sqrt(6))
-    few = block_estimate([1.0, 2.0])
-    assert few.mean == 1.5 and few.error is None and few.beyond_noise is None
-    uneven = block_estimate([float(i) for i in range(17)])
-    assert uneven.mean == 8.0 and uneven.error is not None
-
-
-def test_gaps_are_paired_by_step() -> None:
-    base = _trial([9.0, 3.0, 2.0, 4.0] * 5)
-    above = _trial([loss * (1.01 if i % 2 else 1.03) for i, loss in enumerate(base.losses) if loss])
-    found = gap(above, base, skip=4)
-    assert found is not None
-    assert found.percent.mean == pytest.approx(2.0) and found.nats.mean == pytest.approx(
-        np.mean([0.27, 0.03, 0.06, 0.04])
-    )
-    assert found.percent.beyond_noise  # although the losses themselves go up and down by far more
-    for other in (
-        _trial([*base.losses[:-1], None]),
-        _trial(base.losses[:10], ended="ended after step 10: too many"),
-    ):
-        assert gap(other, base, skip=4) is None and gap(base, other, skip=4) is None
-    assert gap(_trial([None, *base.losses[1:]]), base, skip=4) is not None  # a step that does not count
-
-
-def test_the_table_and_what_it_says() -> None:
-    losses = [3.0 + 0.1 * (i % 4) for i in range(24)]
-    wobble = [0.001 * (-1) ** i for i in range(24)]
-    trials = {
-        "bf16": _trial(losses, held_out={"a": 3.0, "b": 5.0}),
-        "nvfp4": _trial([x * (1.02 + w) for x, w in zip(losses, wobble, strict=True)], held_out={"a": 3.0, "b": 5.08}),
-        "same": _trial([x * (1 + w) for x, w in zip(losses, wobble, strict=True)], skipped=1, notes=["switched"]),
-        "bad": _trial(losses[:3], ended="ended after step 3: nan"),
-    }
-    lines = trial_table(trials, "nvfp4", start=600, skip=4).splitlines()
-    rows = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines[2:6]}
-    assert rows["bf16"][1:6] == ["-"] * 5 and rows["bf16"][6:8] == ["250 ms", "4.0000"]
-    assert rows["nvfp4"][1].startswith("+2.00% ± 0.0") and rows["nvfp4"][3] == "yes" and rows["nvfp4"][-1] == "+1.00%"
-    assert rows["nvfp4"][6] == "1.00 x" and rows["nvfp4"][4] == "-"
-    assert rows["same"][3] == "no" and rows["same"][4].startswith("-1.96%") and rows["same"][5] == "yes"
-    assert rows["bad"][:7] == ["-"] * 7
-    notes = "\n".join(lines[6:])
-    assert "steps 605 to 624, without the first 4" in notes and "5 degrees of freedom" in notes
-    assert "bad: ended after step 3: nan" in notes and "same: switched" in notes
-    assert "same: 1 step made no update" in notes
-    for trial in trials.values():
-        trial.notes.append("other data")
-    assert trial_table(trials, None, 600, 4).count("other data") == 1
-    assert "too few for a standard error" in trial_table({"a": _trial([1.0]), "b": _trial([1.1])}, None, 0, 0)
-    numbers = results(trials, skip=4)
-    assert numbers["nvfp4"]["beyond_noise"] is True and numbers["nvfp4"]["held_out_percent"] == pytest.approx(1.0)
-    assert numbers["bad"]["percent"] is None and numbers["same"]["held_out_percent"] is None
-    assert said("nvfp4", trials["nvfp4"], trials["bf16"], 4).startswith("nvfp4: 24 steps in 6 s, training loss 3.")
-    assert said("bad", trials["bad"], trials["bf16"], 4).endswith("ended after step 3: nan")
-
-
-def test_the_picture_has_the_tables_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(trials_module, "draw_rows", lambda *told, **more: drawn.append((*told, more)))
-    base = _trial([4.0, 3.9, 4.1] * 6)
-    trials = {
-        "bf16": base,
-        "worse": _trial([loss * 1.02 for loss in base.losses if loss]),
-        "ended": Trial([4.0], [0.1]),
-    }
-    draw_trials(trials, "worse", 100, 2, tmp_path / "gaps.png")
-    [(rows, target, words, more)] = drawn
-    assert [(row.label, round(row.gap.mean, 6)) for row in rows] == [("worse", 2.0)]
-    assert target == tmp_path / "gaps.png" and more["mark"] == ("worse", pytest.approx(2.0))
-    assert "bf16" in words.axis and words.title == "steps 103 to 118"
-
-
-ENDED = Trial([4.0], [0.1], ended="ended after step 1: no data")
-
-
-@pytest.mark.parametrize(
-    ("trials", "why"),
-    [
-        (
-            {"bf16": ENDED, "nvfp4": _trial([4.0, 4.1])},
-            "bf16, which gaps are measured from, ended after step 1: no data",
-        ),
-        (
-            {"bf16": _trial([4.0, 4.1]), "a": ENDED, "b": _trial([None, None]), "c": _trial([4.0, None])},
-            "a ended after step 1: no data; b has 2 losses that are not finite; c has 1 loss that is not finite",
-        ),
-        (
-            {"bf16": _trial([4.0, None]), "a": ENDED},
-            "bf16, which gaps are measured from, has 1 loss that is not finite",
-        ),
-    ],
+from analysis.trials import (
+    Trial,
+    TrialFile,
+    draw_trials,
+    first_steps,
+    gap,
+    read_starts,
+    start_gaps,
+    starts_table,
+    trial_line,
+    trial_table,
 )
-def test_without_any_gap_the_picture_says_why(trials: dict[str, Trial], why: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError) as error:
-        draw_trials(trials, None, 0, 0, tmp_path / "gaps.png")
-    assert str(error.value) == f"nothing to draw: {why}"
-    assert not any(tmp_path.iterdir())
+from scripts import compare
+
+STEPS = 24
+
+
+def trial(percent: float, seconds: float = 0.1, **more: object) -> Trial:
+    """`percent` above the base in every step."""
+    return Trial([(3 - 0.01 * i) * (1 + percent / 100) for i in range(STEPS)], [seconds] * STEPS, **more)  # type: ignore[arg-type]
+
+
+def written(folder: Path, name: str, percents: dict[str, float], steps: int = STEPS) -> Path:
+    """A start as `compare.py try` leaves it."""
+    made_from = {"checkpoint": f"hash of {name}", "start": 100, "number of steps": steps, "commit": "abc"}
+    trials = {"bf16": trial(0.0), **{recipe: trial(percent, 0.2) for recipe, percent in percents.items()}}
+    file = TrialFile(folder / f"{name}.json", made_from, dict.fromkeys(trials, "config"))
+    for recipe, tried in trials.items():
+        file.add(recipe, tried)
+    return file.path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    return [
+        written(tmp_path, "one", {"nvfp4": 1.0, "best": 0.4, "only here": 2.0}),
+        written(tmp_path, "two", {"nvfp4": 1.2, "best": 0.6}),
+        written(tmp_path, "three", {"nvfp4": 1.1, "best": 0.5}),
+    ]
+
+
+def test_a_gap_is_paired_by_step(tmp_path: Path) -> None:
+    found = gap(trial(1.0), trial(0.0), 4)
+    assert found is not None and found.mean == pytest.approx(1.0) and found.half_width == pytest.approx(0.0, abs=1e-9)
+    nats = gap(trial(1.0), trial(0.0), 4, percent=False)
+    assert nats is not None and nats.mean == pytest.approx(0.01 * (3 - 0.01 * 13.5))
+    assert gap(trial(1.0, ended="ended"), trial(0.0), 4) is None
+    assert gap(Trial([None, *trial(1.0).losses[1:]], []), trial(0.0), 0) is None
+    assert gap(Trial([None, *trial(1.0).losses[1:]], []), trial(0.0), 1) is not None
+    assert [first_steps(steps) for steps in (5, 24, 600)] == [0, 4, 10]
+
+
+def test_the_table_of_one_start(tmp_path: Path) -> None:
+    trials = {
+        "bf16": trial(0.0, held_out={"a": 2.0, "b": 4.0}),
+        "nvfp4": trial(1.0, 0.2, held_out={"a": 2.1, "b": 4.2}, notes=["a note"], skipped=2),
+        "bad": trial(0.5, ended="ended after step 105: diverged"),
+    }
+    table = trial_table(trials, "nvfp4", 100, 4)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    base, nvfp4, bad = rows[2:]
+    assert base == ["bf16", "2.8650", "-", "-", "-", "100 ms", "3.0000", "-"]
+    assert nvfp4[2:3] + nvfp4[5:] == ["+1.00% [+1.00, +1.00]", "2.00 x", "3.1500", "+5.00% (no interval)"]
+    assert bad[1:6] == ["-"] * 5
+    for note in ("nvfp4: a note", "nvfp4: 2 steps made no update", "bad: ended after step 105", "steps 105 to 124"):
+        assert note in table
+    assert "no interval" in trial_table({"a": trial(0), "b": trial(1)}, None, 0, STEPS - 11)
+    assert trial_line("nvfp4", trials["nvfp4"], trials["bf16"], 4).endswith(
+        "training loss 2.8937, +1.00% [+1.00, +1.00]"
+    )
+    assert draw_trials(trials, "nvfp4", 4, tmp_path / "a.png").exists()
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_trials({"bf16": trials["bf16"], "bad": trials["bad"]}, None, 4, tmp_path / "b.png")
+
+
+def test_starts(files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts = read_starts(files)
+    assert start_gaps(starts, "nvfp4", 4)["best"][str(files[0])] == pytest.approx(100 * (1.004 / 1.01 - 1))
+    assert compare.main(["starts", *map(str, files), "--picture", str(tmp_path / "a.png")]) == 0
+    table = starts_table(starts, "bf16", "nvfp4", 4)
+    assert capsys.readouterr().out.startswith(table)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+    nvfp4, best, once = rows[3:]
+    # Pooled over both recipes: deviation 0.1 with four degrees of freedom, an error of 0.1 / sqrt(3).
+    assert nvfp4[:3] == ["nvfp4", "3", "+1.10% [+0.94, +1.26]*"] and best[2] == "+0.50% [+0.34, +0.66]*"
+    assert best[4] == "0.45 ± 0.03" and best[5] == "2.00 x" and once[:3] == ["only here", "1", "+2.00% [+1.72, +2.28]*"]
+    assert (tmp_path / "a.png").exists()
+
+
+def test_a_file_keeps_only_what_can_be_compared(files: list[Path], tmp_path: Path) -> None:
+    before = files[0].read_text()
+    made_from = json.loads(before)["made_from"]
+    file = TrialFile(files[0], made_from, {"bf16": "config", "new": "config"})
+    assert list(file.trials) == ["bf16"] and json.loads(files[0].read_text()) == json.loads(before)
+    with pytest.raises(ValueError, match="another commit"):
+        TrialFile(files[0], {**made_from, "commit": "other"}, {})
+    with pytest.raises(ValueError, match="another nvfp4, whose configuration"):
+        TrialFile(files[0], made_from, {"nvfp4": "other"})
+    files[0].write_text("{}")
+    with pytest.raises(ValueError, match="holds no recipes that were tried"):
+        TrialFile(files[0], made_from, {})
+    assert files[0].read_text() == "{}"
+
+
+def test_files_that_do_not_go_together_are_one_line(
+    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, _ = map(str, files)
+    (tmp_path / "bad.json").write_text("[]")
+    copy = (tmp_path / "copy.json").write_text(Path(one).read_text()) and str(tmp_path / "copy.json")
+    for arguments, expected in (
+        ([one], "two starts at least"),
+        ([one, copy], "of the same checkpoint"),
+        ([one, str(written(tmp_path, "longer", {"nvfp4": 1.0}, STEPS + 1))], "other numbers of steps"),
+        ([one, str(tmp_path / "bad.json")], "holds no recipes"),
+        ([one, str(tmp_path / "none.json")], "holds no recipes"),
+        ([one, two, "--base", "only here"], "has no recipe only here"),
+        ([one, two, "--skip", "24"], "at least one of 24 steps must count"),
+    ):
+        assert compare.main(["starts", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1, error

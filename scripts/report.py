@@ -1,8 +1,9 @@
-"""A page about a run, or about several side by side, that opens in any browser and needs no network.
+"""The page of a run, or of several side by side, that opens in any browser and needs no network; and its pictures.
 
-    python scripts/report_run.py runs/nvfp4                                      writes runs/nvfp4/report.html
-    python scripts/report_run.py runs/nvfp4 --baseline BF16=runs/bf16            with its gap to another run
-    python scripts/report_run.py BF16=runs/bf16 NVFP4=runs/nvfp4 --output gap.html
+    python scripts/report.py runs/nvfp4                            writes runs/nvfp4/report.html
+    python scripts/report.py runs/nvfp4 --baseline BF16=runs/bf16  with its gap to another run
+    python scripts/report.py BF16=runs/bf16 NVFP4=runs/nvfp4 --output gap.html
+    python scripts/report.py runs/nvfp4 --pictures                 also loss.png, and diagnostics.png if it was measured
 
 Also of runs that are not finished, and of older versions; what these do not say is shown as unknown.
 """
@@ -17,6 +18,8 @@ import yaml
 from assembly import CONFIGS
 from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.logging.page import write_report
+from megatron_fp4.logging.pictures import plot_heatmap, plot_loss
+from megatron_fp4.logging.run_folder import named_run
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 
@@ -26,12 +29,18 @@ def main() -> None:
     parser.add_argument("run", nargs="+", metavar="[NAME=]FOLDER", help="folders of runs")
     parser.add_argument("--baseline", metavar="[NAME=]FOLDER", help="what gaps are measured against")
     parser.add_argument("--output", help="where to write it (default: report.html in the folder of a single run)")
+    parser.add_argument("--pictures", action="store_true", help="also draw the runs into their folders")
     options = parser.parse_args()
     try:
         defaults = yaml.safe_load(to_yaml(compose_config([], CONFIGS)))
         print(write_report(options.run, defaults=defaults, baseline=options.baseline, target=options.output))
+        for run in options.run if options.pictures else ():
+            folder = named_run(run)[1]
+            print(plot_loss(folder, options.baseline))
+            if (drawn := plot_heatmap(folder)) is not None:
+                print(drawn)
     except (OSError, ValueError) as error:
-        print(f"report_run.py: {error}", file=sys.stderr)
+        print(f"report.py: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -1,29 +1,10 @@
-"""What recipes cost, by some steps of each from one checkpoint: what to look at before a long run.
-
-    python scripts/try_recipes.py runs/mine/checkpoints/step_00000600 --steps 60 bf16 nvfp4 nvfp4_quartet2 \\
-        "no RHT=precision=nvfp4 precision.wgrad.rht=0" \\
-        "planned=precision=nvfp4 precision.bf16_blocks.last=0 precision.bf16_blocks.file=plan.yaml"
-    torchrun --nproc-per-node 8 scripts/try_recipes.py runs/8b --output tried.json bf16 nvfp4
-
-Every recipe begins with the checkpoint's weights, moments and step, and reads the tokens that its run would read next,
-at its run's learning rates; it trains as `pretrain.py checkpoint.resume=CHECKPOINT` would, to the last bit. All is done
-in one process after the other, and nothing is written into the run's folder. The table has the mean gap of the training
-loss to the first recipe, paired by step, with its standard error (analysis/trials.py), whether it is beyond
-the noise, the same against another recipe, and the time of a step; --picture draws the gaps.
-
-A recipe is the name of a precision config or NAME=OVERRIDES (overrides separated as in a shell; without `precision=`
-they change the run's own recipe). KEY=VALUE with a key of the configuration, such as data.cache_dir=..., is for all of
-them. The precision does not switch, unless a recipe says `precision.switch.when`. With --output results are kept after
-each recipe, and the same command goes on with those that are missing.
-Exit code: 0; 2 wrong arguments, or a checkpoint that does not fit; 4 kernels compute something else than they should.
-"""
+"""Some steps of each recipe from one checkpoint, in one process after the other: what `compare.py try` does."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import hashlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from analysis.trial_file import TrialFile
-from analysis.trials import draw_trials, first_steps, said, trial_table
+from analysis.runs import difference_line, differences, settings_of
+from analysis.trials import TrialFile, draw_trials, first_steps, trial_line, trial_table
 from assembly import device_type_of, set_determinism
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4 import __version__
@@ -43,12 +24,9 @@ from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.launcher import place_in_run
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.logging.other_settings import difference_line, differences, settings_of
-from megatron_fp4.logging.picture import check_target
-from megatron_fp4.logging.run_files import check_place
+from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.runtime.exit_codes import ExitCode
 from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch
@@ -58,45 +36,23 @@ ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 
 
-def main(arguments: list[str]) -> int:
-    """Run the command; returns the exit code."""
-    options = parse(arguments)
+def try_recipes(options: argparse.Namespace) -> int:
+    """Run `compare.py try`; returns the exit code."""
     try:
-        return try_recipes(options)
+        return _try_recipes(options)
     except (ValueError, OSError, DamagedCheckpointError, CheckpointError, SelfTestError) as error:
-        if int(os.environ.get("RANK", 0)) == 0:  # ConfigError is a ValueError
-            print(f"try_recipes.py: {error}", file=sys.stderr, flush=True)
+        if place_in_run().rank == 0:  # ConfigError is a ValueError
+            print(f"compare.py: {error}", file=sys.stderr, flush=True)
         return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED
     finally:
         leave_distributed()
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-    parser.add_argument(
-        "recipes", nargs="+", metavar="RECIPE",
-        help="the base first: a precision config, NAME=OVERRIDES, or KEY=VALUE for all recipes",
-    )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=60, help="of each recipe (default 60)")
-    parser.add_argument("--skip", type=int, help="first steps that do not count (default: a sixth, at most 10)")
-    parser.add_argument(
-        "--against", metavar="NAME", help="another recipe to tell differences to (default: the second, of three)"
-    )
-    parser.add_argument("--validate", action="store_true", help="also the held-out loss behind the last step")
-    parser.add_argument("--output", type=Path, help="JSON file to keep results in (default: none)")
-    parser.add_argument("--picture", type=Path, help="where to draw the gaps (default: nowhere)")
-    return parser.parse_intermixed_args(arguments)
-
-
-def try_recipes(options: argparse.Namespace) -> int:
+def _try_recipes(options: argparse.Namespace) -> int:
     """Check everything, train what is missing, print."""
     skip = first_steps(options.steps) if options.skip is None else options.skip
     if options.steps < 1 or not 0 <= skip < options.steps:
         raise ConfigError(f"--steps {options.steps} --skip {skip}: at least one step must count")
-    if options.picture is not None:
-        check_target(options.picture)
     if options.output is not None:
         check_place(options.output)
     checkpoint = checkpoint_in(options.checkpoint)
@@ -137,7 +93,7 @@ def try_recipes(options: argparse.Namespace) -> int:
     file = None
     if options.output is not None:
         fingerprints = {recipe.name: recipe.fingerprint for recipe in recipes}
-        file = on_first(mesh, lambda: TrialFile(options.output, facts, fingerprints, skip))
+        file = on_first(mesh, lambda: TrialFile(options.output, facts, fingerprints))
     trials = {} if file is None else dict(file.trials)
     for recipe in recipes:
         name = recipe.name
@@ -147,7 +103,7 @@ def try_recipes(options: argparse.Namespace) -> int:
         trials[name] = trial
         release()
         if mesh.rank == 0:
-            print(said(name, trial, trials.get(names[0]) if name != names[0] else None, skip), flush=True)
+            print(trial_line(name, trial, trials.get(names[0]) if name != names[0] else None, skip), flush=True)
         if file is not None:
             on_first(mesh, lambda: file.add(name, trial))  # noqa: B023
     if mesh.rank == 0:
@@ -158,7 +114,7 @@ def try_recipes(options: argparse.Namespace) -> int:
             if found := differences(settings[name], settings[names[0]]):
                 print(difference_line(name, names[0], found), flush=True)
         if options.picture is not None:
-            print(draw_trials(ordered, against, manifest.step, skip, options.picture), flush=True)
+            print(draw_trials(ordered, against, skip, options.picture), flush=True)
     return ExitCode.FINISHED
 
 
@@ -195,8 +151,3 @@ def commit() -> str:
     except (OSError, subprocess.CalledProcessError, UnicodeDecodeError):
         return f"version {__version__}"
     return f"{name}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else name
-
-
-if __name__ == "__main__":
-    end_without_reader()
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,379 @@
+"""What recipes cost over several seeds or branches: each run against its partner of the base.
+
+Two runs are partners if they began alike and read the same tokens in the same order; what differs between them is the
+recipe, and how its noise grows. A run from scratch begins with the weights of its `run.seed`; a branch with a
+checkpoint of another run, and its own seed is that of stochastic rounding. Equal checkpoints are one start, whichever
+run saved them. A branch without a partner has the partners of its trunk, the run whose checkpoint it began from.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from analysis.runs import check_sources, comparable, difference_line, differences, settings_of
+from analysis.statistics import (
+    Estimate,
+    draw_estimates,
+    estimate,
+    estimates,
+    gap_text,
+    markdown,
+    pooled,
+    share_of,
+    share_text,
+)
+from megatron_fp4.logging.pictures import BLACK, INK, legend_below, look, open_frame, picture
+from megatron_fp4.logging.run_folder import read_records
+from megatron_fp4.logging.words import short_tokens
+
+MEAN = ""  # instead of a held-out source: the mean of all, each weighed alike
+
+
+class Pair(NamedTuple):
+    """What partners have in common. start: `seed 1`, or a checkpoint. data_seed: of the order of the data."""
+
+    start: str
+    data_seed: int
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out losses of one run.
+
+    losses: by tokens trained on and source (and MEAN), nats per token. trunk: of a branch, the folder of the run whose
+    checkpoint it began from. steps: how many the run is to have. final: tokens of its last validation if the run is
+    finished. problem: why it is not in the comparison of the ends. settings: besides the recipe.
+    """
+
+    folder: Path
+    seed: int
+    pair: Pair
+    losses: dict[int, dict[str, float]]
+    trunk: Path | None = None
+    steps: int | None = None
+    final: int | None = None
+    problem: str = ""
+    settings: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.folder.name
+
+
+Groups = Mapping[str, Sequence[HeldOut]]
+
+
+def read_groups(arguments: Sequence[str], sources: Sequence[str] = ()) -> dict[str, list[HeldOut]]:
+    """Groups of runs from `NAME=RUN,RUN,...`, in their order; a RUN is a folder or a pattern of folders.
+
+    sources: the held-out sources that count (default: all). Raises ValueError for an argument of another form, a name
+    or a run that comes twice, or fewer than two groups, and what `read_held_out` raises.
+    """
+    groups: dict[str, list[HeldOut]] = {}
+    seen: dict[Path, str] = {}
+    for argument in arguments:
+        name, _, texts = argument.partition("=")
+        if not (name and texts and all(texts.split(","))) or name in groups:
+            raise ValueError(f"{argument}: write each group once, as NAME=RUN,RUN,...")
+        groups[name] = []
+        for text in texts.split(","):
+            folders = [text] if Path(text).exists() or not glob.has_magic(text) else sorted(glob.glob(text))
+            if not folders:
+                raise ValueError(f"{text}: no folder has such a name; name the folders of runs of {name}")
+            for folder in folders:
+                if (other := seen.setdefault(Path(folder).resolve(), name)) != name or any(
+                    run.folder == Path(folder).resolve() for run in groups[name]
+                ):
+                    raise ValueError(f"{argument}: {folder} is in {other} already; name each run once")
+                groups[name].append(read_held_out(folder, sources))
+    if len(groups) < 2:
+        raise ValueError("name two groups at least, the base first")
+    for runs in groups.values():
+        for run in runs:
+            if twin := next((o for o in runs if o is not run and (o.pair, o.seed) == (run.pair, run.seed)), None):
+                raise ValueError(f"{run.name} and {twin.name} have the same start and seeds; name one run of each")
+    return groups
+
+
+def read_held_out(run_dir: str | Path, sources: Sequence[str] = ()) -> HeldOut:
+    """The run in `run_dir`, finished or not. sources: those that count (default: all).
+
+    Raises FileNotFoundError if there is no metrics.jsonl or no config.yaml, and ValueError if the seed is not in
+    config.yaml, or the run was never validated on one of `sources`.
+    """
+    config_file, records = Path(run_dir) / "config.yaml", read_records(run_dir)
+    if not config_file.exists():
+        raise FileNotFoundError(f"{config_file} does not exist; name the folder of a run (its run.dir)")
+    try:
+        config = yaml.safe_load(config_file.read_text())
+        seed = int(config["run"]["seed"])
+        data_seed = int(seed if config["data"].get("seed") is None else config["data"]["seed"])
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{config_file} names no run.seed, or one that is no number") from error
+    validations = [record for record in records if record["kind"] == "validation" and record["losses"]]
+    check_sources(sources, list({name: 0 for record in validations for name in record["losses"]}), str(run_dir))
+    losses: dict[int, dict[str, float]] = {}
+    last, problem = 0, "not yet validated"
+    for record in validations:
+        measured = {name: record["losses"].get(name) for name in sources or record["losses"]}
+        if all(map(comparable, measured.values())):
+            losses[record["tokens"]] = measured | {MEAN: float(np.mean(list(measured.values())))}
+            last, problem = record["step"], ""
+        elif None not in measured.values() or set(sources) <= record["losses"].keys():
+            problem = f"its held-out loss after {short_tokens(record['tokens'])} tokens is no number to compare"
+    starts = [record for record in records if record["kind"] == "run"]
+    steps = starts[-1].get("steps") if starts else None
+    if not problem and steps is not None and last != steps:
+        problem = f"not finished, last validated after {short_tokens(max(losses))} tokens"
+    start, trunk = _start(starts)
+    return HeldOut(
+        folder=Path(run_dir).resolve(),
+        seed=seed,
+        pair=Pair(start or f"seed {seed}", data_seed),
+        losses=losses,
+        trunk=trunk,
+        steps=steps,
+        final=None if problem else max(losses),
+        problem=problem,
+        settings=settings_of(config),
+    )
+
+
+def _start(starts: Sequence[Mapping[str, Any]]) -> tuple[str | None, Path | None]:
+    """The checkpoint that a run with these `run` records began from, by its content; and if it took its whole state,
+    the folder of the run that saved it. None, None if it began from nothing."""
+    for how in ("origin", "initialized_from"):
+        for origin in (start.get(how) for start in starts):
+            if isinstance(origin, Mapping):
+                path = Path(str(origin.get("path", "")))
+                digest = origin.get("contents_sha256") or origin.get("manifest_sha256") or path
+                run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+                return f"{how} step {origin.get('step')} ({str(digest)[:12]})", run if how == "origin" else None
+    return None, None
+
+
+def partners(run: HeldOut, base: Sequence[HeldOut], groups: Groups) -> list[HeldOut]:
+    """The runs of `base` that began as `run` did and read the same; of these those of its own seed, if there are any.
+    If there are none: its trunk if that is in `base`, else the partners of its trunk."""
+    passed: list[HeldOut] = []
+    one: HeldOut | None = run
+    while one is not None and one not in passed:  # names of folders may lead in a circle
+        alike = [other for other in base if other.pair == one.pair]
+        if alike:
+            return [other for other in alike if other.seed == one.seed] or alike
+        passed.append(one)
+        one = _trunk(one, groups)
+        if one is not None and one in base:
+            return [one]
+    return []
+
+
+def _trunk(run: HeldOut, groups: Groups) -> HeldOut | None:
+    """The run that `run` is a branch of, if it has as many steps, and so the same learning rates, and the same order of
+    the data: in its folder, else (folders may have been copied) the only one of its name."""
+    if run.trunk is None:
+        return None
+    fits = [
+        other
+        for runs in groups.values()
+        for other in runs
+        if other != run and other.pair.data_seed == run.pair.data_seed and other.steps == run.steps
+    ]
+    here = [other for other in fits if other.folder == run.trunk]
+    named = [other for other in fits if other.name == run.trunk.name]
+    return here[0] if here else named[0] if len(named) == 1 else None
+
+
+def gaps(groups: Groups, base: str, source: str = MEAN) -> pd.DataFrame:
+    """Gaps to the group `base`: a row for each group, number of tokens and pair, with `percent` of the base's loss,
+    `nats` per token, and whether it is `final`, of finished runs.
+
+    Runs that share a partner share its noise: they are one row, their mean. Raises ValueError if partners were
+    validated on other sources.
+    """
+    rows = []
+    for name, runs in groups.items():
+        for run in runs if name != base else ():
+            for tokens, measured in run.losses.items():
+                found = [other for other in partners(run, groups[base], groups) if tokens in other.losses]
+                for other in found:
+                    if other.losses[tokens].keys() != measured.keys():
+                        raise ValueError(
+                            f"after {short_tokens(tokens)} tokens {run.name} and {other.name} were validated on other "
+                            "sources; compare runs of the same data.validation, or --sources that both have"
+                        )
+                if found and source in measured:
+                    of_base = float(np.mean([other.losses[tokens][source] for other in found]))
+                    final = run.final == tokens and any(other.final == tokens for other in found)
+                    loss = measured[source]
+                    rows.append((name, tokens, found[0].pair, final, 100 * (loss / of_base - 1), loss - of_base))
+    frame = pd.DataFrame(rows, columns=["group", "tokens", "pair", "final", "percent", "nats"])
+    return frame.groupby(["group", "tokens", "pair", "final"], as_index=False, sort=False).mean()
+
+
+def recipes_tables(groups: Groups, against: str | None = None) -> str:
+    """Markdown: gaps to the first group by tokens trained on, at the end, and by held-out source.
+
+    against: another group to tell differences to. Raises ValueError if no group has this name, or none has a pair.
+    """
+    base = next(iter(groups))
+    if against is not None and against not in groups:
+        raise ValueError(f"--against {against}: no group has this name; the groups are {', '.join(groups)}")
+    found = gaps(groups, base)
+    if found.empty:
+        starts = "; ".join(sorted({str(tuple(run.pair)) for runs in groups.values() for run in runs}))
+        raise ValueError(
+            "no pair: both runs must have begun alike (or the run that a branch came from is named, too), read the "
+            f"same data in the same order, and been validated after equally many tokens; starts: {starts}"
+        )
+    parts = [_by_tokens(groups, base, found), _at_the_end(groups, base, None if against == base else against, found)]
+    measured = next(iter(groups[base][0].losses.values()), {})
+    if len(measured) > 2 and found["final"].any():
+        by_source = {source: _final(gaps(groups, base, source)) for source in measured if source != MEAN}
+        others = [name for name in groups if name != base]
+        rows = [[name, *(gap_text(of.get(name)) for of in by_source.values())] for name in others]
+        parts.append(markdown([f"recipe above {base}", *by_source], rows))
+    return "\n\n".join(parts)
+
+
+def _final(found: pd.DataFrame, column: str = "percent") -> dict[str, Estimate]:
+    ends = found[found["final"]]
+    return estimates({str(name): list(of[column]) for name, of in ends.groupby("group", sort=False)})
+
+
+def _by_tokens(groups: Groups, base: str, found: pd.DataFrame) -> str:
+    rows = []
+    for tokens in sorted({tokens for run in groups[base] for tokens in run.losses}):
+        losses = [run.losses[tokens][MEAN] for run in groups[base] if tokens in run.losses]
+        at = found[found["tokens"] == tokens]
+        row = estimates({str(name): list(of["percent"]) for name, of in at.groupby("group", sort=False)})
+        rows.append(
+            [
+                short_tokens(tokens),
+                f"{np.mean(losses):.4f} ({len(losses)})",
+                f"{100 * np.std(losses, ddof=1) / np.mean(losses):.2f}%" if len(losses) > 1 else "-",
+                *(
+                    f"{gap_text(row[name])} ({row[name].count})" if name in row else "-"
+                    for name in groups
+                    if name != base
+                ),
+            ]
+        )
+    notes = [
+        difference_line(f"{run.name} ({name})", other.name, unlike)
+        for name in groups
+        for run in (groups[name] if name != base else ())
+        for other in partners(run, groups[base], groups)[:1]
+        if (unlike := differences(run.settings, other.settings))
+    ]
+    others = [f"{name} above it" for name in groups if name != base]
+    return markdown(["tokens", base, "standard deviation", *others], rows, notes)
+
+
+def _at_the_end(groups: Groups, base: str, against: str | None, found: pd.DataFrame) -> str:
+    percent, nats = _final(found), _final(found, "nats")
+    heads = ["recipe", "loss at the end", "pairs", f"above {base}", "nats per token"]
+    other = None if against is None else gaps(groups, against)
+    if other is not None:
+        heads += [f"above {against}", f"share of the gap of {against}"]
+    by_pair = {
+        str(name): dict(zip(zip(of["tokens"], of["pair"], strict=True), of["percent"], strict=True))
+        for name, of in found[found["final"]].groupby("group")
+    }
+    rows = []
+    for name, runs in groups.items():
+        ends = [run.losses[run.final][MEAN] for run in runs if run.final is not None]
+        same = len({run.final for run in runs if run.final is not None}) == 1
+        cells = [name, f"{np.mean(ends):.4f} ({len(ends)})" if same else f"({len(ends)})"]
+        cells += [str(percent[name].count) if name in percent else "-", gap_text(percent.get(name))]
+        cells.append(gap_text(nats.get(name), "", 4))
+        if other is not None:
+            known = against in percent and percent[against].beyond_noise and name in by_pair
+            share = share_of(by_pair[name], by_pair[against]) if known and against is not None else None
+            cells += [gap_text(_final(other).get(name)), share_text(share)]
+        rows.append(cells)
+    notes = [
+        "[95% interval]: of the mean over pairs (Student's t); of twenty recipes that cost nothing, one or two are "
+        "expected without zero. *: of fewer than five pairs, by the scatter within all groups, pooled.",
+        *(f"left out: {line}" for line in _left_out(groups, base)),
+    ]
+    return markdown(heads, rows, notes)
+
+
+def _left_out(groups: Groups, base: str) -> list[str]:
+    """Runs that are in no pair of finished runs, and why."""
+    lines = []
+    for name, runs in groups.items():
+        for run in runs:
+            ends = [other.final for other in partners(run, groups[base], groups)]
+            if run.problem:
+                lines.append(f"{run.name} ({name}): {run.problem}")
+            elif name != base and run.final not in ends:
+                why = f"no finished run of {base} has its start ({run.pair.start}), data and length"
+                lines.append(f"{run.name} ({name}): {why}")
+    return lines
+
+
+def draw_by_tokens(groups: Groups, target: Path) -> Path:
+    """Gaps over tokens: the mean with its 95% interval, and each pair as a dot; returns `target`.
+
+    The band is the standard deviation of the base over its runs: what seeds and starts alone do.
+    """
+    base, *others = groups
+    found = gaps(groups, base)
+    with picture(target, figsize=(9, 5.2), dpi=150) as (figure, axes):
+        noise = {}
+        for tokens in sorted({tokens for run in groups[base] for tokens in run.losses}):
+            losses = [run.losses[tokens][MEAN] for run in groups[base] if tokens in run.losses]
+            if len(losses) > 1:
+                noise[tokens / 1e6] = 100 * np.std(losses, ddof=1) / np.mean(losses)
+        if noise:
+            edge = list(noise.values())
+            label = f"{base}: one standard deviation over its runs"
+            axes.fill_between(list(noise), [-e for e in edge], edge, color=BLACK, alpha=0.07, linewidth=0, label=label)
+        axes.axhline(0, color=INK, linewidth=1.0)
+        for index, name in enumerate(others, start=1):
+            mine = found[found["group"] == name]
+            means = {int(tokens): estimate(list(of["percent"])) for tokens, of in mine.groupby("tokens")}
+            axes.errorbar(
+                [tokens / 1e6 for tokens in means], [of.mean for of in means.values()],
+                [of.half_width or 0.0 for of in means.values()], capsize=4, label=name,
+                **look(index).points(linewidth=1.5),
+            )  # fmt: skip
+            dots = {"linestyle": "none", "markersize": 3, "alpha": 0.5}
+            axes.plot(mine["tokens"] / 1e6, mine["percent"], **look(index).points() | dots)
+        axes.set_xlabel("tokens (millions)")
+        axes.set_ylabel(f"held-out loss above {base} of the same start (%)")
+        open_frame(axes)
+        legend_below(figure, axes)
+    return target
+
+
+def draw_at_the_end(groups: Groups, target: Path, against: str | None = None) -> Path:
+    """Gaps of finished runs to the first group, smallest on top, with a dotted line at that of `against`; returns
+    `target`. Raises ValueError if there is no pair of finished runs."""
+    base = next(iter(groups))
+    found = gaps(groups, base)
+    percent = _final(found)
+    if not percent:
+        raise ValueError(f"no finished run has a finished partner in {base}, so nothing can be said of the end")
+    ends = found[found["final"]]
+    rows = {name: (of, list(ends[ends["group"] == name]["percent"])) for name, of in percent.items()}
+    losses = [[run.losses[run.final][MEAN] for run in groups[base] if run.final is not None]]
+    noise = pooled([100 * loss / float(np.mean(each)) for loss in each] for each in losses)
+    return draw_estimates(
+        rows,
+        target,
+        f"held-out loss above {base} at the end (%)",
+        mark=(against, percent[against].mean) if against in percent and against is not None else None,
+        noise=None if noise is None else (f"{base}: one standard deviation of its runs", noise.deviation),
+    )

@@ -1,0 +1,154 @@
+"""Runs beside each other: losses, gaps and throughput relative to the first, as a table and a picture; and the settings
+in which runs differ besides the recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from analysis.statistics import block_estimate, gap_text, markdown
+from megatron_fp4.checkpoint.config_diff import NOT_OF_THE_MODEL
+from megatron_fp4.logging.pictures import draw_gaps, legend_below, look, picture, smooth, step_axis, thinned
+from megatron_fp4.logging.run_folder import RunFolder
+
+# Section -> keys that change losses by more than their rounding and are no recipe; None: all but those below.
+_SECTIONS = {
+    "model": None,
+    "data": None,
+    "train": ("steps", "global_batch_size", "sequence_length"),
+    "optimizer": None,
+    "schedule": None,
+    "validation": ("num_samples",),
+}
+_NO_MATTER = (
+    *(f"model.{key}" for key in NOT_OF_THE_MODEL),
+    *("data.cache_dir", "data.remote_cache", "data.num_workers", "data.prefetch", "data.max_epochs", "data.blends"),
+)
+
+
+def compare_runs(runs: Sequence[RunFolder], sources: Sequence[str] = ()) -> str:
+    """A Markdown table: of each run the last training loss, the last validation loss by source, and both gaps to the
+    first run, with an interval or without one; tokens per second; below it in what runs differ besides the recipe.
+
+    sources: of the validation losses (default: all). Raises ValueError if the runs did not end at the same step, or one
+    was not validated on one of `sources`.
+    """
+    first = runs[0]
+    for run in runs:
+        check_sources(sources, list(run.validation), run.name)
+        if run.steps[-1]["step"] != first.steps[-1]["step"]:
+            ends = f"{run.name} ended at step {run.steps[-1]['step']} and {first.name} at {first.steps[-1]['step']}"
+            raise ValueError(f"{ends}; compare finished runs")
+    names = list(sources) or list(dict.fromkeys(name for run in runs for name in run.validation))
+    heads = ["run", "training loss", "gap", *(head for name in names for head in (f"{name} loss", "gap")), "tokens/s"]
+    rows = []
+    for run in runs:
+        last, gaps = run.last_losses, _last_gaps(run, first)
+        cells = [run.name, f"{last.mean():.4f}" if last.size else "-"]
+        cells.append(gap_text(block_estimate(list(gaps))) if run is not first and gaps.size else "-")
+        for name in names:
+            points, base = run.validation.get(name, {}), first.validation.get(name, {})
+            step = max(points, default=0)
+            cells.append(f"{points[step]:.4f}" if points else "-")
+            one = run is not first and points and step == max(base, default=0)
+            cells.append(gap_text(block_estimate([100 * (points[step] / base[step] - 1)])) if one else "-")
+        speed = run.series("tokens_per_second")[1]
+        cells.append(f"{np.nanmedian(speed) / 1e3:,.1f}k" if np.isfinite(speed).any() else "-")
+        rows.append(cells)
+    notes = [
+        "gap: to the first run, in percent. [95% interval]: of the scatter between the last steps of these two runs; "
+        "seeds add theirs. no interval: too few steps, or one measurement; compare recipes over several seeds.",
+        *(
+            difference_line(run.name, first.name, found)
+            for run in runs[1:]
+            if (found := differences(settings_of(run.config), settings_of(first.config)))
+        ),
+    ]
+    return markdown(heads, rows, notes)
+
+
+def _last_gaps(run: RunFolder, first: RunFolder) -> np.ndarray:
+    """Gaps of the training losses in percent, of the last 2% of the steps."""
+    (steps, loss), (base_steps, base_loss) = run.series("loss"), first.series("loss")
+    _, mine, theirs = np.intersect1d(steps, base_steps, return_indices=True)
+    gaps = 100 * (loss[mine] / base_loss[theirs] - 1)
+    gaps = gaps[len(gaps) - len(run.last_losses) :]
+    return gaps[np.isfinite(gaps)]
+
+
+def draw_runs(runs: Sequence[RunFolder], target: Path) -> Path:
+    """Draw smoothed training losses, and below them the gap of each run to the first in percent; returns `target`."""
+    settings = {"figsize": (10, 7.6), "dpi": 150, "sharex": True, "height_ratios": (3, 2)}
+    with picture(target, 2, 1, **settings) as (figure, (above, below)):
+        for index, run in enumerate(runs):
+            steps, loss = run.series("loss")
+            above.plot(*thinned(steps, smooth(loss)), label=run.name, **look(index).line(linewidth=1.5))
+            for event in run.events:
+                if event["event"] == "switch":
+                    above.axvline(event["step"], color=look(index).color, linewidth=1.0, linestyle=":")
+        finite = [loss[np.isfinite(loss)] for loss in (run.series("loss")[1] for run in runs)]
+        if all(each.size for each in finite):
+            above.set_ylim(min(each.min() for each in finite) - 0.1, np.percentile(np.concatenate(finite), 97))
+        above.set_ylabel("training loss, smoothed\n(nats per token)")
+        draw_gaps(below, runs[0], runs[1:])
+        for axes in (above, below):
+            step_axis(axes, max(run.steps[-1]["step"] for run in runs))
+        legend_below(figure, (above, below))
+    return target
+
+
+def check_sources(sources: Sequence[str], there: Sequence[str], run: str) -> None:
+    """Raise ValueError for one of `sources` that `run` was never validated on. there: those that it was."""
+    if there and (unknown := [name for name in sources if name not in there]):
+        raise ValueError(
+            f"--sources {','.join(sources)}: {run} was not validated on {', '.join(map(repr, unknown))}; name some of "
+            f"{', '.join(there)}"
+        )
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a saved configuration, `section.key` -> value of what counts besides the recipe; `data.seed` under a name that
+    says that `run.seed` may stand in for it."""
+    found: dict[str, Any] = {}
+    for section, keys in _SECTIONS.items():
+        for key, value in (config.get(section) or {}).items():
+            if f"{section}.{key}" not in _NO_MATTER and (keys is None or key in keys):
+                found[f"{section}.{key}"] = _without_null(value)
+    of_data = found.pop("data.seed", None)
+    order = (config.get("run") or {}).get("seed") if of_data is None else of_data
+    return found if order is None else found | {"data.seed or run.seed": order}
+
+
+def _without_null(value: Any) -> Any:
+    """Without keys that are null, of which newer versions have more."""
+    if isinstance(value, Mapping):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The settings that both runs have and that are not the same, with both values where these are short. Of held-out
+    sources, those that both have."""
+    found = []
+    for name in mine:
+        one, other = mine[name], theirs.get(name, mine[name])
+        if name == "data.validation" and isinstance(one, Mapping) and isinstance(other, Mapping):
+            one, other = ({source: of[source] for source in one if source in other} for of in (one, other))
+        if one != other:
+            short = not isinstance(one, Mapping | list) and not isinstance(other, Mapping | list)
+            found.append(f"{name} ({one}, not {other})" if short else name)
+    return found
+
+
+def difference_line(name: str, other: str, found: Sequence[str]) -> str:
+    """For below a table with the gap of run `name` to run `other`."""
+    return f"not the recipe alone: {name} differs from {other} in {', '.join(found)}, too"
+
+
+def comparable(loss: object) -> bool:
+    """Whether a held-out loss can be compared."""
+    return isinstance(loss, int | float) and math.isfinite(loss) and loss > 0

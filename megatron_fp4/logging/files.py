@@ -1,0 +1,237 @@
+"""Files of a run: records that survive a kill and a full disk, and files that are replaced whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_fp4.checkpoint.files import sync_folder
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+METRICS_FILE, SUMMARY_FILE, PICTURE_FILE, REPORT_FILE = "metrics.jsonl", "summary.json", "loss.png", "report.html"
+# What waits in memory for a disk that refuses it: hours of training steps.
+MAX_WAITING = 16 * 2**20
+
+
+class Outage:
+    """Whether one destination of a run's log works. Its first failure is logged, and its return.
+
+    name: of the destination. meanwhile: what happens to what cannot be written. retry_seconds: between attempts.
+    """
+
+    def __init__(self, name: str, meanwhile: str, retry_seconds: float = 0.0) -> None:
+        self.name, self.on = name, False
+        self._meanwhile, self._retry_seconds, self._next_try = meanwhile, retry_seconds, 0.0
+
+    @property
+    def may_try(self) -> bool:
+        """Whether the next attempt is due."""
+        return not self.on or time.monotonic() >= self._next_try
+
+    def failed(self, error: Exception) -> None:
+        """An attempt failed."""
+        if not self.on:
+            kind = type(error).__name__
+            logger.error("LOGGING FAILED, training continues: %s: %s: %s; %s", self.name, kind, error, self._meanwhile)
+        self.on, self._next_try = True, time.monotonic() + self._retry_seconds
+
+    def worked(self, outcome: str = "") -> None:
+        """An attempt succeeded; after a failure this is logged, with its outcome."""
+        if self.on:
+            logger.warning("%s works again%s", self.name, f"; {outcome}" if outcome else "")
+        self.on = False
+
+
+class RecordFile:
+    """Appends lines to `path`. Any thread may call it, and no method raises OSError.
+
+    A line is in the file when `write` returns, so a killed process loses none, and on the disk when `sync` does. What
+    the disk refuses waits in memory, up to `MAX_WAITING` bytes, until a later call succeeds. lost: lines that found no
+    room there. prepare: called before the file is opened; it may raise OSError and is then called again.
+    """
+
+    def __init__(self, path: Path, prepare: Callable[[], object] = lambda: None) -> None:
+        self.path, self.lost = path, 0
+        self.outage = Outage(str(path), "records wait in memory until the disk takes them")
+        self._prepare: Callable[[], object] | None = prepare
+        self._waiting, self._descriptor = bytearray(), -1
+        self._lock = threading.Lock()
+        with self._lock:
+            self._push()
+
+    def write(self, line: str) -> None:
+        """Append `line`, which has no line break."""
+        with self._lock:
+            if len(self._waiting) < MAX_WAITING:
+                self._waiting += line.encode(errors="backslashreplace") + b"\n"
+            else:
+                self.lost += 1
+            self._push()
+
+    def sync(self) -> None:
+        """Return when everything written so far is on the disk, or a failure is logged. Other threads may write on."""
+        with self._lock:
+            self._push()
+            if self._descriptor < 0:
+                return
+            descriptor = os.dup(self._descriptor)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            logger.error("%s: its last records may not be on the disk (%s)", self.path, error)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Sync and close."""
+        self.sync()
+        with self._lock:
+            self._close()
+            if self._waiting or self.lost:
+                logger.error("%s: its last records are lost", self.path)
+
+    def _push(self) -> None:
+        try:
+            if self._descriptor < 0:
+                if self._prepare is not None:
+                    self._prepare()
+                    self._prepare = None
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            while self._waiting:  # of a line that was written in part, the rest stays
+                del self._waiting[: os.write(self._descriptor, self._waiting)]
+        except OSError as error:
+            self._close()
+            self.outage.failed(error)
+        else:
+            self.outage.worked(f"{self.lost} records are lost" if self.lost else "nothing is lost")
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def iterate_records(path: str | Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines (of one `kind`), in order: objects with a `step` and a `kind`.
+
+    Skips an unfinished last line, which a killed run leaves, and with a warning other lines that are no record.
+    """
+    wrong: list[int] = []
+    wanted = b"" if kind is None else f'{{"kind": "{kind}"'.encode()  # as they are written; the others are not parsed
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.startswith(wanted):
+                continue
+            record = _record(line)
+            if record is not None:
+                yield record
+            elif line.strip() and line.endswith(b"\n"):
+                wrong.append(number)
+    if wrong:
+        logger.warning("%s: %d lines are no records and are skipped, the first is line %d", path, len(wrong), wrong[0])
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Remove the records of steps after `step`, and an unfinished last line, from a file of records.
+
+    A kill leaves the old or the new file. A missing file counts as empty. Raises OSError.
+    """
+    if not path.exists():
+        return
+    end, cut, late = 0, False, []  # bytes up to the first line that goes; whether one goes; lines to keep after it
+    with path.open("rb") as file:
+        for line in file:
+            record = _record(line)
+            if not line.endswith(b"\n") or (record is not None and record["step"] > step):
+                cut = True
+            elif cut:
+                late.append(line)
+            else:
+                end += len(line)
+    if not cut:
+        return
+    if late:  # an event of an earlier step that was recorded late
+
+        def write(temporary: Path) -> None:
+            with path.open("rb") as source, temporary.open("wb") as target:
+                rest = end
+                while rest:
+                    rest -= target.write(source.read(min(rest, 2**20)))
+                target.writelines(late)
+
+        replace_file(path, write)
+    else:
+        with path.open("rb+") as shortened:
+            shortened.truncate(end)
+            os.fsync(shortened.fileno())
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    return record if type(record.get("step")) is int else None
+
+
+def move_aside(path: Path) -> Path | None:
+    """Rename a file or folder, if there is one, to `name.1`, or the first number that is free; returns the new path."""
+    if not path.exists():
+        return None
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{path.name}.{number}")):
+        number += 1
+    path.rename(target)
+    sync_folder(path.parent)
+    return target
+
+
+def check_place(path: Path) -> None:
+    """Raise ValueError if no file could be written there: before the work whose result it will hold."""
+    if path.is_dir():
+        raise ValueError(f"{path} cannot be written: it is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}; make it, or name another")
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file under a temporary name of the same suffix, sync it, and rename it to `path`.
+
+    At every moment `path` is the old file or the new one. Raises what `write` raises, and OSError.
+    """
+    temporary = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a text file, see `replace_file`."""
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def attempt(what: str, action: Callable[[], T]) -> T | None:
+    """The result of `action`; None if it raises, which is logged: no file for people is worth the run."""
+    try:
+        return action()
+    except Exception as error:
+        logger.error("%s could not be written (%s: %s); the run is not affected", what, type(error).__name__, error)
+        return None

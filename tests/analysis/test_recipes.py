@@ -1,0 +1,142 @@
+"""Recipes over seeds and branches: which runs are pairs, their gaps, and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.recipes import HeldOut, Pair, gaps, read_groups, read_held_out, recipes_tables
+from scripts import compare
+
+
+def held_out(
+    seed: int, losses: dict[int, float], start: str = "", data_seed: int | None = None, **more: Any
+) -> HeldOut:
+    pair = Pair(start or f"seed {seed}", seed if data_seed is None else data_seed)
+    folder = Path(more.pop("folder", f"/runs/{pair.start} {seed}"))
+    return HeldOut(folder, seed, pair, {tokens: {"": loss, "a": loss} for tokens, loss in losses.items()}, **more)
+
+
+def percents(runs: Sequence[HeldOut], base: Sequence[HeldOut], tokens: int = 10) -> dict[str, float]:
+    found = gaps({"base": base, "other": runs}, "base")
+    return {row.pair.start: row.percent for row in found[found["tokens"] == tokens].itertuples()}
+
+
+def write_run(folder: Path, seed: int, losses: dict[int, dict[str, Any]], data: str = "{}", **facts: Any) -> str:
+    """facts: of the `run` record, if any."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"run: {{seed: {seed}}}\ndata: {data}\n")
+    records = [{"kind": "validation", "step": t, "tokens": 1_000_000 * t, "losses": of} for t, of in losses.items()]
+    start = [{"kind": "run", "step": 0, **facts}] if facts else []
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*start, *records]))
+    return str(folder)
+
+
+def test_runs_are_paired_by_seed_and_order_of_the_data() -> None:
+    base = [held_out(1, {10: 2.0, 20: 1.0}), held_out(2, {10: 4.0, 20: 2.0}), held_out(1, {10: 5.0}, data_seed=7)]
+    runs = [held_out(2, {10: 4.4, 20: 2.0, 30: 9.0}), held_out(1, {10: 2.02}), held_out(3, {10: 1.0})]
+    assert percents(runs, base) == pytest.approx({"seed 1": 1.0, "seed 2": 10.0})
+    assert percents(runs, base, 20) == pytest.approx({"seed 2": 0.0}) and not percents(runs, base, 30)
+    assert percents([held_out(1, {10: 6.0}, data_seed=7)], base) == pytest.approx({"seed 1": 20.0})
+
+
+def test_branches_are_paired_by_their_start_and_share_a_partner() -> None:
+    base = [held_out(1, {10: 2.0}, "a", 1), held_out(2, {10: 4.0}, "b")]
+    other_rounding = held_out(5, {10: 2.06}, "a", 1)
+    runs = [held_out(1, {10: 2.02}, "a"), other_rounding, held_out(2, {10: 4.04}, "b")]
+    assert percents(runs, base) == pytest.approx({"a": 2.0, "b": 1.0})
+    of_seed = [*base, held_out(5, {10: 2.05}, "a", 1)]  # the base's run of the same seed goes first
+    assert percents([other_rounding], of_seed) == pytest.approx({"a": 100 * (2.06 / 2.05 - 1)})
+
+
+def test_a_branch_without_a_partner_has_those_of_its_trunk() -> None:
+    trunk = held_out(1, {10: 2.0}, steps=100, folder="/runs/trunk")
+    copied = {"trunk": Path("/elsewhere/trunk"), "steps": 100}
+    branch = held_out(1, {10: 2.02}, "c", **copied, folder="/runs/branch")
+    assert percents([branch], [trunk]) == pytest.approx({"seed 1": 1.0})
+    for other in (
+        held_out(1, {10: 2.0}, steps=200, folder="/runs/trunk"),  # other learning rates
+        held_out(1, {10: 2.0}, data_seed=3, steps=100, folder="/runs/trunk"),
+        held_out(1, {10: 2.0}, steps=100, folder="/runs/other"),
+    ):
+        assert not percents([branch], [other])
+    # Of a branch of a branch: the partners of the trunk of its trunk.
+    second = held_out(1, {10: 2.06}, "d", trunk=Path("/runs/branch"), steps=100)
+    found = gaps({"base": [trunk], "branch": [branch], "second": [second]}, "base")
+    assert list(found["percent"]) == pytest.approx([1.0, 3.0])
+
+
+def test_a_run_is_read_with_its_start_and_its_end(tmp_path: Path) -> None:
+    origin = {"path": "/there/trunk/checkpoints/step_00000006", "step": 6, "manifest_sha256": "m" * 64}
+    losses = {2: {"a": 3.0, "b": 5.0}, 4: {"a": 2.0, "b": 4.0}}
+    run = read_held_out(write_run(tmp_path / "a", 3, losses, "{seed: 8}", steps=4, origin=origin))
+    assert run.pair == Pair("origin step 6 (mmmmmmmmmmmm)", 8) and run.trunk == Path("/there/trunk")
+    assert run.losses[4_000_000] == {"a": 2.0, "b": 4.0, "": 3.0} and run.final == 4_000_000
+    same = {**origin, "path": "/b/step_00000006", "manifest_sha256": "n" * 64, "contents_sha256": "c" * 64}
+    weights = read_held_out(write_run(tmp_path / "b", 3, losses, initialized_from=same, steps=8), ["b"])
+    assert weights.pair.start == "initialized_from step 6 (cccccccccccc)" and weights.trunk is None
+    assert weights.final is None and weights.problem == "not finished, last validated after 4M tokens"
+    assert weights.losses[4_000_000] == {"b": 4.0, "": 4.0}
+    lost = read_held_out(write_run(tmp_path / "c", 1, {2: {"a": 3.0}, 4: {"a": None}}))
+    assert lost.final is None and "is no number to compare" in lost.problem and list(lost.losses) == [2_000_000]
+
+
+def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = {1: 0.001, 2: -0.001, 3: 0.0}
+    for name, gap in (("bf16", 0.0), ("nvfp4", 0.02), ("best", 0.01)):
+        for seed, own in noise.items():
+            factor = 1 + gap + (own if gap else 0.0)
+            losses = {t: {"a": 2.0 * factor + seed / 10, "b": 4.0 * factor} for t in (2, 4)}
+            write_run(tmp_path / f"{name}_{seed}", seed, losses, steps=4)
+    write_run(tmp_path / "late", 9, {4: {"a": 1.0, "b": 1.0}}, steps=4)
+    groups = [f"{name}={tmp_path}/{name}_*" for name in ("bf16", "nvfp4")]
+    pictures = ["--output", f"{tmp_path}/gaps.png", "--final", f"{tmp_path}/final.png"]
+    assert compare.main(["recipes", *groups, f"best={tmp_path}/best_*,{tmp_path}/late", *pictures]) == 0
+    printed = capsys.readouterr().out
+    by_tokens, at_the_end, by_source = (
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+        for table in printed.split("\n\n")
+        if table.startswith("|")
+    )
+    assert by_tokens[0] == ["tokens", "bf16", "standard deviation", "nvfp4 above it", "best above it"]
+    assert [row[:2] for row in by_tokens[2:]] == [["2M", "3.1000 (3)"], ["4M", "3.1000 (3)"]]
+    nvfp4, best = at_the_end[3:]
+    assert (
+        nvfp4[2] == "3" and nvfp4[3].startswith("+1.94% [") and nvfp4[3].endswith("]*") and nvfp4[-1] == "1.00 ± 0.00"
+    )
+    assert best[5].startswith("-0.95% [") and best[6].startswith("0.50 ±")
+    assert by_source[0] == ["recipe above bf16", "a", "b"] and by_source[2][2].startswith("+2.00% [")
+    assert "late (best): no finished run of bf16 has its start (seed 9), data and length" in printed
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("gaps.png", "final.png"))
+
+
+def test_one_pair_has_no_interval(tmp_path: Path) -> None:
+    groups = [f"{name}={write_run(tmp_path / name, 1, {4: {'a': loss}})}" for name, loss in (("x", 2.0), ("y", 1.98))]
+    assert "-1.00% (no interval) (1)" in recipes_tables(read_groups(groups))
+
+
+def test_what_is_no_group_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", 1, {2: {"s": 2.0}})
+    b = write_run(tmp_path / "b", 2, {2: {"s": 2.0}})
+    c = write_run(tmp_path / "c", 1, {2: {"t": 2.0}})
+    write_run(tmp_path / "twin", 1, {2: {"s": 2.0}})
+    for arguments, expected in (
+        ([f"x={a}"], "two groups at least"),
+        ([a, b], "write each group once"),
+        ([f"x={a}", f"x={b}"], "write each group once"),
+        ([f"x={a}", f"y={a}"], "name each run once"),
+        ([f"x={a}", f"y={tmp_path}/none*"], "no folder has such a name"),
+        ([f"x={a}", f"y={tmp_path}/none"], "does not exist"),
+        ([f"x={a}", f"y={b}"], "no pair"),
+        ([f"x={a}", f"y={c}"], "were validated on other sources"),
+        ([f"x={a},{tmp_path}/twin", f"y={b}"], "have the same start and seeds"),
+        ([f"x={a}", f"y={b}", "--sources", "t"], "was not validated on 't'"),
+        ([f"x={a}", f"y={tmp_path}/twin", "--against", "z"], "no group has this name"),
+    ):
+        assert compare.main(["recipes", *arguments]) == 2, arguments
+        error = capsys.readouterr().err
+        assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1, error

@@ -1,0 +1,86 @@
+"""Runs beside each other: last losses, gaps with an interval or without one, and what differs besides the recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from analysis.runs import compare_runs, differences, draw_runs, settings_of
+from megatron_fp4.logging.run_folder import open_runs
+from scripts import compare
+
+
+def write_run(folder: Path, steps: int, gap: float = 0.0, noise: float = 0.0, lr: float = 0.1) -> Path:
+    """`gap` percent above the same loss, with `noise` percent from step to step."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    lines: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        loss = (5 - step / steps) * (1 + (gap + noise * rng.normal()) / 100)
+        lines.append({"kind": "step", "step": step, "tokens": 10 * step, "loss": loss, "tokens_per_second": 2e4})
+    last = {"code": 2.0 * (1 + gap / 100), "prose": 3.0}
+    lines.append({"kind": "validation", "step": steps, "tokens": 10 * steps, "losses": last})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "config.yaml").write_text(f"run: {{seed: 1}}\noptimizer: {{lr: {lr}}}\ndata: {{seed: null}}\n")
+    return folder
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+
+
+def test_24_noisy_steps_have_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [write_run(tmp_path / "a", 24), write_run(tmp_path / "b", 24, gap=-1.0, noise=1.0, lr=0.2)]
+    assert compare.main(["runs", *map(str, runs), "--output", str(tmp_path / "gap.png")]) == 0
+    printed = capsys.readouterr().out
+    _, _, first, second = cells(printed)
+    assert first[2] == "-" and second[2].endswith("% (no interval)") and second[4] == "-1.00% (no interval)"
+    assert "b differs from a in optimizer.lr (0.2, not 0.1), too" in printed
+    assert (tmp_path / "gap.png").stat().st_size > 20_000
+
+
+def test_many_steps_have_one(tmp_path: Path) -> None:
+    runs = open_runs([write_run(tmp_path / "a", 3000), write_run(tmp_path / "b", 3000, gap=1.0, noise=0.1)])
+    _, _, first, second = cells(compare_runs(runs, ["prose"]))
+    assert first[:2] == ["a", f"{5 - 2970.5 / 3000:.4f}"] and first[-1] == "20.0k"
+    low, high = map(float, second[2].partition("[")[2].strip("]").split(","))
+    assert low < 1.0 < high and high - low < 0.3 and second[3:5] == ["3.0000", "+0.00% (no interval)"]
+    assert draw_runs(runs, tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["a"], "name two runs or more"),
+        (["a", "none"], "name the folder of a run"),
+        (["a", "short"], "compare finished runs"),
+        (["a", "a"], "two runs are called a"),
+        (["a", "b", "--sources", "maths"], "was not validated on 'maths'"),
+        (["a", "b", "--output", "gap.txt"], "is no name of a picture"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: Any, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("a", 24), ("b", 24), ("short", 20)):
+        write_run(tmp_path / name, steps)
+    assert compare.main(["runs", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("compare.py: ") and expected in error and error.count("\n") == 1
+
+
+def test_settings_that_matter_are_told() -> None:
+    mine = settings_of(
+        {"run": {"seed": 1}, "data": {"seed": None, "validation": {"a": "x"}, "num_workers": 1},
+         "train": {"steps": 5, "micro_batch_size": 2}, "precision": {"name": "bf16"}, "model": {"new": None}}
+    )  # fmt: skip
+    theirs = settings_of(
+        {"run": {"seed": 5}, "data": {"seed": 2, "validation": {"a": "x", "b": "y"}, "num_workers": 3},
+         "train": {"steps": 6, "micro_batch_size": 4}, "precision": {"name": "nvfp4"}, "model": {"name": "u"}}
+    )  # fmt: skip
+    assert differences(mine, theirs) == ["train.steps (5, not 6)", "data.seed or run.seed (1, not 2)"]

@@ -1,0 +1,69 @@
+"""Intervals of few numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from analysis.statistics import BLOCKS, block_estimate, draw_estimates, estimate, estimates, pooled, share_of
+from tests.programs import ROOT
+
+
+def test_an_interval_is_students() -> None:
+    found = estimate([1.0, 2.0, 4.0])
+    assert found.mean == pytest.approx(7 / 3) and found.half_width == pytest.approx(4.302653 * 0.8819171)
+    assert not found.beyond_noise and found.text() == "+2.33% [-1.46, +6.13]"
+    assert estimate([-1.0]).text() == "-1.00% (no interval)" and not estimate([-1.0]).beyond_noise
+
+
+def test_small_groups_share_their_scatter() -> None:
+    groups = {"a": [1.0, 3.0], "b": [5.0, 6.0, 7.0], "c": [9.0], "own": [0.0, 1.0, 2.0, 3.0, 4.0], "none": []}
+    shared = pooled(groups.values())
+    assert shared is not None and shared.freedom == 7 and shared.deviation == pytest.approx(np.sqrt(14 / 7))
+    found = estimates(groups)
+    assert list(found) == ["a", "b", "c", "own"]
+    assert found["c"].error == pytest.approx(np.sqrt(2)) and found["c"].text().endswith("*")
+    assert found["own"].error == pytest.approx(np.sqrt(2.5 / 5)) and not found["own"].shared
+
+
+def test_95_of_100_intervals_hold_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    hold = [abs(of.mean) < of.half_width for of in (estimate(list(rng.normal(0, 1, 4))) for _ in range(2000))]
+    assert np.mean(hold) == pytest.approx(0.95, abs=0.02)
+
+
+def test_neighbouring_steps_are_taken_in_blocks() -> None:
+    """Noise that stays for eight steps: as independent numbers its mean would look eight times as sure as it is."""
+    rng, hold = np.random.default_rng(0), []
+    for _ in range(500):
+        of = block_estimate(list(np.repeat(rng.normal(0, 1, 24), 8)))
+        hold.append(abs(of.mean) < of.half_width)
+    assert np.mean(hold) == pytest.approx(0.95, abs=0.03)
+    assert block_estimate([1.0] * (2 * BLOCKS - 1)).error is None
+
+
+def test_a_share_is_of_gaps_above_zero() -> None:
+    share = share_of({1: 0.5, 2: 1.0, 3: 9.0}, {1: 1.0, 2: 1.0})
+    assert share is not None and share.mean == 0.75 and share.error == pytest.approx(0.25)
+    assert share_of({1: 0.5}, {1: -1.0}) is None and share_of({1: 0.5}, {2: 1.0}) is None
+
+
+def test_a_picture_of_estimates(tmp_path: Path) -> None:
+    rows = {"a": (estimate([1.0, 2.0, 4.0]), [1.0, 2.0, 4.0]), "b": (estimate([1.0]), [1.0])}
+    path = draw_estimates(rows, tmp_path / "a.png", "gap (%)", "title", mark=("b", 1.0), noise=("noise", 0.5))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_the_extra_the_command_names_it() -> None:
+    code = (
+        "import sys, runpy; sys.modules['pandas'] = None; sys.argv = ['compare.py', 'runs', 'a', 'b']; "
+        "runpy.run_path('scripts/compare.py', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and 'pip install "megatron_fp4[analysis]"' in done.stderr
+    )

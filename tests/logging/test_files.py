@@ -1,0 +1,140 @@
+"""Records that survive kills and full disks, and files that are replaced whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_fp4.logging import files
+from megatron_fp4.logging.files import RecordFile, cut_after, iterate_records, move_aside, replace_text
+
+
+def line(step: int, **more: Any) -> str:
+    return json.dumps({"kind": "step", "step": step, **more})
+
+
+def steps(path: Path) -> list[int]:
+    return [record["step"] for record in iterate_records(path)]
+
+
+def test_a_killed_process_loses_no_line_that_was_written(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from megatron_fp4.logging.files import RecordFile\n"
+        "file = RecordFile(Path(sys.argv[1]))\n"
+        'for step in range(100): file.write(\'{"kind": "step", "step": %d}\' % step)\n'
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "records")], check=False)
+    assert done.returncode == -signal.SIGKILL and steps(tmp_path / "records") == list(range(100))
+
+
+@pytest.mark.parametrize("taken", [0, 10])
+def test_what_a_full_disk_refuses_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, taken: int
+) -> None:
+    """Also the rest of a line that it took in part."""
+    real, full = os.write, [False]
+
+    def write(descriptor: int, data: bytes) -> int:
+        if not full[0]:
+            return real(descriptor, data)
+        if taken and len(data) > taken and not any("FAILED" in record.message for record in caplog.records):
+            return real(descriptor, bytes(data[:taken]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "write", write)
+    file = RecordFile(tmp_path / "records")
+    file.write(line(1))
+    full[0] = True
+    for step in (2, 3):
+        file.write(line(step))
+    assert steps(tmp_path / "records") == [1] and file.outage.on
+    full[0] = False
+    file.write(line(4))
+    file.close()
+    assert steps(tmp_path / "records") == [1, 2, 3, 4]
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2 and "No space left" in said[0] and "works again; nothing is lost" in said[1]
+
+
+def test_lines_that_find_no_room_in_memory_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_WAITING", 40)
+    file = RecordFile(tmp_path / "folder" / "records")  # which is not there
+    for step in range(5):
+        file.write(line(step))
+    assert file.lost == 3
+    (tmp_path / "folder").mkdir()
+    file.write(line(5))
+    assert steps(tmp_path / "folder" / "records") == [0, 1] and file.lost == 4 and not file.outage.on
+
+
+def test_a_sync_that_fails_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = RecordFile(tmp_path / "records")
+    file.write(line(1))
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fsync", fails)
+    file.sync()
+    assert "may not be on the disk" in caplog.text and steps(tmp_path / "records") == [1]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_resume_cuts_later_steps_and_an_unfinished_line(tmp_path: Path, late: bool) -> None:
+    path = tmp_path / "records"
+    kept = [line(1), "not json", line(2), line(3)]
+    after = [line(4), *([json.dumps({"kind": "event", "step": 3, "event": "export"})] if late else []), line(5)]
+    path.write_text("\n".join([*kept, *after, line(6)[:-3]]))
+    cut_after(path, 3)
+    assert path.read_text() == "\n".join([*kept, *(after[1:2] if late else [])]) + "\n"
+    once = path.read_text()
+    cut_after(path, 3)
+    assert path.read_text() == once and [p.name for p in tmp_path.iterdir()] == ["records"]
+    cut_after(tmp_path / "none", 3)
+
+
+def test_a_cut_that_is_killed_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records"
+    before = "\n".join([line(1), line(2), line(1)]) + "\n"
+    path.write_text(before)
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cut_after(path, 1)
+    assert path.read_text() == before
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "records"
+    bad = ["{", "[1]", "{}", '{"kind": "step", "step": true}', '{"kind": 1, "step": 1}', "\xff"]
+    path.write_bytes("\n".join([line(1), *bad, "", line(2), line(3)[:9]]).encode("latin-1"))
+    assert steps(path) == [1, 2]
+    assert [record.message for record in caplog.records] == [
+        f"{path}: 6 lines are no records and are skipped, the first is line 2"
+    ]
+    path.write_text(f'{{"kind": "time", "step": 1}}\n{line(2)}\n')
+    assert [record["step"] for record in iterate_records(path, "time")] == [1]
+
+
+def test_files_are_replaced_whole_and_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    replace_text(path, "old")
+    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        replace_text(path, "new")
+    assert path.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+    monkeypatch.undo()
+    assert move_aside(tmp_path / "none") is None
+    for number in (1, 2):
+        assert move_aside(path) == tmp_path / f"a.txt.{number}"
+        path.write_text("again")
