@@ -62,7 +62,7 @@ CASES: dict[str, tuple[int, str]] = {
     ),
     "codes of fprop": (
         1,
-        "precision.wgrad.rht=0 precision.wgrad.activation.reuse_fprop=true precision.dgrad.weight.reuse_fprop=true",
+        "precision.wgrad.rht=0 precision.wgrad.activation.source=codes precision.dgrad.weight.source=codes",
     ),
     "fresh signs everywhere": (1, "precision.rht_signs=fresh precision.fprop.rht=16 precision.dgrad.rht=16"),
     "FP32": (1, "precision.compute_dtype=float32"),

@@ -71,6 +71,8 @@ KEYS = [
     ("optimizer.implementation=apex", "optimizer.implementation is no key any more: torch's fused AdamW"),
     ("optimizer.deoscillation.interval=3", "optimizer.deoscillation.interval is no key any more: "),
     ("precision.dgrad.gradient.mean=removed", "precision.dgrad.gradient.mean is no key any more: operands are never"),
+    ("precision.dgrad.weight.reuse_fprop=true", "dgrad.weight.reuse_fprop is no key any more: write source=codes"),
+    ("precision.fprop.weight.source=forward", "precision.fprop.weight.source is not a key; did you mean"),
     ("run.file_mode=0640", "run.file_mode is no key any more: set the umask of the shell"),
 ]
 VALUES = [
@@ -164,10 +166,13 @@ RECIPES = [
     ("precision.fprop.activation.block=1x32", "precision.fprop.activation.block=1x32 does not go with format=nvfp4"),
     ("precision.fprop.weight.format=nvfp5", "format=nvfp5 is not known; choose one of bf16"),
     (["precision=mxfp8", "precision.dgrad.gradient.rounding=stochastic"], "does not go with format=mxfp8"),
-    ("precision.fprop.weight.power_of_two_scales=true", "power_of_two_scales=true does not go with format=nvfp4"),
-    ("precision.fprop.weight.reuse_fprop=true", "fprop.weight.reuse_fprop=true"),
-    ("precision.wgrad.activation.reuse_fprop=true", "precision.wgrad.rht=16"),
-    ("precision.dgrad.gradient.source=forward", "never sees gradients"),
+    (
+        ["precision=mxfp8", "precision.fprop.weight.four_over_six=true"],
+        "four_over_six=absolute does not go with",
+    ),
+    ("precision.wgrad.activation.source=codes", "precision.wgrad.rht=16"),
+    (["precision.dgrad.weight.source=codes", "precision.dgrad.weight.block=1x16"], "block=1x16 differs from precision"),
+    (["precision.dgrad.weight.source=forward", "precision.fprop.weight.format=bf16"], "format=bf16 makes no codes"),
     (["precision.wgrad.activation.source=forward", "precision.fprop.rht=16"], "precision.fprop.rht=16"),
     ([*EDEN, "precision.rht_signs=fixed"], "precision.rht_signs=fixed"),
     ([*EDEN, "precision.wgrad.rht=64"], "set precision.wgrad.rht=128"),
@@ -271,7 +276,7 @@ ACCEPTED = [
         "precision.switch.target=nvfp4",
         "precision.diagnostics.interval=5",
     ],
-    ["precision.wgrad.activation.reuse_fprop=true", "precision.dgrad.weight.reuse_fprop=true", "precision.wgrad.rht=0"],
+    ["precision.wgrad.activation.source=codes", "precision.dgrad.weight.source=codes", "precision.wgrad.rht=0"],
     ["precision.exceptions=[{names: ['*.in_proj'], precision: fp8_block}]", "model.mamba_head_dim=66"],
     ["model.head_dim=33", "precision.bf16_blocks.first=3"],  # of which the only attention block is one
     ["model.pattern=M-M-M-", "model.num_kv_heads=3"],  # of no block that there is

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_fp4.config.environment import as_saved
-from megatron_fp4.config.removed_keys import removed_values
+from megatron_fp4.config.removed_keys import removed_values, renewed
 from megatron_fp4.config.schema import Config, ScheduleConfig
 from megatron_fp4.precision.switch import PrecisionSwitch
 from megatron_fp4.training.schedule import WSDSchedule
@@ -93,7 +93,8 @@ def configuration_changes(saved: Mapping[str, Any], config: Config) -> list[Chan
     its contents changed: another target says it all.
     """
     now = json.loads(json.dumps(as_saved(config)))
-    changes = [change for change in _differences("", config, saved, now) if not change.key.startswith(_OF_A_START)]
+    renamed = renewed(saved)
+    changes = [change for change in _differences("", config, renamed, now) if not change.key.startswith(_OF_A_START)]
     changes += [Change(*value) for value in removed_values(saved)]
     if any(change.key == "precision.switch.target" for change in changes) or not saved.get("after_switch"):
         changes = [change for change in changes if not change.key.startswith("after_switch")]

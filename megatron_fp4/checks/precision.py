@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from megatron_fp4.checks.effects import validate_effects
-from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig
+from megatron_fp4.config.precision_schema import OperandConfig, PrecisionConfig, RecipeConfig, SecondOperandConfig
 from megatron_fp4.config.schema import Bf16BlocksDefault, Config, ConfigError
 from megatron_fp4.precision.backend_support import first_refusal, recipes_by_key
 from megatron_fp4.precision.plan import Plan, recipe_of
 from megatron_fp4.precision.recipe import SLOTS, OperandSlot
-from megatron_fp4.quantization.formats import FORMATS, UE8M0
+from megatron_fp4.quantization.formats import FORMATS
 from megatron_fp4.quantization.ms_eden import GROUP as MS_EDEN_GROUP
 
 
@@ -27,7 +27,6 @@ def validate_precision(precision: PrecisionConfig, config: Config, device_type: 
         for slot, operand in _operands(of_part):
             _operand(operand, f"{where}.{slot.key}")
             _ms_eden(of_part, slot, operand, where)
-        _reuse(of_part, where)
         _source(of_part, where)
     recipes = recipes_by_key(precision, key)
     quantized = any(recipe.quantized for recipe in recipes.values())
@@ -100,25 +99,17 @@ def _operand(operand: OperandConfig, key: str) -> None:
             f"{key}.rounding={operand.rounding} does not go with format={operand.format}: its codes are rounded to "
             f"nearest, as every {operand.format.upper()} training recipe does; use nearest, or another format"
         )
-    if form is not None and operand.four_over_six_error != "absolute" and not operand.four_over_six:
-        raise ConfigError(
-            f"{key}.four_over_six_error={operand.four_over_six_error} has no effect with four_over_six=false; leave it "
-            "at absolute, or set four_over_six to true"
-        )
     blocks = [] if form is None else [f"{rows}x{columns}" for rows, columns in form.blocks]
     if form is not None and operand.block not in blocks:
         raise ConfigError(
             f"{key}.block={operand.block} does not go with format={operand.format}; choose {' or '.join(blocks)}"
         )
-    for option in ("four_over_six", "power_of_two_scales"):
-        if getattr(operand, option) and (form is None or option not in form.options):
-            owners = " or ".join(name for name, other in FORMATS.items() if option in other.options)
-            powers = option == "power_of_two_scales" and form is not None and form.scales == UE8M0
-            always = f" ({operand.format} scales always are powers of two)" if powers else ""
-            raise ConfigError(
-                f"{key}.{option}=true does not go with format={operand.format}; it is for {owners}: set it to "
-                f"false{always}"
-            )
+    if operand.four_over_six != "none" and (form is None or "four_over_six" not in form.options):
+        owners = " or ".join(name for name, other in FORMATS.items() if "four_over_six" in other.options)
+        raise ConfigError(
+            f"{key}.four_over_six={operand.four_over_six} does not go with format={operand.format}; it is for "
+            f"{owners}: set it to false"
+        )
 
 
 def _ms_eden(config: PrecisionConfig, slot: OperandSlot, operand: OperandConfig, key: str) -> None:
@@ -140,9 +131,9 @@ def _ms_eden(config: PrecisionConfig, slot: OperandSlot, operand: OperandConfig,
         )
     if operand.block != "1x16":
         raise ConfigError(f"{where}.rounding=ms_eden does not go with block={operand.block}; set block to 1x16")
-    if operand.four_over_six:
+    if operand.four_over_six != "none":
         raise ConfigError(
-            f"{where}.rounding=ms_eden does not go with four_over_six=true: it chooses its scales itself; set one of "
+            f"{where}.rounding=ms_eden does not go with four_over_six: it chooses its scales itself; set one of "
             "them to nearest or false"
         )
     if rht != MS_EDEN_GROUP:
@@ -158,56 +149,30 @@ def _ms_eden(config: PrecisionConfig, slot: OperandSlot, operand: OperandConfig,
 
 
 def _source(config: PrecisionConfig, key: str) -> None:
-    """`source: forward` asks for codes of the untransformed tensor that fprop makes, and that BF16 holds."""
-    for slot, operand in _operands(config):
+    """Both other sources than the tensor are codes of the untransformed tensor that fprop makes. `forward` quantizes
+    what they stand for, which BF16 has to hold; `codes` are taken as they are, so all about them must be fprop's."""
+    for gemm, tensor in (("dgrad", "weight"), ("wgrad", "activation")):
+        operand: SecondOperandConfig = getattr(getattr(config, gemm), tensor)
         if operand.source == "tensor" or operand.format == "bf16":
             continue
-        where, source = f"{key}.{slot.key}", getattr(config.fprop, slot.tensor, OperandConfig())
-        if slot.gemm == "fprop" or slot.tensor == "gradient":
-            why = "fprop's operands are made of tensors" if slot.gemm == "fprop" else "fprop never sees gradients"
-            raise ConfigError(f"{where}.source=forward: {why}; set it to tensor")
-        if operand.reuse_fprop:
-            raise ConfigError(
-                f"{where}.source=forward quantizes again what reuse_fprop=true takes as it is; set one of them to "
-                "tensor or false"
-            )
-        if source.format in ("bf16", "fp8"):
-            why = "makes no codes" if source.format == "bf16" else "has scales that BF16 does not hold"
-            raise ConfigError(
-                f"{where}.source=forward, but {key}.fprop.{slot.tensor}.format={source.format} {why}; set it to tensor"
-            )
-        if rht := config.fprop.rht:
-            raise ConfigError(
-                f"{where}.source=forward does not go with {key}.fprop.rht={rht}: fprop's codes are those of a "
-                "transformed tensor; set one of them to tensor or 0"
-            )
-
-
-def _reuse(config: PrecisionConfig, key: str) -> None:
-    """`reuse_fprop` asks for the very codes of fprop, so everything about them must be fprop's."""
-    for slot, operand in _operands(config):
-        if not operand.reuse_fprop:
-            continue
-        where = f"{key}.{slot.key}"
-        if slot.gemm == "fprop" or slot.tensor == "gradient":
-            why = "fprop has nothing to reuse" if slot.gemm == "fprop" else "fprop never sees gradients"
-            raise ConfigError(f"{where}.reuse_fprop=true: {why}; set it to false")
-        source: OperandConfig = getattr(config.fprop, slot.tensor)
-        if source.format == "bf16":
-            raise ConfigError(
-                f"{where}.reuse_fprop=true, but {key}.fprop.{slot.tensor}.format=bf16 makes no codes; set it to false"
-            )
-        for gemm in (slot.gemm, "fprop"):
-            if rht := getattr(config, gemm).rht:
+        given, first = f"{key}.{gemm}.{tensor}.source={operand.source}", getattr(config.fprop, tensor)
+        if first.format == "bf16" or (first.format == "fp8" and operand.source == "forward"):
+            why = "makes no codes" if first.format == "bf16" else "has scales that BF16 does not hold"
+            raise ConfigError(f"{given}, but {key}.fprop.{tensor}.format={first.format} {why}; set it to tensor")
+        for name in ("fprop", gemm) if operand.source == "codes" else ("fprop",):
+            if rht := getattr(config, name).rht:
                 raise ConfigError(
-                    f"{where}.reuse_fprop=true does not go with {key}.{gemm}.rht={rht}: codes are those of an "
-                    "untransformed tensor; set one of them to false or 0"
+                    f"{given} does not go with {key}.{name}.rht={rht}: codes are those of an untransformed tensor; set "
+                    "one of them to tensor or 0"
                 )
-        if replace(operand, reuse_fprop=False) != source:
-            raise ConfigError(
-                f"{where} ({_described(operand)}) differs from {key}.fprop.{slot.tensor} ({_described(source)}), "
-                "whose codes reuse_fprop=true takes; make them equal or set reuse_fprop to false"
-            )
+        if operand.source == "codes":
+            for field in fields(OperandConfig):
+                mine, theirs = getattr(operand, field.name), getattr(first, field.name)
+                if mine != theirs:
+                    raise ConfigError(
+                        f"{given} takes the codes of fprop, but {field.name}={mine} differs from "
+                        f"{key}.fprop.{tensor}.{field.name}={theirs}; make them equal, or set source to tensor"
+                    )
 
 
 def _backend(precision: PrecisionConfig, device_type: str, key: str) -> None:
@@ -238,8 +203,3 @@ def _switch(precision: PrecisionConfig, key: str) -> None:
             f"{key}.switch.when={switch.when} would switch from {precision.name} to itself; set "
             f"{key}.switch.when=never or another target"
         )
-
-
-def _described(operand: OperandConfig) -> str:
-    flags = [name for name in ("four_over_six", "power_of_two_scales") if getattr(operand, name)]
-    return " ".join([operand.format, operand.block, operand.rounding, *flags])

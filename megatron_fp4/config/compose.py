@@ -29,7 +29,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from megatron_fp4.config.environment import as_saved, environment_texts
 from megatron_fp4.config.errors import explain, explain_value, file_of, keys_of, parts_of, suggest, type_at, unknown_key
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
-from megatron_fp4.config.removed_keys import why_removed, without_removed
+from megatron_fp4.config.removed_keys import renewed, why_removed
 from megatron_fp4.config.schema import ADDED, Config, ConfigError
 
 _T = TypeVar("_T")
@@ -264,7 +264,7 @@ def _checked(cls: type[_T], keys: Mapping[str, Any], directory: Path, *path: str
 def _written(keys: Mapping[str, Any]) -> dict[str, Any]:
     """`as_saved` of a `Config`, of an earlier version too, without what composing adds: recipes of exceptions, the
     precision after a switch."""
-    keys = without_removed(keys)
+    keys = renewed(keys)
     precision = dict(keys.get("precision", {}))
     given = [field.name for field in fields(ExceptionConfig)]
     if isinstance(exceptions := precision.get("exceptions", []), list):  # and no text that makes the list

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from megatron_fp4.config.types import STRICT, AtLeastOne, AtLeastZero, PathText, Positive
+from megatron_fp4.config.types import STRICT, AtLeastOne, AtLeastZero, FourOverSix, PathText, Positive
 
 TransformSize = Literal[0, 2, 4, 8, 16, 32, 64, 128]
 
@@ -22,24 +22,27 @@ class OperandConfig:
     rounding: `nearest`, or `stochastic` where the format has it; of nvfp4 operands of dgrad and wgrad also `ms_eden`:
         elements to nearest, what that took from each group of 128 given back in block scales, which are rounded
         stochastically (Quartet II, arXiv 2601.22813). It goes with `rht: 128` in its GEMM and `rht_signs: fresh`.
-    four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error.
-    power_of_two_scales: fp8 only; round scales down to powers of two, as Transformer Engine does by default.
-    reuse_fprop: take the codes that fprop made of the same tensor instead of quantizing along this GEMM's own dot
-        product (paper, Fig. 14, "along same dim"). Needs the emulated backend: tensor cores want scales along the
-        dot product.
-    source: `tensor`; or `forward`: quantize what fprop's codes of the same tensor stand for, transposed, instead of the
-        tensor. Of dgrad's weight and wgrad's activation; the forward pass then keeps codes alone.
-    four_over_six_error: which error of a block decides: the sum of `absolute` or of `squared` errors.
+    four_over_six: nvfp4 only; per block, map the largest value to 4 where that gives the smaller error: by the sum of
+        `absolute` errors (also `true`) or of `squared` ones; `none` (also `false`): never.
     """
 
     format: str = "bf16"
     block: str = "1x16"
     rounding: Literal["nearest", "stochastic", "ms_eden"] = "nearest"
-    four_over_six: bool = False
-    power_of_two_scales: bool = False
-    reuse_fprop: bool = False
-    source: Literal["tensor", "forward"] = "tensor"
-    four_over_six_error: Literal["absolute", "squared"] = "absolute"
+    four_over_six: FourOverSix = "none"
+
+
+@dataclass(frozen=True, config=STRICT)
+class SecondOperandConfig(OperandConfig):
+    """How dgrad's weight and wgrad's activation are quantized, which fprop has quantized already.
+
+    source: what is quantized: the `tensor`; what fprop's codes stand for, transposed (`forward`; the forward pass then
+        keeps codes alone); or nothing: fprop's own `codes` are taken, although their scales lie along another dot
+        product (paper, Fig. 14, "along same dim"). Codes need the emulated backend: tensor cores want scales along the
+        dot product.
+    """
+
+    source: Literal["tensor", "forward", "codes"] = "tensor"
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -62,7 +65,7 @@ class DgradConfig:
     """
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
-    weight: OperandConfig = field(default_factory=OperandConfig)
+    weight: SecondOperandConfig = field(default_factory=SecondOperandConfig)
     rht: TransformSize = 0
 
 
@@ -74,7 +77,7 @@ class WgradConfig:
     """
 
     gradient: OperandConfig = field(default_factory=OperandConfig)
-    activation: OperandConfig = field(default_factory=OperandConfig)
+    activation: SecondOperandConfig = field(default_factory=SecondOperandConfig)
     rht: TransformSize = 0
 
 
@@ -101,11 +104,14 @@ class RecipeConfig:
     amax: `global` reduces tensor maxima over the tensor-parallel group, so that codes do not depend on its size;
         `shard` is Transformer Engine's per-shard behaviour.
     rht_signs: `fixed` (one vector for the whole run), `none`, or `fresh` (a new vector for every call).
+    fp8_power_of_two_scales: round the scales of fp8 operands down to powers of two, as Transformer Engine does by
+        default.
     """
 
     name: str = "bf16"
     amax: Literal["global", "shard"] = "global"
     rht_signs: Literal["fixed", "none", "fresh"] = "fixed"
+    fp8_power_of_two_scales: bool = False
     fprop: FpropConfig = field(default_factory=FpropConfig)
     dgrad: DgradConfig = field(default_factory=DgradConfig)
     wgrad: WgradConfig = field(default_factory=WgradConfig)

@@ -1,8 +1,8 @@
 """Keys that earlier versions had: what holds instead, and how a run that was saved with one resumes.
 
 Commands and files that still give one are refused with the remedy. What was saved with one (checkpoints of whatever
-version) is read without it; where its value was not the one that holds now, a resume says so, or is refused if the run
-used an ability that is gone.
+version) is read with today's keys; where its value was not the one that holds now, a resume says so, or is refused if
+the run used an ability that is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ _REMOVED = {
     "data.fim*": (None, "documents are never rearranged; do it when you prepare them, and leave it out"),
     "precision.mean_group": (None, "operands are never without their means; leave it out"),
     "precision.*.mean": ("kept", "operands are never without their means; leave it out"),
+    "precision.*.four_over_six_error": (None, "write four_over_six=squared instead"),
+    "precision.*.power_of_two_scales": (None, "write precision.fp8_power_of_two_scales=true instead"),
+    "precision.*.reuse_fprop": (None, "write source=codes instead, of dgrad's weight or wgrad's activation"),
     "run.file_mode": (None, "set the umask of the shell, such as umask 027, instead"),
 }
 # Abilities that are gone: pattern of a key -> the value under which a run did without it.
@@ -54,10 +57,28 @@ def removed_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
                 yield key, value, now
 
 
-def without_removed(saved: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """A saved configuration, or what it has below `path`, without these keys."""
+def renewed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration of this or an earlier version with today's keys."""
+    found = copy.deepcopy(dict(saved))
+    for precision in (found.get("precision"), found.get("after_switch")):
+        for gemm in ("fprop", "dgrad", "wgrad") if isinstance(precision, dict) else ():
+            for tensor, operand in precision.get(gemm, {}).items():
+                if not isinstance(operand, dict):
+                    continue
+                if operand.get("reuse_fprop"):
+                    operand["source"] = "codes"
+                if (gemm, tensor) not in (("dgrad", "weight"), ("wgrad", "activation")):
+                    operand.pop("source", None)
+                if isinstance(on := operand.get("four_over_six"), bool):
+                    operand["four_over_six"] = operand.get("four_over_six_error", "absolute") if on else "none"
+                if operand.get("power_of_two_scales") and operand["format"] == "fp8":
+                    precision["fp8_power_of_two_scales"] = True
+    return _without_removed(found)
+
+
+def _without_removed(saved: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return {
-        name: without_removed(value, f"{path}{name}.") if isinstance(value, Mapping) else copy.deepcopy(value)
+        name: _without_removed(value, f"{path}{name}.") if isinstance(value, Mapping) else value
         for name, value in saved.items()
         if why_removed(f"{path}{name}") is None
     }

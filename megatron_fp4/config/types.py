@@ -72,6 +72,10 @@ def _switch(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value  # as YAML and Hydra read true and false
 
 
+def _error(value: Any) -> Any:
+    return {False: "none", True: "absolute"}[value] if isinstance(value, bool) else value
+
+
 Integer = Annotated[int, BeforeValidator(_integer)]
 Number = Annotated[FiniteFloat, BeforeValidator(_number)]
 MOST = 10**9
@@ -91,6 +95,7 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 PositiveShare = Annotated[Number, Field(gt=0, le=1)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 AutoSwitch = Annotated[Literal["auto", "true", "false"], BeforeValidator(_switch)]
+FourOverSix = Annotated[Literal["none", "absolute", "squared"], BeforeValidator(_error)]
 PathText = Annotated[str, AfterValidator(_path)]
 PathOrPaths = Annotated[str | list[str], PlainValidator(_path_or_paths)]
 STRICT = ConfigDict(extra="forbid", coerce_numbers_to_str=True)

@@ -97,7 +97,7 @@ def _of_any_tensor_core(operand: Operand, key: str, formats: tuple[str, ...]) ->
         yield Refusal(f"{key}.format={operand.format}", remedy)
     if operand.reuse_fprop:
         along = "tensor cores want scales along the dot product"
-        yield Refusal(f"{key}.reuse_fprop=true", f"{along}; set it to false, {_EMULATED}")
+        yield Refusal(f"{key}.source=codes", f"{along}; set it to tensor, {_EMULATED}")
 
 
 def _of_transformer_engine(operand: Operand, slot: OperandSlot, rht: int, key: str) -> Iterator[Refusal]:
@@ -165,9 +165,7 @@ def transformer_engine_unsupported(recipe: Recipe, capability: tuple[int, int]) 
             return f"native FP8 block scaling needs compute capability 9.0 or 10.x and {chip}"
         fp32_scales = any(op.format == "fp8" and not op.power_of_two_scales for op in recipe.operands.values())
         if fp32_scales and capability[0] == 10:
-            return (
-                f"{chip}, whose FP8 GEMM takes no scales but powers of two (power_of_two_scales=true on every operand)"
-            )
+            return f"{chip}, whose FP8 GEMM takes no scales but powers of two (precision.fp8_power_of_two_scales=true)"
     return None
 
 

@@ -25,6 +25,7 @@ from megatron_fp4.config.precision_schema import (
     OperandConfig,
     PrecisionConfig,
     RecipeConfig,
+    SecondOperandConfig,
     WgradConfig,
 )
 from megatron_fp4.quantization.formats import format_of
@@ -76,7 +77,7 @@ SLOTS_OF = {
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand of one GEMM; the fields are those of `OperandConfig`, the block parsed to (rows, columns)."""
+    """One operand of one GEMM; the block is (rows, columns)."""
 
     format: str = "bf16"
     block: tuple[int, int] = (1, 1)
@@ -211,7 +212,8 @@ BF16 = Recipe()
 
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
     """The recipe of a precision config or of an exception (which checks/precision.py has checked)."""
-    fprop, dgrad, wgrad = (_gemm(getattr(config, name), tensors) for name, tensors in GEMMS.items())
+    powers = config.fp8_power_of_two_scales
+    fprop, dgrad, wgrad = (_gemm(getattr(config, name), tensors, powers) for name, tensors in GEMMS.items())
     return Recipe(config.name, fprop, dgrad, wgrad, config.rht_signs, config.amax)
 
 
@@ -270,23 +272,24 @@ def switched_recipe(current: Recipe, other: Recipe, scope: str) -> Recipe:
     )
 
 
-def _gemm(config: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str]) -> Gemm:
+def _gemm(config: FpropConfig | DgradConfig | WgradConfig, tensors: tuple[str, str], powers_of_two: bool) -> Gemm:
     """Without a transform where neither operand is quantized, since it would cancel."""
-    left, right = (_operand(getattr(config, tensor)) for tensor in tensors)
+    left, right = (_operand(getattr(config, tensor), powers_of_two) for tensor in tensors)
     return Gemm(left, right, config.rht if left.quantized or right.quantized else 0)
 
 
-def _operand(config: OperandConfig) -> Operand:
+def _operand(config: OperandConfig, powers_of_two: bool) -> Operand:
     if config.format == "bf16":
         return Operand()
+    source = config.source if isinstance(config, SecondOperandConfig) else "tensor"
     rows, columns = config.block.split("x")
     return Operand(
         format=config.format,
         block=(int(rows), int(columns)),
         rounding=config.rounding,
-        four_over_six=config.four_over_six,
-        power_of_two_scales=config.power_of_two_scales,
-        reuse_fprop=config.reuse_fprop,
-        source=config.source,
-        four_over_six_error=config.four_over_six_error,
+        four_over_six=config.four_over_six != "none",
+        power_of_two_scales=powers_of_two and config.format == "fp8",
+        reuse_fprop=source == "codes",
+        source="forward" if source == "forward" else "tensor",
+        four_over_six_error="squared" if config.four_over_six == "squared" else "absolute",
     )

@@ -168,7 +168,8 @@ def test_recipes_are_those_of_the_papers(name):
     assert [operand.rounding for operand in table] == expected[2]
     assert (fprop.rht, dgrad.rht, wgrad.rht) == (0, 0, expected[3])
     assert precision.name == name
-    assert not any(operand.four_over_six or operand.reuse_fprop or operand.power_of_two_scales for operand in table)
+    assert {operand.four_over_six for operand in table} == {"none"}
+    assert (dgrad.weight.source, wgrad.activation.source) == ("tensor", "tensor")
 
 
 @pytest.mark.slow
@@ -330,6 +331,19 @@ def test_what_was_saved_with_a_key_that_is_gone_is_read(value):
     saved = json.loads(json.dumps(as_saved(make())))
     saved["optimizer"] |= {"implementation": value, "deoscillation": {"interval": 0, "window": 50}}
     assert config_from_saved(saved, ["train.steps=7"], CONFIGS).train.steps == 7
+
+
+def test_operands_of_an_earlier_version_are_read():
+    saved = json.loads(json.dumps(as_saved(make("precision=fp8_block"))))
+    old = {"four_over_six": False, "four_over_six_error": "absolute", "power_of_two_scales": True}
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        for tensor in ("activation", "weight", "gradient"):
+            if tensor in saved["precision"][gemm]:
+                saved["precision"][gemm][tensor] |= {**old, "reuse_fprop": tensor == "weight", "source": "tensor"}
+    saved["precision"]["fprop"]["activation"] |= {"four_over_six": True, "four_over_six_error": "squared"}
+    read = config_from_saved(saved, [], CONFIGS).precision
+    assert read.fp8_power_of_two_scales and read.fprop.activation.four_over_six == "squared"
+    assert (read.dgrad.weight.source, read.wgrad.activation.source) == ("codes", "tensor")
 
 
 def test_a_run_that_used_an_ability_that_is_gone_is_refused():

@@ -1,10 +1,17 @@
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_fp4.config.compose import compose_config
-from megatron_fp4.config.precision_schema import DgradConfig, FpropConfig, OperandConfig, PrecisionConfig, WgradConfig
+from megatron_fp4.config.precision_schema import (
+    DgradConfig,
+    FpropConfig,
+    OperandConfig,
+    PrecisionConfig,
+    SecondOperandConfig,
+    WgradConfig,
+)
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_GRADIENT,
@@ -63,15 +70,18 @@ def test_the_recipes_of_the_configs_compute(name):
 
 def test_every_field_of_a_config_arrives():
     """No option may be accepted and do nothing."""
-    odd = OperandConfig("fp8", "128x128", "stochastic", True, True, True, "forward", "squared")
-    operand = Operand("fp8", (128, 128), "stochastic", True, True, True, "forward", "squared")
-    assert {f.name for f in fields(OperandConfig)} == {f.name for f in fields(Operand)}
-    plain = OperandConfig("nvfp4", "1x16")
     for index, slot in enumerate(SLOTS):
+        second = slot.key in ("dgrad.weight", "wgrad.activation")
+        odd = SecondOperandConfig("fp8", "128x128", "stochastic", "squared", "forward")
+        odd = odd if second else OperandConfig("fp8", "128x128", "stochastic", "squared")
+        source = "forward" if second else "tensor"
+        operand = Operand("fp8", (128, 128), "stochastic", True, True, False, source, "squared")
+        plain = SecondOperandConfig("nvfp4", "1x16")
         six = [odd if i == index else plain for i in range(6)]
         config = PrecisionConfig(
             name="x",
             rht_signs="none",
+            fp8_power_of_two_scales=True,
             fprop=FpropConfig(six[0], six[1], 2),
             dgrad=DgradConfig(six[2], six[3], 4),
             wgrad=WgradConfig(six[4], six[5], 8),
@@ -80,6 +90,8 @@ def test_every_field_of_a_config_arrives():
         assert recipe.operands == {key: operand if key == slot else ref.X for key in SLOTS}
         assert (recipe.name, recipe.rht_signs) == ("x", "none")
         assert (recipe.fprop.rht, recipe.dgrad.rht, recipe.wgrad.rht) == (2, 4, 8)
+    codes = PrecisionConfig(dgrad=DgradConfig(weight=SecondOperandConfig("nvfp4", source="codes")))
+    assert recipe_from_config(codes).dgrad.right == replace(ref.X, reuse_fprop=True)
 
 
 def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cancel():
