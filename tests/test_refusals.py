@@ -150,7 +150,7 @@ TOGETHER = [
     # --- machine
     ("run.device=cuda", "run.device=cuda, but this machine offers no CUDA device; use run.device=auto or cpu"),
     ("logging.memory_history=true", "logging.memory_history=true records CUDA allocations, and this run is on a CPU"),
-    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is no checkpoint folder; give auto, never or the path"),
+    ("checkpoint.resume=/no/such", "checkpoint.resume=/no/such is no checkpoint folder; give auto"),
     ("precision.bf16_blocks.file=/no/such", "precision.bf16_blocks.file=/no/such: there is no such file"),
     ("logging.wandb=online", "logging.wandb=online needs a key, and there is neither WANDB_API_KEY nor ~/.netrc"),
     # --- data
