@@ -60,8 +60,8 @@ def removed_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
 def renewed(saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved configuration of this or an earlier version with today's keys."""
     found = copy.deepcopy(dict(saved))
-    for precision in (found.get("precision"), found.get("after_switch")):
-        for gemm in ("fprop", "dgrad", "wgrad") if isinstance(precision, dict) else ():
+    for precision in (found.get("precision") or {}, found.get("after_switch") or {}):
+        for gemm in ("fprop", "dgrad", "wgrad"):
             for tensor, operand in precision.get(gemm, {}).items():
                 if not isinstance(operand, dict):
                     continue
