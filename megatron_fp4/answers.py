@@ -1,29 +1,67 @@
-"""What pretrain.py answers to `--help` and `--version`, before it imports torch, which takes seconds: nor does this."""
+"""What pretrain.py answers before it imports torch, which takes seconds: `--help`, `--version`, `--cfg job`, that its
+packages are missing; and `--multirun`, whose runs are processes of their own."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
 from pathlib import Path
 
 from megatron_fp4 import __version__
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
+# What every run imports -> its package.
+_NEEDED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "hydra": "hydra-core",
+    "omegaconf": "omegaconf",
+    "pydantic": "pydantic",
+    "yaml": "pyyaml",
+    "rich": "rich",
+}
+
 
 def answer(arguments: list[str], config_dir: Path) -> int | None:
-    """Print what the command line's `arguments` ask for, help of the configuration in `config_dir` or the version.
-    Returns the exit code, None if they ask for neither."""
-    wants_help = not {"--help", "-h"}.isdisjoint(arguments)
-    if not wants_help and "--version" not in arguments:
-        return None
-    end_without_reader()
-    if not wants_help:
+    """Do what the command line's `arguments` ask for besides a run, with the configuration in `config_dir`. Returns the
+    exit code, None if they ask for a run."""
+    if "--version" in arguments:
+        end_without_reader()
         print(f"megatron_fp4 {__version__}")
         return 0
-    from megatron_fp4.config.help import help_text  # and with it Hydra, for which no version has to wait
+    wants_help = not {"--help", "-h"}.isdisjoint(arguments)
+    missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing and not (wants_help and missing == ["torch"]):
+        print(
+            f"pretrain.py: {sys.executable} has no {', '.join(missing)}; run `make setup` once and `source "
+            ".venv/bin/activate` in every shell, or pip install what is missing",
+            file=sys.stderr,
+        )
+        return 2
+    sweeps = not {"--multirun", "-m"}.isdisjoint(arguments)
+    if not (wants_help or sweeps or "--cfg" in arguments):
+        return None
+    from megatron_fp4.config.compose import compose_config, to_yaml  # and with it Hydra, for which no version waits
+    from megatron_fp4.config.help import help_text
     from megatron_fp4.config.schema import ConfigError
 
+    end_without_reader()
     try:
-        print(help_text(config_dir))
+        if wants_help:
+            print(help_text(config_dir))
+        elif sweeps:
+            from megatron_fp4.multirun import multirun
+
+            if "RANK" in os.environ:
+                raise ConfigError("--multirun starts the ranks of each run itself; start it with python, not torchrun")
+            rest = [argument for argument in arguments if argument not in ("--multirun", "-m")]
+            return multirun(rest, config_dir.parent / "pretrain.py", config_dir)
+        else:
+            place = arguments.index("--cfg")
+            if arguments[place + 1 : place + 2] != ["job"]:
+                raise ConfigError("--cfg prints the configuration of a run; write --cfg job")
+            print(to_yaml(compose_config(arguments[:place] + arguments[place + 2 :], config_dir)), end="")
     except ConfigError as error:
         print(f"pretrain.py: {error}", file=sys.stderr)
         return 2

@@ -41,20 +41,20 @@ def quick_composing(known: dict[Any, Any]) -> Iterator[None]:
     and values are then set in a copy, as Hydra does itself."""
     real = compose._compose
 
-    def quick(name: str, overrides: list[str], directory: Path) -> Any:
+    def quick(name: str, overrides: list[str], folders: list[Path]) -> Any:
         groups = [one for one in overrides if "." not in one.partition("=")[0]]
         values = OverridesParser.create().parse_overrides([one for one in overrides if one not in groups])
-        plain = directory == CONFIGS and not any(value.is_add() or value.is_sweep_override() for value in values)
+        plain = folders == [CONFIGS] and not any(value.is_add() or value.is_sweep_override() for value in values)
         if not plain or any("=[" in override for override in groups):
-            return real(name, overrides, directory)
+            return real(name, overrides, folders)
         if (key := (name, *groups)) not in known:
-            known[key] = real(name, groups, directory)
+            known[key] = real(name, groups, folders)
         found = copy.deepcopy(known[key])
         for value in values:
             try:
                 OmegaConf.update(found, value.key_or_group, value.value(), merge=True)
             except Exception:
-                return real(name, overrides, directory)  # which says it in one line
+                return real(name, overrides, folders)  # which says it in one line
         return found
 
     with pytest.MonkeyPatch.context() as patch:

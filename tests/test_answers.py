@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_fp4 import __version__
 from megatron_fp4.answers import answer
 from megatron_fp4.config.help import help_text
+from megatron_fp4.multirun import multirun
+from tests.composing import CONFIGS
 from tests.programs import ROOT
 
 WITHOUT_TORCH = """
@@ -48,17 +51,55 @@ def test_help_needs_no_torch(arguments: list[str]) -> None:
 
 def test_a_run_does() -> None:
     """Else the tests above would say nothing."""
-    assert "import of torch halted" in without_torch("run_path", "pretrain.py", "train.steps=3").stderr
+    assert "has no torch; run `make setup`" in without_torch("run_path", "pretrain.py", "train.steps=3").stderr
 
 
 def test_nothing_else_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer(["train.steps=3", "--check"], ROOT / "configs") is None
+    assert answer(["train.steps=3", "--check"], CONFIGS) is None
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert answer(["train.steps=3", "--cfg", "job"], CONFIGS) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 3
+    assert answer(["--cfg", "all"], CONFIGS) == 2 and answer(["--cfg", "job", "train.stepz=3"], CONFIGS) == 2
+
+
+def test_missing_packages_are_one_line() -> None:
+    bare = [sys.executable, "-S", "-E", ROOT / "pretrain.py", "train.steps=3"]  # without site-packages
+    done = subprocess.run(bare, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "has no torch, numpy, hydra-core" in done.stderr and "source .venv/bin/activate" in done.stderr
+
+
+def test_combinations_run_one_after_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "pretrain.py"
+    program.write_text("import sys; print(*sys.argv[1:]); sys.exit('precision=bf16' in sys.argv)")
+    given = ["run.seed=1,2", "precision=nvfp4,bf16", "train.steps=3", "run.dir=sweep"]
+    assert multirun(given, program, CONFIGS) == 1
+    started = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
+    assert [line.rpartition(" ")[0] for line in started] == [
+        f"run.seed={seed} precision={precision} train.steps=3" for seed in (1, 2) for precision in ("nvfp4", "bf16")
+    ]
+    names = sorted(path.name for path in Path("sweep").iterdir() if path.is_dir())
+    assert names == [f"precision_{precision}-run.seed_{seed}" for precision in ("bf16", "nvfp4") for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--multirun"], "--multirun has nothing to vary; give a key several values"),
+        (["-m", "train.steps=1,x"], "train.steps=x: give an integer"),
+        (["-m", "precision=nvfp4,nvfp5"], "precision=nvfp5: there is no precision config of that name"),
+    ],
+)
+def test_a_sweep_is_refused_before_it_starts(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(arguments, CONFIGS) == 2
+    assert capsys.readouterr().err.startswith(f"pretrain.py: {said}")
 
 
 def test_a_configuration_without_help_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(["--help"], tmp_path) == 2
-    assert capsys.readouterr() == (
-        "",
-        f"pretrain.py: config_dir={tmp_path} has no config.yaml; name the folder that holds it\n",
-    )
+    assert capsys.readouterr().err.startswith(f"pretrain.py: config_dir={tmp_path} has no config.yaml")

@@ -372,6 +372,19 @@ def test_files(name: str, content: bytes, override: str, said: str, tmp_path: Pa
     assert said.replace("FOLDER", str(tmp_path)) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_folder_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nhidden_dim: 128\n")
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "odd.yaml").write_text("defaults: [nvfp4, _self_]\nname: odd\nwgrad: {rht: 0}\n")
+    given = [f"--config-dir={tmp_path}", "model=mine", "precision.switch.target=odd"]
+    config = compose_config(given, CONFIGS)
+    assert (config.model.name, config.model.hidden_dim) == ("mine", 128)
+    assert config.after_switch is not None and config.after_switch.wgrad.rht == 0
+    refused([f"--config-dir={tmp_path}", "model=mini"], "did you mean mine? There are hybrid_30m")
+    refused(["--config-dir=/no/such"], "--config-dir=/no/such: there is no such folder")
+
+
 def test_a_folder_without_configurations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.yaml; name the folder"):
         compose_config([], tmp_path)

@@ -38,19 +38,19 @@ _SEVERAL = "experiment"
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
-    """The configuration that `config_dir`/config.yaml and `overrides` (`train.steps=100`, `model=tiny`) make.
+    """The configuration that `config_dir`/config.yaml and `overrides` (`train.steps=100`, `model=tiny`) make. A
+    `--config-dir=FOLDER` among these adds the files of another folder of groups.
 
     Raises ConfigError, one line naming the value and the remedy, for everything a user can get wrong in a key, a value,
     a group option or the syntax. Whether values fit together is for `megatron_fp4.config.checks` to say.
     """
-    directory = Path(config_dir).resolve()
-    if not (directory / "config.yaml").is_file():
+    overrides, folders = _folders(overrides, config_dir)
+    if not (folders[0] / "config.yaml").is_file():
         raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
-    overrides = [_at_home(override) for override in overrides]
-    groups = group_options(directory)
+    groups = group_options(*folders)
     for override in overrides:
         _check_override(_parsed(override), override, groups)
-    return _whole(_compose("config", overrides, directory), overrides, directory)
+    return _whole(_compose("config", overrides, folders), overrides, folders)
 
 
 def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config_dir: str | Path) -> Config:
@@ -65,8 +65,7 @@ def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config
     Raises ConfigError for a saved configuration of another version, for a key or value that is wrong, and for an
     environment variable that is not set.
     """
-    directory = Path(config_dir).resolve()
-    overrides = [_at_home(override) for override in overrides]
+    overrides, folders = _folders(overrides, config_dir)
     recipes, changes = [], []
     for override in overrides:
         parsed = _parsed(override)
@@ -79,12 +78,12 @@ def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config
         changes.append(override)
     keys = _written(saved)
     for name in recipes:
-        config = _whole(_changed(keys, changes, directory), changes, directory)
+        config = _whole(_changed(keys, changes, folders), changes, folders)
         own = [override for override in changes if override.startswith("precision.")]
-        precision, texts = _precision("precision", name, config, directory, "precision", own)
+        precision, texts = _precision("precision", name, config, folders, "precision", own)
         others = {key: text for key, text in config.from_environment.items() if not key.startswith("precision.")}
         keys = _written(as_saved(replace(config, precision=precision, from_environment={**others, **texts})))
-    return _whole(_changed(keys, changes, directory), changes, directory)
+    return _whole(_changed(keys, changes, folders), changes, folders)
 
 
 def to_yaml(config: Config) -> str:
@@ -93,17 +92,28 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_written(as_saved(config))))
 
 
-def group_options(config_dir: str | Path) -> dict[str, list[str]]:
-    """Every config group (a folder of `config_dir`) and its options, sorted."""
-    folders = sorted(path for path in Path(config_dir).iterdir() if path.is_dir())
-    options = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
-    return {group: names for group, names in options.items() if names}
+def group_options(*config_dirs: str | Path) -> dict[str, list[str]]:
+    """Every config group (a folder of `config_dirs`) and its options, sorted."""
+    found: dict[str, set[str]] = {}
+    for path in (path for folder in config_dirs for path in Path(folder).glob("*/*.yaml")):
+        found.setdefault(path.parent.name, set()).add(path.stem)
+    return {group: sorted(found[group]) for group in sorted(found)}
 
 
-def _at_home(override: str) -> str:
-    """`run.dir=~/x`, which Hydra cannot read, with the home folder."""
-    key, separator, value = override.partition("=")
-    return key + separator + expanduser(value) if value == "~" or value.startswith("~/") else override
+def _folders(arguments: Sequence[str], config_dir: str | Path) -> tuple[list[str], list[Path]]:
+    """The overrides among `arguments`, with the home folder for `~`, which Hydra cannot read; and the folders of config
+    files, the project's first."""
+    overrides, folders = [], [Path(config_dir).resolve()]
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        value = expanduser(value) if value == "~" or value.startswith("~/") else value
+        if key != "--config-dir":
+            overrides.append(key + separator + value)
+        elif Path(value).is_dir():
+            folders.append(Path(value).resolve())
+        else:
+            raise ConfigError(f"{argument}: there is no such folder; give --config-dir=FOLDER with model/, data/, ...")
+    return overrides, folders
 
 
 def _parsed(override: str) -> Override:
@@ -125,8 +135,6 @@ def _check_override(parsed: Override, override: str, groups: Mapping[str, Sequen
     if parsed.is_sweep_override():
         a_list = f", or a list: {key}=[...]" if get_origin(hint) is list else ""
         raise ConfigError(f"{override} gives several values; give one{a_list}, or add --multirun for a run with each")
-    if key == "hydra.searchpath":
-        return
     if key.startswith("hydra."):
         raise ConfigError(f"{override}: Hydra's own settings have no effect here; drop it")
     if key in groups:
@@ -153,15 +161,21 @@ def _check_override(parsed: Override, override: str, groups: Mapping[str, Sequen
         raise ConfigError(explain_value(error, value, *parts)) from error
 
 
-def _compose(name: str, overrides: Sequence[str], directory: Path) -> DictConfig:
-    ConfigStore.instance().store(name="schema", node=_defaults())
+def _compose(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> DictConfig:
+    hydra_defaults()
     # Hydra's state is global and one failed or foreign initialization would make the next one fail.
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(config_dir=str(directory), version_base="1.3", job_name="pretrain"):
-            return compose(name, overrides=list(overrides))
+        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="pretrain"):
+            others = ",".join(f"'file://{folder}'" for folder in folders[1:])
+            return compose(name, overrides=[*overrides, f"hydra.searchpath=[{others}]"] if others else list(overrides))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: Hydra's own
-        raise ConfigError(explain(error, overrides, directory)) from error
+        raise ConfigError(explain(error, overrides, folders)) from error
+
+
+def hydra_defaults() -> None:
+    """Let Hydra know the schema's defaults, which config.yaml begins with."""
+    ConfigStore.instance().store(name="schema", node=_defaults())
 
 
 @functools.cache
@@ -177,7 +191,7 @@ def _defaults() -> DictConfig:
     return defaults
 
 
-def _resolved(composed: Any, overrides: Sequence[str], directory: Path) -> dict[str, Any]:
+def _resolved(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) -> dict[str, Any]:
     if "${now:" in OmegaConf.to_yaml(composed):
         raise ConfigError(
             "${now:...} differs between ranks and restarts; write a fixed name, such as run.dir=runs/name"
@@ -185,53 +199,53 @@ def _resolved(composed: Any, overrides: Sequence[str], directory: Path) -> dict[
     try:
         return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, overrides, directory)) from error
+        raise ConfigError(explain(error, overrides, folders)) from error
 
 
-def _whole(composed: Any, overrides: Sequence[str], directory: Path) -> Config:
+def _whole(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) -> Config:
     """`composed` resolved, checked and completed: recipes of exceptions, the precision after a switch, and the texts of
     what came from the environment."""
-    keys = _resolved(composed, overrides, directory)
+    keys = _resolved(composed, overrides, folders)
     for added in ADDED:
         if added in keys:
             raise ConfigError(unknown_key(added))
-    config = _checked(Config, keys, directory)
+    config = _checked(Config, keys, folders)
     config = replace(config, from_environment=environment_texts(composed))
-    precision, texts = _with_recipes(config.precision, config, directory, "precision")
+    precision, texts = _with_recipes(config.precision, config, folders, "precision")
     config = replace(config, precision=precision, from_environment={**config.from_environment, **texts})
     if (switch := config.precision.switch).when == "never":  # a switch that is off may name any target
         return config
-    after, texts = _precision("precision.switch.target", switch.target, config, directory, "after_switch")
-    after, of_recipes = _with_recipes(after, config, directory, "after_switch")
+    after, texts = _precision("precision.switch.target", switch.target, config, folders, "after_switch")
+    after, of_recipes = _with_recipes(after, config, folders, "after_switch")
     return replace(config, after_switch=after, from_environment={**config.from_environment, **texts, **of_recipes})
 
 
 def _precision(
-    key: str, name: str, config: Config, directory: Path, path: str, changes: Sequence[str] = ()
+    key: str, name: str, config: Config, folders: Sequence[Path], path: str, changes: Sequence[str] = ()
 ) -> tuple[PrecisionConfig, dict[str, str]]:
     """The file `name` under precision/, which `key` asks for, as it resolves for the model of `config` with `changes`
     of its keys; other overrides of the run's own precision do not carry over to it. Also its texts of the environment,
     for its place at `path`."""
-    if name not in (names := group_options(directory)["precision"]):
+    if name not in (names := group_options(*folders)["precision"]):
         raise ConfigError(f"{key}={name} is not a precision config; {suggest(name, names)}")
-    own = _compose(f"precision/{name}", [], directory)
+    own = _compose(f"precision/{name}", [], folders)
     texts = {other: text for other, text in config.from_environment.items() if not other.startswith("precision")}
     merged = OmegaConf.merge(as_saved(replace(config, precision=PrecisionConfig(), from_environment=texts)), own)
     if changes:
-        merged = _changed(merged, changes, directory)
-    keys = _resolved(merged.precision, [], directory)
-    return _checked(PrecisionConfig, keys, directory, "precision"), environment_texts(merged.precision, path)
+        merged = _changed(merged, changes, folders)
+    keys = _resolved(merged.precision, [], folders)
+    return _checked(PrecisionConfig, keys, folders, "precision"), environment_texts(merged.precision, path)
 
 
 def _with_recipes(
-    precision: PrecisionConfig, config: Config, directory: Path, path: str
+    precision: PrecisionConfig, config: Config, folders: Sequence[Path], path: str
 ) -> tuple[PrecisionConfig, dict[str, str]]:
     """`precision` with the recipe of every exception written out, and texts of the environment as for `_precision`."""
     exceptions: list[ExceptionConfig] = []
     texts: dict[str, str] = {}
     for i, exception in enumerate(precision.exceptions):
         key, name = f"precision.exceptions[{i}].precision", exception.precision
-        other, its_texts = _precision(key, name, config, directory, f"{path}.exceptions[{i}].recipe")
+        other, its_texts = _precision(key, name, config, folders, f"{path}.exceptions[{i}].recipe")
         if other.exceptions:
             raise ConfigError(f"{key}={name} has exceptions of its own; choose a precision config without")
         recipe = RecipeConfig(**{field.name: getattr(other, field.name) for field in fields(RecipeConfig)})
@@ -240,7 +254,7 @@ def _with_recipes(
     return replace(precision, exceptions=exceptions), texts
 
 
-def _changed(keys: Any, changes: Sequence[str], directory: Path) -> Any:
+def _changed(keys: Any, changes: Sequence[str], folders: Sequence[Path]) -> Any:
     """`keys` with `changes` (`key=value`) merged in."""
     changed = OmegaConf.create(keys)
     try:
@@ -248,16 +262,16 @@ def _changed(keys: Any, changes: Sequence[str], directory: Path) -> Any:
             parsed = _parsed(change)
             OmegaConf.update(changed, parsed.key_or_group, parsed.value(), merge=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error, changes, directory)) from error
+        raise ConfigError(explain(error, changes, folders)) from error
     return changed
 
 
-def _checked(cls: type[_T], keys: Mapping[str, Any], directory: Path, *path: str) -> _T:
+def _checked(cls: type[_T], keys: Mapping[str, Any], folders: Sequence[Path], *path: str) -> _T:
     """A `cls` of `keys`, which are those of the configuration at `path`."""
     try:
         return cls(**keys)
     except ValidationError as error:
-        where = file_of(error, keys, directory, *path)
+        where = file_of(error, keys, folders, *path)
         raise ConfigError(where + explain_value(error, keys, *path)) from error
 
 

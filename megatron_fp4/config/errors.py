@@ -48,11 +48,11 @@ def explain_value(error: ValidationError, value: Any, *path: str | int) -> str:
     return f"{key_of(keys)}{'' if settings else '=' + shown(value)}: {said}".removeprefix(": ")
 
 
-def file_of(error: ValidationError, value: Any, directory: Path, *path: str | int) -> str:
+def file_of(error: ValidationError, value: Any, folders: Sequence[Path], *path: str | int) -> str:
     """`FILE: ` of the config file that has what `explain_value` explains; nothing if none has it."""
     location, _ = _first(error, value)
     wrong, keys = _at(value, location), [*path, *location]
-    for file in sorted(directory.rglob("*.yaml")):
+    for file in config_files(folders):
         with contextlib.suppress(yaml.YAMLError, ValueError, OSError):  # a broken file that the run does not read
             text = file.read_text()
             below = keys[file.parent.name == keys[0] :] if keys else []
@@ -95,24 +95,29 @@ def _plain(message: str) -> str:
     return message
 
 
-def explain(error: Exception, overrides: Sequence[str], directory: Path) -> str:
-    """What is wrong with the files in `directory`, or with how `overrides` and they go together. error: what Hydra,
+def config_files(folders: Sequence[Path]) -> list[Path]:
+    """All of them."""
+    return [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
+
+
+def explain(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> str:
+    """What is wrong with the files in `folders`, or with how `overrides` and they go together. error: what Hydra,
     OmegaConf or the YAML parser raised."""
     if isinstance(error, yaml.YAMLError):
         mark = getattr(error, "problem_mark", None)
-        where = f"{mark.name}, line {mark.line + 1}" if mark else str(getattr(error, "name", directory))
+        where = f"{mark.name}, line {mark.line + 1}" if mark else str(getattr(error, "name", folders[0]))
         return f"{where}: not valid YAML ({getattr(error, 'problem', None) or 'unreadable'}); correct that line"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         group, _, option = error.missing_cfg_file.rpartition("/")
         by = re.match(r"In '([^']+)'", str(error))
-        where = f"{directory / by[1]}.yaml: " if by and by[1] != "config" else ""
+        where = _where(by[1], folders) if by and by[1] != "config" else ""
         names = [name for name in error.options or [] if name]
         return f"{where}{group}={option}: there is no {group} config of that name; {suggest(option, names)}"
-    for path in sorted(directory.rglob("*.yaml")):
+    for path in config_files(folders):
         if wrong := _no_keys(path):
             return f"{path} {wrong}"
     file = re.match(r"In '([^']+)':", str(error))
-    where = f"{directory / file[1]}.yaml: " if file else ""
+    where = _where(file[1], folders) if file else ""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
@@ -132,6 +137,12 @@ def explain(error: Exception, overrides: Sequence[str], directory: Path) -> str:
     if key and type_at(parts_of(key)) is None:
         return f"{where}{unknown_key(key)}"
     return f"{given.removeprefix(': ')}{message}; {HELP}"
+
+
+def _where(name: str, folders: Sequence[Path]) -> str:
+    """`FILE: ` of the config file that Hydra calls by this name."""
+    found = [folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").exists()]
+    return f"{found[0]}: " if found else ""
 
 
 def _no_keys(path: Path) -> str | None:

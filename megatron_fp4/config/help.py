@@ -40,6 +40,9 @@ def help_text(config_dir: str | Path) -> str:
         "  pretrain.py precision.switch.when=0.9               change precision after 90% of the steps",
         "  pretrain.py experiment=nemotron_h_8b data=my_corpus parallel=tensor_4",
         "  pretrain.py 'experiment=[nemotron_h_8b,qaf]' data=my_corpus",
+        "  pretrain.py --config-dir=mine model=my_model        with groups of your own: mine/model/my_model.yaml",
+        "  pretrain.py --multirun run.seed=1,2 precision=nvfp4,bf16 run.dir=runs/sweep   four runs, one after another",
+        "  pretrain.py --cfg job train.steps=100               print the configuration; --check: try a start out",
     ]
     return "\n".join(lines)
 

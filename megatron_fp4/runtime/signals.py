@@ -27,7 +27,7 @@ from megatron_fp4.runtime.closed_pipe import end_without_reader
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 SECOND_AFTER = 5.0
-SAYS_SOMETHING = ("--help", "-h", "--version", "--check")
+SAYS_SOMETHING = ("--help", "-h", "--version", "--check", "--cfg", "--multirun", "-m")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -11,8 +11,8 @@ from megatron_fp4.config.precision_schema import (
     DgradConfig,
     ExceptionConfig,
     FpropConfig,
-    OperandConfig,
     RecipeConfig,
+    SecondOperandConfig,
     WgradConfig,
 )
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
@@ -40,7 +40,7 @@ def shapes() -> list[LinearShape]:
     return result
 
 
-_M8 = OperandConfig("mxfp8", "1x32")
+_M8 = SecondOperandConfig("mxfp8", "1x32")
 RECIPES = {
     "bf16": RecipeConfig(),
     "mxfp8": RecipeConfig(

@@ -97,7 +97,7 @@ def test_every_field_of_a_config_arrives():
 def test_bf16_operands_forget_their_other_fields_and_transforms_that_would_cancel():
     config = PrecisionConfig(
         fprop=FpropConfig(OperandConfig("bf16", "16x16", "stochastic"), OperandConfig(), 16),
-        dgrad=DgradConfig(OperandConfig("nvfp4"), OperandConfig(), 16),
+        dgrad=DgradConfig(OperandConfig("nvfp4"), SecondOperandConfig(), 16),
     )
     recipe = recipe_from_config(config)
     assert recipe.fprop.left == Operand()
