@@ -18,7 +18,9 @@ from megatron_fp4.config.schema import ValidationConfig
 from megatron_fp4.precision.recipe import BF16
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.training.callbacks.validation import validation_is_due
 from megatron_fp4.training.evaluate import reshard
+from megatron_fp4.training.trainer import Callback, Step
 from models.hybrid import HybridModel
 
 TEMPERATURE = 0.8
@@ -69,3 +71,27 @@ def text_samples(
         ended = finite and len(continuation.tokens) < config.prompt_tokens
         samples.append(TextSample(prompt, text if finite else None, ended))
     return samples
+
+
+class Prompts(Callback):
+    """Records what the model says to `validation.prompts`, whenever it is validated."""
+
+    def start(self, done: int) -> None:
+        """A run that was killed after its last step lacks its last texts, too."""
+        missing = self.trainer.missing
+        if missing is not None and missing.validation:
+            self._record(done)
+
+    def after_step(self, step: Step) -> None:
+        """If it is due."""
+        config = self.trainer.config
+        if validation_is_due(config.validation.interval, step.done, config.train.steps):
+            self._record(step.done)
+
+    def _record(self, done: int) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        if config.validation.prompts:
+            trainer.make_room()
+            trainer.progress.at(done, "text samples")
+            parts = trainer.model, trainer.precision, trainer.data.bundle.tokenizer
+            trainer.log.texts(done, text_samples(*parts, config.validation, config.run.seed, trainer.progress))

@@ -19,7 +19,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
-ROOMS = ("data", "models", "exchange", "inference", "analysis", "assembly", "introduction", "preflight", "run_parts")
+ROOMS = ("data", "models", "exchange", "inference", "analysis")
 
 
 def root() -> Path:

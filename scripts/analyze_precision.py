@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from assembly import CONFIGS, build, check, plans_of, set_determinism
+from data import provider as data
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4.checkpoint.files import DamagedCheckpointError, Manifest, check_file, read_manifest, read_trainer
 from megatron_fp4.checkpoint.shards import CheckedReader
@@ -48,7 +48,11 @@ from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distr
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.accumulate import ALONE, accumulate
-from run_parts import Run
+from megatron_fp4.training.build import plans_of, set_determinism
+from megatron_fp4.training.check import check
+from megatron_fp4.training.trainer import Trainer
+from models import provider as models
+from pretrain import CONFIGS
 
 
 def main(arguments: list[str]) -> int:
@@ -85,19 +89,21 @@ def analyze(options: argparse.Namespace) -> int:
     options.checkpoint = checkpoint_in(options.checkpoint)
     manifest = read_whole_manifest(options.checkpoint)
     config = analysis_config(options.checkpoint, options.overrides)
-    allowance([row.linear for row in plans_of(config)[0].rows], options.budget, options.by)  # before it is measured
+    allowance(
+        [row.linear for row in plans_of(config, models)[0].rows], options.budget, options.by
+    )  # before it is measured
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    check(config, int(os.environ.get("WORLD_SIZE", 1)), device_type)
+    check(config, models, data, int(os.environ.get("WORLD_SIZE", 1)), device_type)
     device = init_distributed(
         device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
     )
     set_determinism(config.run.deterministic)
-    run = build(config, build_mesh(config.parallel, device))
+    run = Trainer(config, models, data, [], build_mesh(config.parallel, device), quiet=True)
     with torch.no_grad():
         load({"model": run.model.state_dict()}, storage_reader=CheckedReader(options.checkpoint))
 
     found, measured = measure(run, manifest.step, options.micro_batches)
-    shapes = [row.linear for row in run.controller.plans[0].rows]
+    shapes = [row.linear for row in run.precision.plans[0].rows]
     ranked = rank_linears(shapes, {name: one.errors for name, one in found.items()}, options.gemm)
     chosen = select_bf16(ranked, options.budget, options.by)
     if run.mesh.rank == 0:
@@ -138,24 +144,24 @@ def analysis_config(checkpoint: Path, overrides: list[str]) -> Config:
     return replace(config, precision=precision)
 
 
-def measure(run: Run, start: int, count: int) -> tuple[dict[str, LinearMeasurement], int]:
+def measure(run: Trainer, start: int, count: int) -> tuple[dict[str, LinearMeasurement], int]:
     """Errors of all linears over `count` micro-batches of this rank, those that follow step `start` where there are,
     and how many they were: all of the run's if it has fewer."""
     steps = run.config.train.steps
-    least = min(run.loader.num_micro_batches(span.first_step) for span in run.phases.spans)
+    least = min(run.data.loader.num_micro_batches(span.first_step) for span in run.data.phases.spans)
     num_steps = min(steps, -(-count // least))
     start = min(start, steps - num_steps)  # a finished run has no data left, and goes over its last again
     left = count
     probe = Probe(once=False)
-    with probe.attached(run.controller.linears):
-        for step, micro_batches in enumerate(run.loader.steps(start, start + num_steps), start=start):
-            run.controller.clock.step = step
+    with probe.attached(run.precision.linears):
+        for step, micro_batches in enumerate(run.data.loader.steps(start, start + num_steps), start=start):
+            run.precision.clock.step = step
             for micro_batch in micro_batches[:left]:
-                accumulate(run.model, [micro_batch], run.mesh, run.controller.clock, whole=ALONE)
+                accumulate(run.model, [micro_batch], run.mesh, run.precision.clock, whole=ALONE)
                 for parameter in run.model.parameters():
                     parameter.grad = None
                 left -= 1
-    return probe.collect(list(run.controller.linears)), count - left
+    return probe.collect(list(run.precision.linears)), count - left
 
 
 def table(ranked: list[RankedLinear], chosen: list[RankedLinear]) -> str:

@@ -50,24 +50,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
-from assembly import (
-    CONFIGS,
-    backend_of,
-    configure,
-    device_type_of,
-    execution_of,
-    initialized_model,
-    open_graphs,
-    set_determinism,
-    sharded_model,
-    world_size,
-)
 from data.storage import default_cache_dir
 from megatron_fp4.config.compose import ConfigError, compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, end_process, init_distributed, leave_distributed
 from megatron_fp4.planning.dry_run import dry_run
-from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.recipe import Recipe, recipe_from_config
 from megatron_fp4.precision.rng import StepState
@@ -78,12 +65,23 @@ from megatron_fp4.quantization.fp4 import FusedFP4
 from megatron_fp4.quantization.rounding import rounding_key
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.autotuning import KernelChoices, rehearsal
+from megatron_fp4.training.build import (
+    backend_of,
+    device_type_of,
+    graphs_for,
+    initialized_model,
+    set_determinism,
+    sharded_model,
+    world_size,
+)
 from megatron_fp4.training.cuda_graphs import MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import StepResult, train_step
+from models import provider as model_provider
 from models.execution import Execution
 from models.hybrid import HybridModel
 from models.pattern import describe_execution, mixers_of, parameter_count, training_flops_per_token
+from pretrain import CONFIGS, configure
 
 GIB = 2**30
 SHAPES, SMALL_SHAPES = ("8192x4096x21504", "8192x2048x6144"), ("64x64x128",)  # tokens, inputs, outputs
@@ -218,9 +216,9 @@ class RandomRun:
         device = init_distributed(device_type, config.parallel.timeout_seconds)
         set_determinism(config.run.deterministic)
         mesh, clock = build_mesh(config.parallel, device), StepState(seed=config.run.seed)
-        model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+        model, controller = initialized_model(config, model_provider, mesh, clock)
         optimizer = build_optimizer(model, config.optimizer).optimizer
-        graphs = open_graphs(config, mesh, model, controller, print) if with_graphs else None
+        graphs = graphs_for(config, model_provider, mesh, model, controller, print) if with_graphs else None
         pin_kernels(model, config, device)
         return cls(config, mesh, clock, model, controller, optimizer, graphs)
 
@@ -444,7 +442,7 @@ def model_config(
 def model_row(config: Config, mesh: ParallelMesh, iterations: int) -> dict[str, Any]:
     """Time, memory and kernels of one model in one precision."""
     rows, length, clock = config.train.micro_batch_size, config.train.sequence_length, StepState(seed=0)
-    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    model, controller = initialized_model(config, model_provider, mesh, clock)
     pin_kernels(model, config, mesh.device)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(0, config.model.vocab_size, (rows, length + 1), generator=generator).to(mesh.device)
@@ -681,8 +679,8 @@ def _own_rendezvous(index: int) -> dict[str, str]:
 def planned_memory(overrides: list[str]) -> dict[str, Any]:
     """The dry run's memory of the first of WORLD_SIZE ranks, in bytes, and the kernels that it assumes."""
     config = configure([*overrides, "run.dry=true"])
-    execution = planned_execution(config)
-    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, *parts), execution)
+    execution = model_provider.planned_execution(config)
+    dry = dry_run(config, world_size(), lambda *parts: sharded_model(config, model_provider, *parts), execution)
     return {"memory": asdict(dry.memory), "kernels": fused_parts(execution, config)}
 
 
@@ -698,7 +696,7 @@ def measured_memory(overrides: list[str]) -> dict[str, Any]:
         "peak": torch.cuda.max_memory_allocated(device),
         "reserved": torch.cuda.max_memory_reserved(device),
         "machine": machine(device),
-        "backend": backend_of(run.config).name,
+        "backend": backend_of(run.config, model_provider).name,
         "kernels": fused_parts(run.model.execution, run.config),
     }
 

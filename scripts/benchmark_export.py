@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 
-from assembly import CONFIGS
 from exchange.hf.architectures import architecture_of
 from exchange.hf.export import shape_of
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from models.pattern import parameter_count
+from pretrain import CONFIGS
 
 FORMATS = ("hf", "megatron")
 

@@ -16,13 +16,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from assembly import CONFIGS, plans_of
 from exchange.checkpoint import open_checkpoint
 from exchange.folder_check import Folder, check_folder
 from exchange.nvfp4 import PLANS, trained_plan
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.training.build import plans_of
+from models import provider as models
+from pretrain import CONFIGS
 
 
 def main(arguments: list[str]) -> int:
@@ -53,7 +55,7 @@ def compare(options: argparse.Namespace) -> int:
         raise ValueError(f"--plan {options.plan}: {folder.path} has no NVFP4 weights; leave it out")
     trained = None
     if folder.layout is not None:
-        trained = trained_plan(checkpoint, plans_of(checkpoint.config), options.plan)
+        trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan)
     tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
     print(f"{folder.path}: {folder.title}, against {checkpoint.folder}", flush=True)
     differing = 0

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assembly import build, configure, device_type_of, set_determinism
+from data import provider as data
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed
 from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.emulated import EMULATED
@@ -47,7 +47,10 @@ from megatron_fp4.precision.verify import RECIPES, actual_parts, difference, exp
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from megatron_fp4.training.step import train_step
+from megatron_fp4.training.build import device_type_of, set_determinism
+from megatron_fp4.training.trainer import Callback, Step, Trainer
+from models import provider as models
+from pretrain import configure
 
 NVFP4, FP8_FP32_SCALES, FP8 = rounded_to_nearest(RECIPES[0]), RECIPES[1], RECIPES[2]
 # Largest relative error of products that differ in the order of accumulation: BF16 results are rounded to 2^-9.
@@ -236,15 +239,15 @@ def captured(overrides: list[str], num_steps: int) -> dict[str, tuple[Tensor, Te
     device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(config.run.deterministic)
     mesh = build_mesh(config.parallel, device)
-    run, capture = build(config, mesh), Capture()
-    for step, batch in enumerate(run.loader.steps(0, num_steps)):
-        for context in run.controller.linears.values():
-            context.probe = capture if step == num_steps - 1 else None  # type: ignore[assignment]
-        lr = run.schedule.lr(step, None, 0)
-        settings: dict[str, Any] = {"step": step, "lr": lr, "clip_norm": config.optimizer.clip_norm}
-        settings |= {"reshard": config.parallel.reshard}
-        result = train_step(run.model, run.optimizer.optimizer, batch, mesh, run.controller.clock, **settings)
-        print(f"step {step + 1}/{num_steps} loss {result.loss:.4f} gradient norm {result.grad_norm:.3f}")
+    capture = Capture()
+
+    class Captured(Callback):
+        def before_step(self, step: Step) -> None:
+            for context in self.trainer.precision.linears.values():
+                context.probe = capture if step.done == num_steps else None  # type: ignore[assignment]
+
+    for step in Trainer(config, models, data, [Captured()], mesh, quiet=True).steps(0, num_steps):
+        print(f"step {step.done}/{num_steps} loss {step.result.loss:.4f} gradient norm {step.result.grad_norm:.3f}")
     dist.destroy_process_group()
     return capture.tensors
 

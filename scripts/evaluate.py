@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 
-from assembly import CONFIGS, plans_of
 from exchange.checkpoint import open_checkpoint
 from inference.evaluation.agreement import (
     TOLERANCE,
@@ -55,6 +54,9 @@ from megatron_fp4.logging.files import replace_file
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.training.build import plans_of
+from models import provider as model_provider
+from pretrain import CONFIGS
 
 # Options of one of the two ways to use the script.
 _OF_TASKS = ("tasks", "include_path", "num_fewshot", "limit", "batch_size", "max_length", "dtype", "tokenizer")
@@ -189,7 +191,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.as_trained:
         if checkpoint.weights_only:
             raise ValueError(f"--as-trained: {checkpoint.name} has weights only, which no run of ours trained")
-        plan = plan_in_effect(plans_of(checkpoint.config), checkpoint.trainer["switch"]["switched_at"])
+        plan = plan_in_effect(plans_of(checkpoint.config, model_provider), checkpoint.trainer["switch"]["switched_at"])
         quantized = f"{plan.num_quantized} of {len(plan.rows)} linears quantized"
         title = f"framework as trained: {checkpoint.config.precision.compute_dtype}, {quantized}"
         shown.append(Losses(title, framework_losses(checkpoint, windows, device, plan, ProgressLine("as trained"))))

@@ -20,7 +20,6 @@ import time
 
 import torch
 
-from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.hf.encoder import Encoder, PlainEncoder
 from exchange.hf.export import SHARD_BYTES, export_again, export_hf
@@ -29,6 +28,7 @@ from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from pretrain import CONFIGS
 from scripts.export import command, nvfp4
 
 DTYPES = ("bfloat16", "float32", "float16")

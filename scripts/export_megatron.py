@@ -18,13 +18,13 @@ import time
 
 import torch
 
-from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.megatron.export import export_megatron, start_command
 from exchange.new_folder import check_output
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from pretrain import CONFIGS
 from scripts.export import command
 
 

@@ -36,7 +36,6 @@ from pathlib import Path
 
 import torch
 
-from assembly import CONFIGS, plans_of
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
 from inference.generation import NotFiniteError, Settings, check_prompts
@@ -47,7 +46,10 @@ from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.training.build import plans_of
+from models import provider as models
 from models.hybrid import HybridModel
+from pretrain import CONFIGS
 
 
 def main(arguments: list[str]) -> int:
@@ -158,7 +160,7 @@ def load(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[HybridMod
     if options.weights == "trained":
         config = checkpoint.config
         switched_at = (checkpoint.trainer.get("switch") or {}).get("switched_at")
-        plan = plan_in_effect(plans_of(config), switched_at)
+        plan = plan_in_effect(plans_of(config, models), switched_at)
         trained_in = getattr(torch, config.precision.compute_dtype)
         count = weights_as_trained(model, plan, trained_in, config.parallel.tensor)
         if not count or checkpoint.weights_only:

@@ -15,10 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from assembly import CONFIGS
 from exchange.hf.importing import import_hf
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from pretrain import CONFIGS
 from scripts.export.command import import_and_describe
 
 

@@ -19,9 +19,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from assembly import CONFIGS
 from exchange.megatron.importing import import_megatron
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from pretrain import CONFIGS
 from scripts.export.command import import_and_describe
 
 

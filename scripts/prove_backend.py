@@ -21,8 +21,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from assembly import CONFIGS, plans_of
-from assembly import check as check_config
+from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.backend import Backend, BackendOperand
@@ -32,6 +31,10 @@ from megatron_fp4.precision.recipe import GEMMS, SLOTS_OF, OperandSlot, Recipe, 
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.verify import Case, Draws, Finding, check, fairness, sample_tensors, transformed
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.training.build import plans_of
+from megatron_fp4.training.check import check as check_config
+from models import provider as models
+from pretrain import CONFIGS
 from scripts.prove.environment import machine, switches, versions
 from scripts.prove.specification import properties
 from scripts.prove.times import linear_times
@@ -131,7 +134,7 @@ def composed(precision: str, overrides: list[str], device_type: str) -> Config:
     never = replace(config.precision, switch=replace(config.precision.switch, when="never"))
     config = replace(config, precision=never, after_switch=None)
     emulated = replace(config, precision=replace(config.precision, backend="emulated"))
-    check_config(emulated, math.prod(config.parallel.sizes.values()), device_type)
+    check_config(emulated, models, data, math.prod(config.parallel.sizes.values()), device_type)
     return config
 
 
@@ -139,7 +142,7 @@ def backend_for(config: Config, name: str, device_type: str) -> Backend | str:
     """The backend, or why this machine or recipe does not go with it."""
     wanted = replace(config, precision=replace(config.precision, backend=name))  # type: ignore[arg-type]
     try:
-        return choose_backend(wanted, device_type, plans_of(wanted)).open()
+        return choose_backend(wanted, device_type, plans_of(wanted, models)).open()
     except ConfigError as error:
         return str(error)
 
@@ -154,7 +157,7 @@ def cases_of(config: Config, named: bool, device_type: str) -> list[Case]:
     tokens = config.train.micro_batch_size * config.train.sequence_length
     tokens = min(tokens, _CPU_TOKENS) if device_type == "cpu" else tokens
     groups = {"in_proj": model.mamba_num_groups // shards, "qkv_proj": model.num_kv_heads // shards}
-    plan, _ = plans_of(config)
+    plan, _ = plans_of(config, models)
     cases: dict[Case, None] = {}
     for row in plan.rows:
         kind = row.linear.name.split(".")[-1]

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from assembly import CONFIGS, build, check, set_determinism
+from data import provider as data
 from megatron_fp4.checkpoint.files import (
     TRAINER,
     DamagedCheckpointError,
@@ -40,13 +40,18 @@ from megatron_fp4.checkpoint.files import (
 )
 from megatron_fp4.checkpoint.sync import CheckpointError
 from megatron_fp4.config.compose import config_from_saved
-from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.logging.metrics import METRICS_FILE, read_metrics
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.runtime.closed_pipe import end_without_reader
-from pretrain import pin_autotuned
-from run_parts import Run
-from scripts.trial.branch import one_step
+from megatron_fp4.training.build import device_type_of, set_determinism, world_size
+from megatron_fp4.training.callbacks.kernels import Kernels
+from megatron_fp4.training.callbacks.spikes import Spikes
+from megatron_fp4.training.callbacks.switch import Switch
+from megatron_fp4.training.check import check
+from megatron_fp4.training.trainer import Step, Trainer
+from models import provider as models
+from pretrain import CONFIGS
 
 
 def main(arguments: list[str]) -> int:
@@ -94,21 +99,19 @@ def replay(options: argparse.Namespace) -> int:
     went_back = {
         r["step"]: r["checkpoint"] for r in records if r.get("event") == "spike" and r["checkpoint"] is not None
     }
-    run = open_run(origin, options.overrides)
+    folders = {step: origin if to == start else origin.parent / folder_name(to) for step, to in went_back.items()}
+    trainer = open_run(origin, options.overrides, {step: to for step, to in folders.items() if step < last})
     if start:
-        parts = run.model, run.optimizer.optimizer, run.controller.clock
-        run.load_state_dict(run.checkpointer.load(origin, *parts, allow_mismatch=False).trainer)
-        if run.loader.changes:
+        trainer.begin_from(origin)
+        if changes := trainer.data.loader.changes:
             raise ConfigError(
-                f"the data is not what these steps were computed with: {'; '.join(run.loader.changes)}; name the files "
-                "of then, as data.sources=..."
+                f"the data is not what these steps were computed with: {'; '.join(changes)}; name the files of then, "
+                "as data.sources=..."
             )
     else:
-        begin_as_then(run, origin)
-    pin_autotuned(run, start, record=False)
-    folders = {step: origin if to == start else origin.parent / folder_name(to) for step, to in went_back.items()}
-    differing = compare(run, start, last, recorded, folders)
-    if run.mesh.rank == 0:
+        begin_as_then(trainer, origin)
+    differing = compare(trainer, start, last, recorded)
+    if trainer.mesh.rank == 0:
         count = last - start
         print(f"{count - len(differing)} of {count} steps are equal to the last bit", flush=True)
         made_with, here = read_manifest(origin).torch_version, str(torch.__version__)
@@ -134,68 +137,70 @@ def where_to_begin(options: argparse.Namespace) -> tuple[Path, int, Path]:
     return (before[-1], step_of(before[-1]), given) if before else (folders[0], 0, given)
 
 
-def open_run(checkpoint: Path, overrides: list[str]) -> Run:
+class RecordedSpikes(Spikes):
+    """Refuses what the run refused, and goes back where it did. went_back: to which checkpoint, by step of a spike."""
+
+    def __init__(self, config: SpikesConfig, went_back: Mapping[int, Path]) -> None:
+        super().__init__(config)
+        self._went_back = went_back
+
+    def after_step(self, step: Step) -> None:
+        """As it is recorded."""
+        self.guard.observe(step.result, step.done, lambda: None)
+        if step.done in self._went_back:
+            self.trainer.roll_back(step.done, self._went_back[step.done])
+
+
+def open_run(checkpoint: Path, overrides: list[str], went_back: Mapping[int, Path]) -> Trainer:
     """The run of a checkpoint, built anew. Raises ConfigError if its bits cannot be repeated here."""
-    trainer = read_trainer(checkpoint)
-    config: Config = config_from_saved(trainer["config"], overrides, CONFIGS)
+    saved = read_trainer(checkpoint)
+    config: Config = config_from_saved(saved["config"], overrides, CONFIGS)
     if not config.run.deterministic:
         raise ConfigError("the run had run.deterministic=false, whose bits no start repeats")
-    ranks, made_with = int(os.environ.get("WORLD_SIZE", 1)), read_manifest(checkpoint).world_size
+    ranks, made_with = world_size(), read_manifest(checkpoint).world_size
     if ranks != made_with:
         raise ConfigError(
             f"{checkpoint} was made by {made_with} ranks and this is {ranks}, which add up in another order; start it "
             f"with torchrun --nproc-per-node {made_with} (times the nodes)"
         )
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    check(config, ranks, device_type)
-    device = init_distributed(
-        device_type if config.run.device == "auto" else config.run.device, config.parallel.timeout_seconds
-    )
+    check(config, models, data, ranks, "cuda" if torch.cuda.is_available() else "cpu")
+    device = init_distributed(device_type_of(config), config.parallel.timeout_seconds)
     set_determinism(True)
-    run = build(config, build_mesh(config.parallel, device))
-    run.graphs = None  # their bits are those of eager steps, which depend on less
-    run.kernels.load_state_dict(trainer.get("autotuning"))  # also where the initial weights are begun with
-    return run
+    kernels = Kernels(data.default_cache_dir() / "autotuning", write=False)
+    kernels.load_state_dict(saved.get("autotuning"))  # also where the initial weights are begun with
+    callbacks = [kernels, Switch(), RecordedSpikes(config.spikes, went_back)]
+    trainer = Trainer(config, models, data, callbacks, build_mesh(config.parallel, device), quiet=True)
+    trainer.graphs = None  # their bits are those of eager steps, which depend on less
+    return trainer
 
 
-def begin_as_then(run: Run, checkpoint: Path) -> None:
+def begin_as_then(trainer: Trainer, checkpoint: Path) -> None:
     """Let a run that began with the weights of another checkpoint begin with them again, wherever its own are from.
 
     checkpoint: of the run. Raises ConfigError if those weights are gone or other ones.
     """
-    trainer = read_trainer(checkpoint)
-    if (begun := Origin.of(trainer, "initialized_from")) is None:
-        return
-    parts = run.model, run.controller.clock
-    found = run.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
-    if found is None or not found.equals(begun):
-        raise ConfigError(f"{begun.path} is not the checkpoint any more whose weights the run began with")
+    if (begun := Origin.of(read_trainer(checkpoint), "initialized_from")) is not None:
+        parts = trainer.model, trainer.precision.clock
+        found = trainer.checkpointer.initialize(begun.path, *parts, resumed=False, allow_mismatch=True)
+        if found is None or not found.equals(begun):
+            raise ConfigError(f"{begun.path} is not the checkpoint any more whose weights the run began with")
+    trainer.begin(0)
 
 
-def compare(
-    run: Run,
-    start: int,
-    last: int,
-    recorded: Mapping[int, Mapping[str, Any]],
-    went_back: Mapping[int, Path],
-) -> list[int]:
+def compare(trainer: Trainer, start: int, last: int, recorded: Mapping[int, Mapping[str, Any]]) -> list[int]:
     """Repeat the steps after `start` up to `last`, print a line for each; returns those that differ.
 
-    recorded: by step, the records of metrics.jsonl. went_back: by step of a spike, to which checkpoint the run went
-    back.
+    recorded: by step, the records of metrics.jsonl.
     """
-    print_line(run, "step", "loss recorded", "loss replayed", "norm recorded", "norm replayed", "")
-    differing = []
-    for step, batch in enumerate(run.loader.steps(start, last), start=start):
-        (result, _), done, was = one_step(run, step, batch), step + 1, recorded[step + 1]
+    first_rank, differing = trainer.mesh.rank == 0, []
+    print_line(first_rank, "step", "loss recorded", "loss replayed", "norm recorded", "norm replayed", "")
+    for step in trainer.steps(start, last):
+        was, result = recorded[step.done], step.result
         same = equal(was["loss"], result.loss) and equal(was["grad_norm"], result.grad_norm)
         verdict = "equal" if same else "DIFFERS"
-        print_line(run, done, was["loss"], result.loss, was["grad_norm"], result.grad_norm, verdict)
+        print_line(first_rank, step.done, was["loss"], result.loss, was["grad_norm"], result.grad_norm, verdict)
         if not same:
-            differing.append(done)
-        run.spikes.observe(result, done, lambda: None)
-        if done in went_back and done < last:
-            run.roll_back(done, went_back[done])
+            differing.append(step.done)
     return differing
 
 
@@ -204,9 +209,9 @@ def equal(recorded: float | None, replayed: float) -> bool:
     return not math.isfinite(replayed) if recorded is None else recorded == replayed
 
 
-def print_line(run: Run, step: object, *columns: object) -> None:
+def print_line(first_rank: bool, step: object, *columns: object) -> None:
     """A line of the table, on the first rank."""
-    if run.mesh.rank == 0:
+    if first_rank:
         *numbers, verdict = (f"{column!s:<20}" for column in columns)
         print(f"{step!s:>8}  {'  '.join(numbers)}  {verdict}".rstrip(), flush=True)
 

@@ -15,12 +15,12 @@ import sys
 
 import yaml
 
-from assembly import CONFIGS
 from megatron_fp4.config.compose import compose_config, to_yaml
 from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import plot_heatmap, plot_loss
 from megatron_fp4.logging.run_folder import named_run
 from megatron_fp4.runtime.closed_pipe import end_without_reader
+from pretrain import CONFIGS
 
 
 def main() -> None:

@@ -14,9 +14,24 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from data import provider as data
 from megatron_fp4.config import compose
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.training import build, check
+from models import provider as models
+
+
+def validate(config: Config, ranks: int, device_type: str) -> None:
+    """`check` of this project's models and data."""
+    check.check(config, models, data, ranks, device_type)
+
+
+def plans_of(config: Config) -> tuple[Plan, Plan | None]:
+    """Those of this project's models."""
+    return build.plans_of(config, models)
+
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

@@ -134,7 +134,7 @@ def rank_main(
 
     if kill is not None and kill.victim == rank:
         arm(kill, [Path(folder, f"pid_{other}") for other in range(world_size)])
-    run_program(lambda: pretrain.launch(overrides, StopRequest().listen()))
+    run_program(lambda: pretrain.main(overrides, StopRequest().listen()))
 
 
 def arm(kill: Kill, pids: list[Path]) -> None:

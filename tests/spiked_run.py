@@ -19,6 +19,7 @@ import pretrain
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.runtime.exit_codes import DivergedError
 from megatron_fp4.runtime.signals import StopRequest
+from megatron_fp4.training import trainer
 from megatron_fp4.training.optimizer import optimizer_state
 from megatron_fp4.training.step import train_step
 from tests.test_pretrain import SMALL
@@ -83,10 +84,10 @@ def spiked_run(
 
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
-        mock.patch.object(pretrain, "train_step", spiking(rank, spikes, factor, before_step)),
+        mock.patch.object(trainer, "train_step", spiking(rank, spikes, factor, before_step)),
     ):
         try:
-            assert pretrain.pretrain(config, StopRequest()) == 0
+            assert pretrain.train(config, StopRequest()) == 0
         except DivergedError as error:
             return {"error": str(error)}
     return began

@@ -1,4 +1,4 @@
-"""`assembly.configure` makes the plans, so that what cannot be planned is refused before ranks wait for each other."""
+"""`pretrain.configure` makes the plans, so that what cannot be planned is refused before ranks wait for each other."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import assembly
+import pretrain
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.training.build import configuration_errors
 from models.hybrid import build_model
 from models.pattern import linear_shapes
-from tests.composing import CONFIGS, composed
+from tests.composing import CONFIGS, composed, plans_of
 
 FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switch.target=mxfp4"]
 
@@ -25,13 +26,13 @@ FRESH = ["precision.fprop.rht=16", "precision.rht_signs=fresh", "precision.switc
 def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the configurations, to which a test may add some."""
     copy = shutil.copytree(CONFIGS, tmp_path / "configs")
-    monkeypatch.setattr(assembly, "CONFIGS", copy)
+    monkeypatch.setattr(pretrain, "CONFIGS", copy)
     return copy
 
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        assembly.configure(list(overrides))
+        pretrain.configure(list(overrides))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -69,7 +70,7 @@ def test_a_linear_must_be_able_to_switch() -> None:
     message = refused(*backward)
     assert "precision.rht_signs=fresh goes on in fprop" in message and "mxfp4 has fixed" in message
     for change in ("precision.switch.scope=both", "precision.fprop.rht=0", "precision.switch.target=bf16"):
-        assembly.configure([*backward, change])
+        pretrain.configure([*backward, change])
 
 
 def test_linears_of_exceptions_must_be_able_to_switch(configs: Path) -> None:
@@ -77,16 +78,16 @@ def test_linears_of_exceptions_must_be_able_to_switch(configs: Path) -> None:
     (configs / "precision" / "shard.yaml").write_text(shard)
     switch = ["precision=mxfp8", "precision.switch.when=0.5", "precision.switch.target=shard"]
     backward = [*switch, "precision.switch.scope=backward"]
-    assembly.configure(backward)
+    pretrain.configure(backward)
     exception = "precision.exceptions=[{names: ['*.out_proj'], precision: nvfp4}]"
     assert "precision.amax=global goes on in fprop" in refused(*backward, exception)
 
 
 def test_a_switch_that_is_off_has_no_plan() -> None:
-    config = assembly.configure([*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"])
-    plan, switched = assembly.plans_of(config)
+    config = pretrain.configure([*FRESH, "precision.switch.scope=backward", "precision.switch.when=never"])
+    plan, switched = plans_of(config)
     assert plan.num_quantized and switched is None
-    plan, switched = assembly.plans_of(assembly.configure([]))
+    plan, switched = plans_of(pretrain.configure([]))
     assert switched is not None and plan.num_quantized and not switched.num_quantized
 
 
@@ -94,7 +95,7 @@ def test_a_branch_does_not_need_its_parent_any_more(tmp_path: Path) -> None:
     branch = [f"run.dir={tmp_path}", f"checkpoint.resume={tmp_path}/gone/checkpoints/step_00000002"]
     assert "is no checkpoint folder" in refused(*branch)
     (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
-    assert assembly.configure(branch).checkpoint.resume == branch[1].partition("=")[2]
+    assert pretrain.configure(branch).checkpoint.resume == branch[1].partition("=")[2]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_a_branch_does_not_need_its_parent_any_more(tmp_path: Path) -> None:
 def test_what_a_disk_fails_at_is_no_refusal(number: int | None, code: ExitCode) -> None:
     """Only what the next start would meet as well is the user's to mend."""
     error = OSError("no number") if number is None else OSError(number, os.strerror(number), "corpus.bin")
-    with pytest.raises(Exception, match=r"corpus\.bin|no number") as caught, assembly.configuration_errors("data: "):
+    with pytest.raises(Exception, match=r"corpus\.bin|no number") as caught, configuration_errors("data: "):
         raise error
     assert exit_code_of(caught.value) is code
     assert (caught.value is error) == (code is ExitCode.CRASHED)

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-import assembly
+from data import provider as data
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.checkpoint.config_diff import configuration_changes
-from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.config.compose import compose_config, config_from_saved
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
+from megatron_fp4.training.trainer import Trainer
+from models import provider as models
+from pretrain import CONFIGS
 
 Built = tuple[torch.Tensor, torch.Tensor]
 SMALL = [
@@ -37,8 +40,8 @@ def build(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Calla
 
     def build(*overrides: str) -> Built:
         arguments = [*SMALL, f"data.sources={{text: {folder}/text}}", f"run.dir={folder}/run", *overrides]
-        run = assembly.build(assembly.compose_config(arguments, assembly.CONFIGS), mesh)
-        [batch] = next(iter(run.loader.steps(0, 1)))
+        run = Trainer(compose_config(arguments, CONFIGS), models, data, [], mesh)
+        [batch] = next(iter(run.data.loader.steps(0, 1)))
         return local_part(next(iter(run.model.parameters()))).detach(), batch.tokens
 
     return build
@@ -58,5 +61,5 @@ def test_a_checkpoint_from_before_the_key_says_nothing_of_it() -> None:
     saved: Any = as_saved(config)
     del saved["data"]["seed"]
     assert configuration_changes(saved, config) == []
-    again = config_from_saved(saved, ["run.seed=7"], assembly.CONFIGS)
+    again = config_from_saved(saved, ["run.seed=7"], CONFIGS)
     assert again.data.seed is None and again.data_seed == 7

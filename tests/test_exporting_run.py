@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import assembly
 import pretrain
-from assembly import CONFIGS
+from exchange import callback
 from exchange.checkpoint import open_checkpoint
 from exchange.in_run import Exports
+from pretrain import CONFIGS
 from tests.exchange.test_in_run import stand_in
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses, records
@@ -61,7 +61,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def test_every_export_has_its_checkpoint_and_its_record(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(assembly, "Exports", partial(Exports, command=stand_in))
+    monkeypatch.setattr(callback, "Exports", partial(Exports, command=stand_in))
     run_dir, overrides = tmp_path / "run", ["checkpoint.export_interval=3", "checkpoint.export_at_end=true"]
     overrides.append("checkpoint.keep=1")
     printed = start(*overrides)
@@ -94,7 +94,7 @@ def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
         (run_dir / "STOP").touch()
         return stand_in(checkpoint, output, export_format)
 
-    monkeypatch.setattr(assembly, "Exports", partial(Exports, command=stopping))
+    monkeypatch.setattr(callback, "Exports", partial(Exports, command=stopping))
     printed = start("checkpoint.export_at_end=true", code=75)
     assert "broken off by the end of this start" in printed and "stopped after step 4 of 4 on the file STOP" in printed
     assert not (run_dir / "STOP").exists()
@@ -103,7 +103,7 @@ def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
     assert [event["step"] for event in events(run_dir, "export_failed")] == [4]
 
     (run_dir / "checkpoints" / "step_00000004" / "hang").unlink()
-    monkeypatch.setattr(assembly, "Exports", partial(Exports, command=stand_in))
+    monkeypatch.setattr(callback, "Exports", partial(Exports, command=stand_in))
     printed = start("checkpoint.export_at_end=true")
     assert "lacks its export of step 4, loss.png, summary.json; writing that now" in printed
     assert names(run_dir / "exports") == ["step_00000004"] and (run_dir / "summary.json").exists()
@@ -111,7 +111,7 @@ def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
 
 def test_a_failed_export_ends_nothing(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = ["python", "-c", "import sys; sys.exit('export_hf.py: no space left')"]
-    monkeypatch.setattr(assembly, "Exports", partial(Exports, command=lambda *_: failing))
+    monkeypatch.setattr(callback, "Exports", partial(Exports, command=lambda *_: failing))
     printed = start("checkpoint.export_interval=2", "checkpoint.asynchronous=false")
     assert printed.count("NOT EXPORTED, going on without: export_hf.py: no space left; by hand: python -c ") == 2
     (one, _) = events(tmp_path / "run", "export_failed")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
-from assembly import configure
+from pretrain import configure
 from scripts import fingerprint
 
 # A run in no time, which does what it is told: metrics of one step, and a checkpoint that it finds in its folder.

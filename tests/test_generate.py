@@ -16,7 +16,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain
-from assembly import CONFIGS
 from data.tokenizer import train_tokenizer
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
@@ -26,6 +25,7 @@ from inference.text import prompt_tokens
 from inference.weights import lower_weights
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
+from pretrain import CONFIGS
 from scripts.generate import load, main, parse
 from tests.exchange.models import checkpoint_of, strong_model, tensors_of
 from tests.models.builders import small_config

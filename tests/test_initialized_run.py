@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import pretrain
-from assembly import CONFIGS
 from exchange.checkpoint import open_checkpoint
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint import files
-from run_parts import Run
+from megatron_fp4.training.callbacks.kernels import Kernels
+from pretrain import CONFIGS
 from scripts import replay
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses, records
@@ -90,12 +90,13 @@ def test_it_begins_with_these_bits_and_nothing_else(
     """From a run, from one of its checkpoints, from an import, whatever the seed: at step 0, not switched."""
     found: list[tuple[dict[str, Tensor], bool]] = []
 
-    def look(run: Run) -> None:
-        moments = any(tensor.any() for state in run.optimizer.optimizer.state.values() for tensor in state.values())
+    def look(callback: Kernels, done: int) -> None:
+        run = callback.trainer
+        moments = any(tensor.any() for state in run.optimizer.state.values() for tensor in state.values())
         weights = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
-        found.append((weights, bool(moments) or run.controller.switch.switched_at is not None))
+        found.append((weights, bool(moments) or run.precision.switch.switched_at is not None))
 
-    monkeypatch.setattr(pretrain, "test_backend", look)
+    monkeypatch.setattr(Kernels, "start", look)
     source = open_checkpoint(checkpoint(parent, 4), CONFIGS)
     for number, given in enumerate((parent, checkpoint(parent, 4), imported)):
         run_dir = tmp_path / str(number)

@@ -68,7 +68,7 @@ def test_the_installed_command_among_others_data_and_models(installed: Path, tmp
     for name in ("data", "models", "scripts", "exchange"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of somebody else')\n")
-    (tmp_path / "assembly.py").write_text("raise RuntimeError('of somebody else')\n")
+    (tmp_path / "pretrain.py").write_text("raise RuntimeError('of somebody else')\n")
     for name in ("wandb", "datasets", "pyarrow", "transformers", "safetensors", "lm_eval", "s3fs"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('an extra')\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed}"}

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-import pretrain
 from megatron_fp4.config.schema import Config, ModelConfig, RunConfig, TrainConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.runtime.progress import Progress
 from megatron_fp4.training import autotuning
-from megatron_fp4.training.autotuning import KernelChoices
+from megatron_fp4.training.callbacks.kernels import Kernels
 from models.conv import fused_conv_silu
 from models.execution import Execution
 from models.hybrid import build_model
@@ -50,16 +49,17 @@ def run_of(mesh: ParallelMesh, folder: Path, deterministic: bool = True, scan: b
         model = build_model(MODEL, mesh, torch.bfloat16, Execution({"scan": fused_scan} if scan else {}))
     train = TrainConfig(micro_batch_size=3, sequence_length=40)
     config = Config(run=RunConfig(dir=str(folder), deterministic=deterministic), train=train)
-    return SimpleNamespace(
+    phases = SimpleNamespace(spans=[SimpleNamespace(sequence_length=None)] * 2)
+    kernels = Kernels(Path("/somewhere"))
+    kernels.trainer = SimpleNamespace(  # type: ignore[assignment]
         config=config,
         mesh=mesh,
         model=model,
-        kernels=KernelChoices(),
         log=SimpleNamespace(console=Lines()),
         progress=Progress(),
-        phases=SimpleNamespace(spans=[SimpleNamespace(sequence_length=None)] * 2),
-        exports=SimpleNamespace(want=lambda step: None),
+        data=SimpleNamespace(phases=phases),
     )
+    return kernels
 
 
 @pytest.fixture
@@ -71,15 +71,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return Pinned()
 
     monkeypatch.setattr(autotuning, "pin_kernels", pin)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     return made
 
 
 def said(run: Any, start: int, saved: Any) -> list[str]:
-    run.kernels.load_state_dict(saved)
-    run.log.console.clear()
-    pretrain.pin_autotuned(run, start)
-    return list(run.log.console)
+    run.load_state_dict(saved)
+    run.trainer.log.console.clear()
+    run.start(start)
+    return list(run.trainer.log.console)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -89,13 +88,13 @@ def test_a_run_with_autotuned_kernels(
     run, saved = run_of(mesh, tmp_path, deterministic), {"choices": []}
     assert said(run, 4, saved) == ["first line", "second line"]
     ((_, given, folder),) = calls
-    assert given is saved and folder == Path("/somewhere/megatron_fp4/autotuning")
-    assert run.kernels._pinned.written == [tmp_path]
+    assert given is saved and folder == Path("/somewhere")
+    assert run._choices._pinned.written == [tmp_path]
 
 
 def test_other_runs_have_nothing_of_this(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
     run = run_of(mesh, tmp_path, scan=False)
-    assert said(run, 4, None) == [] and calls == [] and run.kernels.state_dict() is None
+    assert said(run, 4, None) == [] and calls == [] and run.state_dict() is None
 
 
 def test_an_older_checkpoint_says_that_it_has_no_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
@@ -105,8 +104,8 @@ def test_an_older_checkpoint_says_that_it_has_no_record(mesh: ParallelMesh, tmp_
 
 def test_phases_of_shorter_sequences_are_rehearsed_too(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
     run, shapes = run_of(mesh, tmp_path), []
-    run.phases.spans += [SimpleNamespace(sequence_length=length) for length in (10, 20, 10)]
-    run.model.blocks[1].mixer.rehearse = lambda rows, length, *_: shapes.append((rows, length))
+    run.trainer.data.phases.spans += [SimpleNamespace(sequence_length=length) for length in (10, 20, 10)]
+    run.trainer.model.blocks[1].mixer.rehearse = lambda rows, length, *_: shapes.append((rows, length))
     said(run, 0, None)
     calls[-1][0]()
     assert shapes == [(3, 40), (12, 10), (6, 20)]
@@ -115,7 +114,7 @@ def test_phases_of_shorter_sequences_are_rehearsed_too(mesh: ParallelMesh, tmp_p
 def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
     """Shapes and dtypes of a real step with a causal-conv1d that returns BF16, and of one that returns FP32."""
     run = run_of(mesh, tmp_path)
-    mamba = run.model.blocks[1].mixer
+    mamba = run.trainer.model.blocks[1].mixer
     seen: dict[str, Any] = {}
 
     def scan(inputs: ScanInputs, chunk_size: int, documents_bs: torch.Tensor | None = None) -> torch.Tensor:
@@ -142,33 +141,25 @@ def test_the_rehearsal_is_the_run_in_small(mesh: ParallelMesh, tmp_path: Path, c
     assert all(parameter.grad is None for parameter in mamba.parameters())
 
 
-@pytest.mark.parametrize("pinned", [True, False])
-def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any], pinned: bool) -> None:
+def test_a_checkpoint_holds_the_record(mesh: ParallelMesh, tmp_path: Path, calls: list[Any]) -> None:
     """As it is when the checkpoint is made; the run's folder gets it at the same time."""
-    run, saved = run_of(mesh, tmp_path), {}
-    run.state_dict = lambda: {"autotuning": run.kernels.state_dict()}
-    run.samples, run.tokens, run.optimizer = (
-        (lambda step: 8 * step),
-        (lambda step: 480 * step),
-        SimpleNamespace(optimizer=None),
-    )
-    run.checkpointer = SimpleNamespace(save=lambda step, model, optimizer, trainer, **_: saved.update(trainer))
-    if pinned:
-        run.kernels.pin(lambda: None, tmp_path, resumed=False)
-    pretrain.save(run, 2)
-    assert saved["autotuning"] == ({"choices": ["late ones, too"]} if pinned else None)
-    assert not pinned or run.kernels._pinned.written == [tmp_path]
+    run = run_of(mesh, tmp_path)
+    assert run.state_dict() is None
+    said(run, 0, None)
+    run.on_checkpoint(2)
+    assert run.state_dict() == {"choices": ["late ones, too"]}
+    assert run._choices._pinned.written == [tmp_path, tmp_path]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_inductor_is_told_before_it_is_imported(deterministic: bool) -> None:
     code = (
-        "import sys, assembly, pretrain\n"
+        "import sys, pretrain\n"
         "from megatron_fp4.parallel.mesh import init_distributed\n"
         "init_distributed('cpu', 60)\n"
         "assert 'torch._inductor.config' not in sys.modules\n"
-        f"assembly.set_determinism({deterministic})\n"
+        f"pretrain.set_determinism({deterministic})\n"
         "import torch._inductor.config as inductor\n"
         f"assert inductor.deterministic is {deterministic}\n"
         "import os; os._exit(0)\n"

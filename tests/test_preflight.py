@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 
-import preflight
 import pretrain
-from assembly import CONFIGS, configure
-from assembly import check as check_configuration
+from data import provider as data_provider
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.logging.words import rounded_time
+from megatron_fp4.training import check as preflight
+from models import provider as models
+from pretrain import CONFIGS, configure
+from tests.composing import validate as check_configuration
 from tests.test_going_on import FEW, checkpoint, cut, data, flip
 
 __all__ = ["data"]
@@ -53,7 +55,7 @@ def check(saved: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch
         try:
             check_configuration(config, 1, "cpu")
             check_initialization(config)
-            assert preflight.print_check(config) == 0
+            preflight.print_check(config, models, data_provider)
         finally:
             assert sorted(run_dir.rglob("*")) == before
         return capsys.readouterr().out.splitlines()
@@ -115,7 +117,7 @@ def test_under_torchrun_one_rank_says_it(check: Check, tmp_path: Path, monkeypat
 
 @pytest.fixture
 def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "needs", lambda *_: (2**30, "about 1 minute", "assumed"))
+    monkeypatch.setattr(preflight, "_needs", lambda *_: (2**30, "about 1 minute", "assumed"))
 
 
 @pytest.mark.usefixtures("no_plan")

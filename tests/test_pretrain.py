@@ -22,12 +22,9 @@ import yaml
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import pretrain
-from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.precision.plan import Plan
-from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.switch import PrecisionController
+from megatron_fp4.precision import verify as kernel_tests
 from megatron_fp4.runtime.exit_codes import ExitCode
-from run_parts import Run
+from megatron_fp4.training.callbacks.verify import Verify
 from tests.programs import ROOT, Program, as_child, environments_of_ranks
 
 STEPS = 8
@@ -274,37 +271,25 @@ def test_refuses_to_overwrite_and_to_mix_runs(straight: Any, small: list[str]) -
     assert "run.seed" in output and "allow_mismatch" in output
 
 
-def test_a_checkpoint_behind_a_switch_wants_a_run_with_one() -> None:
-    def run_with(*plans: Plan) -> Any:
-        controller = PrecisionController({}, plans[0], StepState(seed=0), plan_after_switch=(*plans, None)[1])
-        parts = {name: MagicMock() for name in ("loader", "guard", "log", "kernels")}
-        run = MagicMock(**parts, controller=controller)
-        run.load_state_dict = lambda state: Run.load_state_dict(run, state)
-        run._parts = lambda: Run._parts(run)
-        run.config.checkpoint.resume = "auto"
-        run.checkpointer.steps_after.return_value = []
-        run.phases.samples_before.return_value = run.loader.consumed_samples
-        run.checkpointer.resume.return_value = MagicMock(step=7, trainer=trainer)
-        return run
-
-    trainer: dict[str, Any] = {"switch": {"switched_at": 6, "num_below": 0}}
-    with pytest.raises(
-        ConfigError, match=r"from step 7: .* behind the precision switch .* precision.switch.when=never"
-    ):
-        pretrain.resume(run_with(Plan(())))
-    assert pretrain.resume(run_with(Plan(()), Plan(()))) == 7
-    trainer["switch"]["switched_at"] = None
-    assert pretrain.resume(run_with(Plan(()))) == 7
+@pytest.mark.slow
+def test_a_checkpoint_after_a_switch_wants_a_run_with_one(straight: Any, small: list[str], tmp_path: Path) -> None:
+    processes, folder, _ = straight
+    if processes > 1:
+        pytest.skip("the same decision on every rank")
+    resume = f"checkpoint.resume={folder}/checkpoints/step_00000007"
+    output = run(1, [*small, f"run.dir={tmp_path}", resume, "precision.switch.when=never"], code=2)
+    assert "from step 7: " in output and "precision.switch.when=never" in output
 
 
 @pytest.mark.parametrize("name", ["emulated", "transformer_engine", "torch"])
 def test_native_backends_are_tested_before_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     required = []
-    monkeypatch.setattr(pretrain.verify, "cases_of", lambda *_: [])
-    monkeypatch.setattr(pretrain.verify, "require", lambda backend, *_: required.append(backend) or "")
-    run = MagicMock(backend=MagicMock(), controller=MagicMock(linears={"linear": MagicMock(backend=name)}))
-    run.backend.name = name
-    pretrain.test_backend(run)
+    monkeypatch.setattr(kernel_tests, "cases_of", lambda *_: [])
+    monkeypatch.setattr(kernel_tests, "require", lambda backend, *_: required.append(backend.name) or "")
+    verify, backend = Verify(), MagicMock()
+    backend.name = name
+    verify.trainer = MagicMock(precision=MagicMock(linears={"linear": MagicMock(backend=backend)}))
+    verify.start(0)
     assert required == ([] if name == "emulated" else [name])
 
 

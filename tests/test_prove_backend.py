@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from assembly import CONFIGS
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.backend_support import BACKENDS
 from megatron_fp4.precision.emulated import EmulatedBackend
 from megatron_fp4.quantization import mxfp8, nvfp4
 from megatron_fp4.quantization.elements import round_e2m1_stochastic, to_e4m3, to_ue8m0_up
+from pretrain import CONFIGS
 from scripts import prove_backend
 from scripts.prove import environment
 from scripts.prove.specification import properties

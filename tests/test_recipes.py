@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import assembly
+import pretrain
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.training.build import initialized_model
+from models import provider as models
 
 pytestmark = pytest.mark.slow
 
@@ -37,10 +39,8 @@ GRADIENT_ERROR = {
 
 def first_step(mesh: ParallelMesh, name: str) -> tuple[float, torch.Tensor]:
     """Loss and flattened gradient of the tiny model's first micro-batch under a recipe."""
-    config = compose_config([f"precision={name}", "train.sequence_length=128"], assembly.CONFIGS)
-    model = assembly.initialized_model(
-        config, mesh, StepState(seed=3), assembly.execution_of(config), assembly.backend_of(config)
-    )[0]
+    config = compose_config([f"precision={name}", "train.sequence_length=128"], pretrain.CONFIGS)
+    model = initialized_model(config, models, mesh, StepState(seed=3))[0]
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, config.model.vocab_size, (2, 2, 128), generator=generator)
     loss = model(tokens, targets)
@@ -67,4 +67,4 @@ def test_first_step_of_every_recipe(mesh: ParallelMesh, exact: tuple[float, torc
 
 
 def test_configs_are_all_covered() -> None:
-    assert sorted(path.stem for path in (assembly.CONFIGS / "precision").glob("*.yaml")) == sorted(RECIPES)
+    assert sorted(path.stem for path in (pretrain.CONFIGS / "precision").glob("*.yaml")) == sorted(RECIPES)

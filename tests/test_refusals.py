@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import assembly
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.launcher import check_launch, place_in_run
 from megatron_fp4.config.schema import ConfigError
-from tests.composing import CONFIGS, changed, composed
+from tests.composing import CONFIGS, changed, composed, validate
 
 PHASE = "data.phases=[{{name: a, {}}}]"
 NEVER = "precision.switch.when=never"
@@ -247,7 +246,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def refused(overrides: str | Sequence[str], said: str, ranks: int = 1, device: str = "cpu") -> None:
     with pytest.raises(ConfigError) as error:
         config = compose_config([overrides] if isinstance(overrides, str) else overrides, CONFIGS)
-        assembly.check(config, ranks, device)
+        validate(config, ranks, device)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
@@ -288,7 +287,7 @@ ACCEPTED = [
 
 @pytest.mark.parametrize("overrides", ACCEPTED, ids=" ".join)
 def test_accepted(overrides: list[str]) -> None:
-    assembly.check(composed(*overrides), 1, "cpu")
+    validate(composed(*overrides), 1, "cpu")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "nvfp4", "mxfp4", "mxfp8", "fp8_block", "nvfp4_quartet2"])
@@ -296,8 +295,8 @@ def test_accepted(overrides: list[str]) -> None:
 def test_every_small_model_goes_with_every_recipe(model: str, precision: str) -> None:
     config = composed(f"model={model}", f"precision={precision}")
     for ranks in (1, 2, 4):
-        assembly.check(changed(config, {"train.micro_batch_size": 8 // ranks}), ranks, "cpu")
-    assembly.check(changed(config, {"parallel.tensor": 2}), 4, "cuda")
+        validate(changed(config, {"train.micro_batch_size": 8 // ranks}), ranks, "cpu")
+    validate(changed(config, {"parallel.tensor": 2}), 4, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +307,7 @@ def test_the_papers_runs_are_possible(experiment: str, ranks: int, tensor: int) 
     data = ("data.sources={web: /d/web}", "data.blends={first: {web: 1}, second: {web: 1}, third: {web: 1}}")
     for precision in ("nvfp4", "fp8_block", "mxfp4", "mxfp8", "bf16"):
         config = composed(f"experiment={experiment}", f"precision={precision}", *data)
-        assembly.check(changed(config, {"parallel.tensor": tensor}), ranks, "cuda")
+        validate(changed(config, {"parallel.tensor": tensor}), ranks, "cuda")
 
 
 @pytest.mark.parametrize("module", ["tensorboard", "wandb"])
@@ -367,7 +366,7 @@ def test_files(name: str, content: bytes, override: str, said: str, tmp_path: Pa
     path.write_bytes(content)
     with pytest.raises(ConfigError) as error:
         config = compose_config([override.replace("FOLDER", str(tmp_path))], configs)
-        assembly.check(config, 1, "cpu")
+        validate(config, 1, "cpu")
         check_initialization(config)
     assert said.replace("FOLDER", str(tmp_path)) in str(error.value) and "\n" not in str(error.value)
 

@@ -14,10 +14,9 @@ from unittest import mock
 import pytest
 import torch
 
-import assembly
 import pretrain
+from megatron_fp4.training import trainer
 from scripts import replay
-from scripts.trial import branch
 from tests.spiked_run import FAST, small_corpus, spiked_run, spiking
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch
@@ -35,7 +34,7 @@ def _spiked(rank: int, run_dir: str, corpus: list[str]) -> list[Any]:
         with (
             contextlib.redirect_stdout(printed),
             mock.patch.object(replay, "init_distributed", lambda *_: torch.device("cpu")),
-            mock.patch.object(branch, "train_step", spiking(rank, spikes, 20.0)),
+            mock.patch.object(trainer, "train_step", spiking(rank, spikes, 20.0)),
         ):
             code = replay.replay(replay.parse([f"{run_dir}/checkpoints/step_00000005", "--steps", "7"]))
         outcomes.append((code, printed.getvalue()))
@@ -76,7 +75,7 @@ def test_recorded_steps_come_out_again_and_nothing_is_written(
         ([str(run_dir), "--step", "2"], [1, 2]),  # from the initial weights
     ):
         # Graphs there would be on a GPU, and they are left alone.
-        with mock.patch.object(assembly, "open_graphs", return_value=object()) as opened:
+        with mock.patch.object(trainer, "graphs_for", return_value=object()) as opened:
             assert replay.main(arguments) == 0 and opened.called
         lines = capsys.readouterr().out.splitlines()
         table = [line.split() for line in lines if line.endswith("equal")]

@@ -7,16 +7,16 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 import pretrain
-from introduction import say_all
 from megatron_fp4.config.schema import Config, RunConfig
-from megatron_fp4.logging.console import RunConsole
 from megatron_fp4.logging.files import REPORT_FILE
 from megatron_fp4.logging.goodput import goodput_of
 from megatron_fp4.logging.run_folder import open_run, read_records
+from megatron_fp4.training.callbacks.summary import report as write_page
 from scripts import report
 from tests.programs import ROOT, Program
 from tests.test_going_on import write_text
@@ -116,7 +116,8 @@ def test_a_page_that_fails_is_one_warning(
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr("megatron_fp4.logging.page.write_report", fails)
-    say_all(Config(run=RunConfig(dir=str(tmp_path))), RunConsole(1, active=False))
+    trainer = MagicMock(config=Config(run=RunConfig(dir=str(tmp_path))))
+    write_page(trainer, pretrain.CONFIGS)
     (record,) = caplog.records
     assert f"{tmp_path}/report.html" in record.message and "RuntimeError: no fonts" in record.message
     assert "the run is not affected" in record.message

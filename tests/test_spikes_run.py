@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import pretrain
+from megatron_fp4.training import trainer
 from tests.spiked_run import FAST, SPIKED, records, small_corpus, spiked_run
 from tests.test_pretrain import SMALL, assert_same_checkpoint
 from tests.training.harness import launch
@@ -82,13 +83,13 @@ def test_skips_alike_on_all_ranks_and_too_many_end_the_run_with_a_diagnosis(corp
 def test_ends_with_exit_code_3_and_one_line(
     corpus: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train_step = pretrain.train_step
+    train_step = trainer.train_step
 
     def refused(*args: Any, step: int, **settings: Any) -> Any:
         accept = settings.pop("accept")
         return train_step(*args, step=step, accept=lambda *numbers: step + 1 < 5 and accept(*numbers), **settings)
 
-    monkeypatch.setattr(pretrain, "train_step", refused)
+    monkeypatch.setattr(trainer, "train_step", refused)
     overrides = [*SMALL, *FAST, *SPIKED, *corpus, f"run.dir={tmp_path}", "spikes.action=skip", "spikes.max_in_row=1"]
     assert pretrain.main(overrides) == 3
     (line,) = capsys.readouterr().err.splitlines()

@@ -297,6 +297,7 @@ class Checkpointer:
             raise CheckpointGoneError(f"{folder}: {error}") from error
         self._check_identity(folder, manifest, allow_mismatch)
         trainer = load_checkpoint(folder, manifest, model, optimizer, self._sync, self._mesh.device)
+        self._resumed = folder, manifest.step
         clock.weights_version += 1
         return self._resumed_from(folder, manifest, trainer)
 

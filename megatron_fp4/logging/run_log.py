@@ -46,6 +46,8 @@ class RunLog:
         )
         self.times = TimeLedger()
         self._wandb_run_id: str | None = None
+        self.losses: dict[str, float] = {}
+        """Of the last validation of this start."""
         self._told_to_stop, self._steps_done = False, 0
         self.opened = False
         self._found: list[tuple[str, dict[str, Any]]] = []
@@ -126,15 +128,13 @@ class RunLog:
         self.metrics.event(step + 1, "switch", scope=switch.scope, target=switch.target)
         self.console.event(step, f"precision switches to {switch.target} ({switch.scope})")
 
-    def step(self, metrics: StepMetrics, skipped: dict[str, int]) -> None:
-        """A training step is done. skipped: the counts of skipped steps, recorded where this is one."""
+    def step(self, metrics: StepMetrics) -> None:
+        """A training step is done."""
         self.metrics.step(metrics)
         self.console.step(metrics)
         self._steps_done = metrics.step
         if metrics.step % self.config.logging.interval == 0:
             self._record_times()
-        if metrics.skipped and not metrics.spike:
-            self.metrics.event(metrics.step, "skip", **skipped)
 
     def _record_times(self) -> None:
         self.metrics.record(self._steps_done, "time", self.times.record(), {})
@@ -147,6 +147,7 @@ class RunLog:
     def validation(self, step: int, tokens: int, losses: dict[str, float], bits_per_byte: dict[str, float]) -> None:
         """Held-out losses by source, in nats per token, and as far as known in bits per byte of text, after `step`
         steps and `tokens` training tokens."""
+        self.losses = losses
         self.metrics.validation(step, tokens, losses, bits_per_byte)
         self.console.validation(step, losses, bits_per_byte)
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,11 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from megatron_fp4.training.optimizer import build_optimizer, optimizer_parameters
 from megatron_fp4.training.step import train_step
-from models.execution import Execution
 
 # 32 MiB from Hopper on, for the thread that runs the forward pass and for autograd's, which runs the backward pass.
 _WORKSPACES = 2 * 32 * 2**20
 
-Build = Callable[[ParallelMesh, StepState, Execution, Backend], tuple[nn.Module, PrecisionController]]
+Build = Callable[[ParallelMesh, StepState, Any, Backend], tuple[nn.Module, PrecisionController]]
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def dry_run(config: Config, world_size: int, build: Build, execution: Execution) -> DryRun:
+def dry_run(config: Config, world_size: int, build: Build, execution: Any) -> DryRun:
     """Take two steps of `config` on `world_size` ranks.
 
     build: makes the sharded model with the given kernels, its parameters still on the meta device, and the controller
-    of its linears, which the given backend computes. execution: these kernels, `planned_execution(config)`.
+    of its linears, which the given backend computes. execution: these kernels, `planned_execution` of the provider.
     """
     with fake_ranks(world_size), planned_gpu() as backend:
         # On the CPU: without a GPU, PyTorch has no autograd for fake CUDA tensors.

@@ -21,7 +21,7 @@ from megatron_fp4.planning.dry_run import DryRun
 from megatron_fp4.planning.ledger import Message
 from megatron_fp4.precision.recipe import Recipe
 from megatron_fp4.training.cuda_graphs import choose_graphs
-from models.pattern import linear_shapes, training_flops_per_token
+from megatron_fp4.training.providers import ModelProvider
 
 # FSDP2 gathers the next unit's parameters while this one computes, and reduces behind the backward pass.
 _FSDP_AXES = ("dp", "replicate")
@@ -73,12 +73,19 @@ def hidden(message: Message) -> bool:
 
 
 def step_time(
-    config: Config, world_size: int, dry: DryRun, phase: PlannedPhase, recipes: Iterable[Recipe] = ()
+    config: Config,
+    models: ModelProvider,
+    world_size: int,
+    dry: DryRun,
+    phase: PlannedPhase,
+    recipes: Iterable[Recipe] = (),
 ) -> StepTime:
     """The bounds of a step of `phase` on `world_size` ranks. recipes: of the linears."""
     train, run, parallel = config.train, config.run, config.parallel
     micro_batches = phase.batch_size // (train.micro_batch_size * parallel.data_parallel_size(world_size))
-    flops = training_flops_per_token(config.model, phase.sequence_length) * phase.batch_size * train.sequence_length
+    flops = (
+        models.training_flops_per_token(config.model, phase.sequence_length) * phase.batch_size * train.sequence_length
+    )
     exposed, beside = 0.0, Counter[str]()
     for message, count in dry.messages_of(micro_batches).items():
         seconds = message_seconds(message, parallel, world_size, run)
@@ -86,7 +93,7 @@ def step_time(
         exposed += waited_for * seconds
         beside[message.group] += (count - waited_for) * seconds  # type: ignore[assignment]
     of_linear = run.dry_host_ms + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
-    host_ms = len(linear_shapes(config.model)) * of_linear
+    host_ms = len(models.linear_shapes(config.model)) * of_linear
     backend = config.precision.backend
     if choose_graphs(config, world_size, "cuda", "emulated" if backend == "auto" else backend, recipes).used:
         host_ms = _HOST_MS_OF_A_REPLAY

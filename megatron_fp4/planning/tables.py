@@ -12,38 +12,42 @@ from megatron_fp4.logging import console as show
 from megatron_fp4.logging.console import RunConsole
 from megatron_fp4.logging.words import counted, long_time, with_unit
 from megatron_fp4.planning.dry_run import Build, DryRun, dry_run
-from megatron_fp4.planning.stand_ins import planned_execution
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, step_time
 from megatron_fp4.precision.plan import Plan, recipes_in
-from models.pattern import describe_execution, parameter_count, training_flops_per_token
+from megatron_fp4.training.providers import ModelProvider
 
 _GIB = 2**30
 
 
 def print_plan(
-    config: Config, world_size: int, build: Build, phases: Sequence[PlannedPhase], plans: tuple[Plan, Plan | None]
+    config: Config,
+    models: ModelProvider,
+    world_size: int,
+    build: Build,
+    phases: Sequence[PlannedPhase],
+    plans: tuple[Plan, Plan | None],
 ) -> None:
     """Print what the run of `config` needs on `world_size` ranks, which consists of `phases` and computes by `plans`,
     before and after its precision switch.
 
     build: see `dry_run`.
     """
-    execution = planned_execution(config)
+    execution = models.planned_execution(config)
     dry = dry_run(config, world_size, build, execution)
     console = RunConsole(config.train.steps)
-    console.text(f"kernels: {describe_execution(execution, config.model.pattern)}")
+    console.text(f"kernels: {models.describe_execution(execution, config.model.pattern)}")
     console.table(show.plan_table(plans[0], config.precision.name))
     num_tokens = sum(phase.num_steps * phase.batch_size for phase in phases) * config.train.sequence_length
     console.table(show.batch_table(config.train, config.parallel, world_size, num_tokens))
-    console.table(show.facts_table("Memory of a rank", memory_facts(config, world_size, dry)))
+    console.table(show.facts_table("Memory of a rank", memory_facts(config, models, world_size, dry)))
     if any(message.ranks > 1 for message in dry.messages):
         console.table(messages_table(dry))
-    times = [(phase, step_time(config, world_size, dry, phase, recipes_in(plans))) for phase in phases]
+    times = [(phase, step_time(config, models, world_size, dry, phase, recipes_in(plans))) for phase in phases]
     console.table(time_table(times, config, world_size))
-    console.table(show.facts_table("Work and time", time_facts(config, world_size, times)))
+    console.table(show.facts_table("Work and time", time_facts(config, models, world_size, times)))
 
 
-def memory_facts(config: Config, world_size: int, dry: DryRun) -> dict[str, object]:
+def memory_facts(config: Config, models: ModelProvider, world_size: int, dry: DryRun) -> dict[str, object]:
     """Name -> size, in GiB."""
     memory, unreduced = dry.memory, "gradients before their reduction (FP32)"
     if memory.unreduced_gradients and config.parallel.shards(world_size) > 1:
@@ -59,7 +63,7 @@ def memory_facts(config: Config, world_size: int, dry: DryRun) -> dict[str, obje
         "workspaces of cuBLAS": memory.workspaces,
         "peak, temporaries included": memory.peak,
     }
-    total = parameter_count(config.model).total
+    total = models.parameter_count(config.model).total
     shares = f"{memory.num_parameters:,} of {total:,}"
     return {"parameters of the rank": shares, **{name: f"{size / _GIB:.2f} GiB" for name, size in sizes.items()}}
 
@@ -110,11 +114,16 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
-def time_facts(config: Config, world_size: int, times: Sequence[tuple[PlannedPhase, StepTime]]) -> dict[str, object]:
+def time_facts(
+    config: Config, models: ModelProvider, world_size: int, times: Sequence[tuple[PlannedPhase, StepTime]]
+) -> dict[str, object]:
     """FLOPs, the time of the run, and what is assumed."""
     run, parallel, length = config.run, config.parallel, config.train.sequence_length
     flops = sum(
-        training_flops_per_token(config.model, phase.sequence_length) * phase.num_steps * phase.batch_size * length
+        models.training_flops_per_token(config.model, phase.sequence_length)
+        * phase.num_steps
+        * phase.batch_size
+        * length
         for phase, _ in times
     )
     axes = {"tp": parallel.tensor, "dp": parallel.shards(world_size), "replicate": parallel.replicate}
@@ -123,7 +132,7 @@ def time_facts(config: Config, world_size: int, times: Sequence[tuple[PlannedPha
         for axis, ranks in axes.items()
         if ranks > 1
     ]
-    per_token = training_flops_per_token(config.model, length)
+    per_token = models.training_flops_per_token(config.model, length)
     return {
         "model FLOPs per token (forward and backward)": f"{per_token:.4g} ({with_unit(per_token, 'FLOP')})",
         "model FLOPs of the run": f"{flops:.4g} ({with_unit(flops, 'FLOP')})",

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 
 from megatron_fp4.config.schema import OptimizerConfig
 
+OPTIMIZER = "torch.optim.AdamW (fused)"
+"""For the log."""
+
 
 @dataclass(frozen=True)
 class BuiltOptimizer:
@@ -39,7 +42,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> BuiltOptimizer
     groups, betas = parameter_groups(model, config.weight_decay), (config.beta1, config.beta2)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
     _create_moments(optimizer)
-    return BuiltOptimizer(optimizer, "torch.optim.AdamW (fused)")
+    return BuiltOptimizer(optimizer, OPTIMIZER)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -6,7 +6,6 @@ import argparse
 
 import torch
 
-from assembly import CONFIGS, plans_of
 from exchange.calibration import calibrate, check_calibration, held_out_batches
 from exchange.checkpoint import Checkpoint, load_model
 from exchange.hf.architectures import architecture_of
@@ -16,6 +15,9 @@ from exchange.nvfp4_layouts import LAYOUTS, layout_named
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.words import counted
 from megatron_fp4.parallel.mesh import leave_distributed
+from megatron_fp4.training.build import plans_of
+from models import provider as models
+from pretrain import CONFIGS
 
 FORMATS = ("nvfp4", *(f"nvfp4-{name}" for name in LAYOUTS))
 ACTIVATIONS = ("bf16", "calibrated")
@@ -60,7 +62,7 @@ _OF_CALIBRATION = ("--calibrate-samples", "--data-override")
 
 def nvfp4_encoder(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4Encoder:
     """The encoder of a checked checkpoint; measures the activations if it is to. Raises ValueError."""
-    plans = plans_of(checkpoint.config)
+    plans = plans_of(checkpoint.config, models)
     layout, trained = layout_named(options.format), trained_plan(checkpoint, plans, options.plan or PLANS[0])
     model = checkpoint.config.model
     sections, amax = architecture_of(model).sections(model), None

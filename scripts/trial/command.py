@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from analysis.runs import difference_line, differences, settings_of
 from analysis.trials import TrialFile, draw_trials, first_steps, trial_line, trial_table
-from assembly import device_type_of, set_determinism
 from exchange.checkpoint import checkpoint_in
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint.files import MANIFEST, DamagedCheckpointError, read_manifest, read_trainer
@@ -28,6 +27,7 @@ from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
 from megatron_fp4.runtime.exit_codes import ExitCode
+from megatron_fp4.training.build import device_type_of, set_determinism
 from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch
 from scripts.trial.recipes import recipes_of, trained_in

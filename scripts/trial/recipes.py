@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from assembly import CONFIGS, backend_of, check, execution_of, graphs_of, plans_of
+from data import provider as data
 from megatron_fp4.checkpoint.config_diff import flatten, identity_differences, other_run, run_identity
 from megatron_fp4.checkpoint.files import Manifest
 from megatron_fp4.checkpoint.find import refuse_weights_only
@@ -20,6 +20,10 @@ from megatron_fp4.config.compose import config_from_saved, group_options
 from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.training.build import execution_of, graphs_of, plans_of
+from megatron_fp4.training.check import check
+from models import provider as models
+from pretrain import CONFIGS
 
 # What decides which tokens a step has, and what is computed besides recipes.
 _COMMON = ("model", "data", "train", "parallel", "validation")
@@ -35,7 +39,7 @@ class Recipe:
     @property
     def fingerprint(self) -> str:
         """Of everything that its losses are a function of besides the checkpoint: also what a plan file says."""
-        plans = [None if plan is None else plan.as_dict() for plan in plans_of(self.config)]
+        plans = [None if plan is None else plan.as_dict() for plan in plans_of(self.config, models)]
         saved = as_saved(self.config)
         told = {key: saved[key] for key in saved if key not in ("run", "checkpoint", "logging")}
         content = json.dumps([told, self.config.run.seed, self.config.run.deterministic, plans], sort_keys=True)
@@ -135,9 +139,9 @@ def _check(config: Config, start: int, steps: int, ranks: int) -> None:
             f"steps {start + 1} to {start + steps} lie beyond the run's end (train.steps={config.train.steps}); take "
             "an earlier checkpoint, fewer --steps, or give more train.steps, which change the learning rates"
         )
-    check(config, ranks, "cuda" if torch.cuda.is_available() else "cpu")
-    execution_of(config)
-    graphs_of(config, backend_of(config))
+    check(config, models, data, ranks, "cuda" if torch.cuda.is_available() else "cpu")
+    execution_of(config, models)
+    graphs_of(config, models)
 
 
 def _check_common(config: Config, base: Recipe) -> None:

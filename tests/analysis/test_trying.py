@@ -17,11 +17,12 @@ import torch
 
 import pretrain
 from analysis.trials import Trial
-from assembly import CONFIGS, Run, build
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.config.environment import as_saved
+from megatron_fp4.training import trainer
 from megatron_fp4.training.step import StepResult
+from pretrain import CONFIGS
 from scripts import compare
 from scripts.trial import branch, command
 from tests.training.harness import launch
@@ -85,13 +86,14 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     assert pretrain.main([*overrides, *real, *resumed]) == 0
     before, models = _state(run_dir), []
 
-    def watched(*arguments: Any) -> Any:
+    def watched(*arguments: Any, **keywords: Any) -> Any:
         assert all(model() is None for model in models), "the model of the recipe before is still there"
-        run = build(*arguments)
+        run = Trainer(*arguments, **keywords)
         models.append(weakref.ref(run.model))
         return run
 
-    with mock.patch.object(branch, "build", watched):
+    Trainer = branch.Trainer
+    with mock.patch.object(branch, "Trainer", watched):
         tried = _tried(checkpoint, tmp_path / "a.json", "bf16", WEIGHTS, "nvfp4", "--validate", "--skip", "1")
     assert len(models) == 3
     assert tried["trials"]["bf16"]["losses"] == _losses(run_dir)
@@ -250,12 +252,12 @@ def test_spikes_and_steps_that_are_not_finite(
     checkpoint = str(trunk[1] / "checkpoints" / "step_00000003")
     settings = ["spikes.action=rollback", "spikes.min_history=1", "train.max_skipped_steps=2", "--steps", "3"]
     with (
-        mock.patch.object(branch, "train_step", side_effect=steps),
-        mock.patch.object(Run, "roll_back", autospec=True) as roll_back,
+        mock.patch.object(trainer, "train_step", side_effect=steps),
+        mock.patch.object(trainer.Trainer, "roll_back", autospec=True, return_value=3) as roll_back,
         mock.patch.object(command, "release"),
     ):
         assert compare.main(["try", checkpoint, "bf16", "nvfp4", *settings]) == 0
-    assert [call.args[1:] for call in roll_back.call_args_list] == [(5, Path(checkpoint))]
+    assert [call.args[1:] for call in roll_back.call_args_list] == [(5,)]
     printed = capsys.readouterr().out
     assert "bf16: step 5 was a spike" in printed and "bf16: 1 step made no update" in printed
     assert "nvfp4: ended after step 5: 2 steps in a row were not finite" in printed

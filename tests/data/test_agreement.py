@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assembly import is_refusal
 from data.indexed import IndexedDatasetWriter
 from data.opening import agreed
+from megatron_fp4.training.build import is_refusal
 from tests.programs import ROOT, Program, environments_of_ranks
 from tests.test_pretrain import SMALL
 from tests.training.harness import launch

@@ -11,12 +11,14 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models
 
-import assembly
+import pretrain
 from data import opening
 from data.indexed import IndexedDataset, IndexedDatasetWriter, index_path
 from data.loader import MicroBatchLoader
 from data.megatron_order import MegatronSource
+from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.training.build import is_refusal
 from tests.data.megatron_cases import CASES, Case, digest, write_datasets
 from tests.training.harness import alone, launch, toy_mesh
 
@@ -53,7 +55,7 @@ def overrides(case: Case, folder: Path, *more: str, steps: int | None = None) ->
 
 def opened(arguments: list[str], length: int) -> tuple[Any, MicroBatchLoader, Any]:
     """The data of a configuration. length: of its sequences; quantization would want a multiple of 16."""
-    config: Config = assembly.compose_config(arguments, assembly.CONFIGS)
+    config: Config = compose_config(arguments, pretrain.CONFIGS)
     assert config.train.sequence_length == length
     with alone() as mesh:
         return opening.open_run_data(config, mesh)
@@ -130,9 +132,7 @@ def test_the_second_share_of_the_split_is_held_out(tmp_path: Path) -> None:
     assert held_out.stream.num_tokens == offsets[1003] - offsets[952]
     assert np.array_equal(held_out.stream.tokens(0, 5), IndexedDataset(prefix).tokens(int(offsets[952]), 5))
     # Who opens held-out data alone has the same windows.
-    _, [alone_opened] = opening.open_held_out(
-        assembly.compose_config(overrides(SPLIT, tmp_path, *split), assembly.CONFIGS)
-    )
+    _, [alone_opened] = opening.open_held_out(compose_config(overrides(SPLIT, tmp_path, *split), pretrain.CONFIGS))
     assert alone_opened.num_samples == held_out.num_samples
     assert alone_opened.batch(0, 3, 9).tokens.equal(held_out.batch(0, 3, 9).tokens)
     source = loader.sources["s0"]
@@ -169,7 +169,7 @@ def test_misuse_is_refused_before_anything_is_opened(given: list[str], message: 
     if "data=indexed" in given:
         given = [*given, "data.sources={a: /nowhere}", "data.phases=[{name: a, blend: {a: 1}}]"]
     with pytest.raises(ConfigError) as error:
-        assembly.configure(given)
+        pretrain.configure(given)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -225,10 +225,10 @@ def yardsticks(rank: int, runs: list[list[str]]) -> list[Any]:
     """Of each run, or why there are none."""
     found: list[Any] = []
     for arguments in runs:
-        config, mesh = assembly.compose_config(arguments, assembly.CONFIGS), toy_mesh()
+        config, mesh = compose_config(arguments, pretrain.CONFIGS), toy_mesh()
         bundle, _, validation = opening.open_run_data(config, mesh)
         try:
-            found.append(opening.yardsticks(validation, bundle, mesh, assembly.is_refusal))
+            found.append(opening.yardsticks(validation, bundle, mesh, is_refusal))
         except ValueError as error:
             found.append(str(error))
     return found
@@ -243,7 +243,7 @@ def test_ranks_count_validation_together(tmp_path: Path) -> None:
     wrong = [*arguments, f"data.validation={{wrong: {tmp_path / 'wrong'}}}"]
     both = launch(yardsticks, 2, [arguments, wrong])
     with alone() as mesh:
-        one = opening.yardsticks(validation, bundle, mesh, assembly.is_refusal)
+        one = opening.yardsticks(validation, bundle, mesh, is_refusal)
     assert [found[0] for found in both] == [one, one]
     assert one["all"].targets == (IndexedDataset(tmp_path / "code").num_tokens - 1) // 64 * 64
     # A rank that meets an id beyond the vocabulary does not leave the others waiting.

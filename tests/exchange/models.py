@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from assembly import CONFIGS, configure
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.schema import ModelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
+from pretrain import CONFIGS, configure
 from tests.models.builders import build, small_config
 
 # Every difference in order, grouping or width that a conversion could overlook: groups of several heads, sizes that are

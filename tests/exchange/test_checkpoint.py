@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from assembly import CONFIGS
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
+from pretrain import CONFIGS
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
 from tests.models.builders import tokens_and_targets
 from tests.test_pretrain import run as start

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assembly import CONFIGS
 from data.tokenizer import train_tokenizer
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.folder_check import Folder, check_folder
@@ -26,6 +25,7 @@ from exchange.hf.shards import Shards
 from exchange.tokenizer import tokenizer_of
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
+from pretrain import CONFIGS
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
 from tests.models.builders import small_config, tokens_and_targets
 

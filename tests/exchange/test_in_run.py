@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from assembly import plans_of
 from exchange import in_run
 from exchange.export_process import OPTIONS, export_command
 from exchange.in_run import Exports, check_exports, last_exportable
@@ -27,7 +26,7 @@ from megatron_fp4.checkpoint.saves import SaveReport
 from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError, RunConfig, TrainConfig
 from megatron_fp4.runtime.progress import Progress
 from scripts import export_hf
-from tests.composing import composed
+from tests.composing import composed, plans_of
 from tests.training.harness import alone, launch
 
 # Writes the output as an exporter does. Told by a file in the checkpoint to fail, or to wait until it is ended.

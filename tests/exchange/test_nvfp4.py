@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from assembly import plans_of
 from exchange.nvfp4 import (
     TrainedPlan,
     choose_plan,
@@ -33,6 +32,7 @@ from models.attention import qkv_order
 from models.hybrid import build_model
 from models.initialization import initialize
 from models.mamba2 import mamba_in_proj_order
+from tests.composing import plans_of
 from tests.distributed.hybrid import watched_gemms
 from tests.exchange.decoding import block_values
 

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from assembly import CONFIGS, plans_of
 from data.indexed import IndexedDataset
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.hf.architectures import architecture_of
@@ -23,7 +22,9 @@ from exchange.nvfp4_layouts import LAYOUTS
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
+from pretrain import CONFIGS
 from scripts import check_export, export_hf
+from tests.composing import plans_of
 from tests.exchange.decoding import block_values
 from tests.exchange.trained import HYBRID, TRANSFORMER, train
 

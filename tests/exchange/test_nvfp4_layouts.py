@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from assembly import plans_of
 from exchange.hf.architectures import architecture_of
 from exchange.nvfp4 import TrainedPlan, choose_plan
 from exchange.nvfp4_encoder import NVFP4Encoder
 from exchange.nvfp4_layouts import LAYOUTS, layout_named, layout_of
 from exchange.nvfp4_reading import decoded
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from tests.composing import plans_of
 from tests.exchange.decoding import block_values, e4m3
 from tests.exchange.test_nvfp4 import HYBRID, composed, switched
 

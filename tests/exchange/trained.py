@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from assembly import build, configure
+from data import provider as data
 from data.indexed import IndexedDatasetWriter
 from data.tokenizer import train_tokenizer
 from megatron_fp4.parallel.mesh import build_mesh
-from megatron_fp4.training.step import train_step
-from pretrain import save
+from megatron_fp4.training.callbacks.switch import Switch
+from megatron_fp4.training.trainer import Trainer
+from models import provider as models
+from pretrain import configure
 from tests.training.harness import launch
 
 # in_proj's groups have 139 rows, which are padded to 144.
@@ -67,12 +69,10 @@ def _text(folder: Path) -> list[str]:
 def _train(rank: int, ranks: int, overrides: list[str]) -> None:
     os.environ["WORLD_SIZE"] = str(ranks)  # torchrun's
     config = configure(overrides)
-    run = build(config, build_mesh(config.parallel, torch.device("cpu")))
-    run.checkpointer.prepare(run.model, run.optimizer.optimizer)
-    with run.checkpointer:
-        for step, batch in enumerate(run.loader.steps(0, 2)):
-            run.controller.before_step(step, lambda: 0.0)
-            parts = run.model, run.optimizer.optimizer, batch, run.mesh, run.controller.clock
-            train_step(*parts, step=step, **run.step_settings(step))
-            save(run, step + 1)
-        run.checkpointer.finish()
+    mesh = build_mesh(config.parallel, torch.device("cpu"))
+    trainer = Trainer(config, models, data, [Switch()], mesh, quiet=True)
+    trainer.begin(0)
+    with trainer.checkpointer:
+        for step in trainer.steps(0, 2):
+            trainer.save(step.done)
+        trainer.checkpointer.finish()

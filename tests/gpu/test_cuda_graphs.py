@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from assembly import backend_of, configure, execution_of, initialized_model, set_determinism
 from megatron_fp4.config.schema import Config
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh
 from megatron_fp4.precision.fp32_gradients import local_part
@@ -18,9 +17,12 @@ from megatron_fp4.precision.rng import StepState
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.fp4 import FusedFP4
 from megatron_fp4.quantization.rounding import RoundingKey
+from megatron_fp4.training.build import initialized_model, set_determinism
 from megatron_fp4.training.cuda_graphs import EAGER_STEPS, MicroBatchGraphs
 from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
+from models import provider as models
+from pretrain import configure
 from tests.training.harness import ToyBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -53,7 +55,7 @@ def trained(mesh: ParallelMesh, graphs: bool, overrides: list[str]) -> tuple[lis
     """Losses and norms by step, the last weights, and which steps were replayed."""
     config = configure([*SMALL, *overrides])
     clock = StepState(seed=1)
-    model, controller = initialized_model(config, mesh, clock, execution_of(config), backend_of(config))
+    model, controller = initialized_model(config, models, mesh, clock)
     optimizer = build_optimizer(model, config.optimizer).optimizer
     captured = None
     if graphs:

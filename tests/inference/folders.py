@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from assembly import CONFIGS, configure
 from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
 from exchange.hf.encoder import PlainEncoder
@@ -16,6 +15,7 @@ from exchange.hf.export import export_hf
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
+from pretrain import CONFIGS, configure
 from tests.models.builders import build, small_config
 
 TEXT = "the quick brown fox jumps over the lazy dog and then returns to sleep under its tree\n"

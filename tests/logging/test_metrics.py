@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from assembly import CONFIGS
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.logging import metrics as module
 from megatron_fp4.logging.metrics import (
@@ -28,6 +27,7 @@ from megatron_fp4.logging.metrics import (
     read_metrics,
 )
 from megatron_fp4.logging.run_log import RunLog
+from pretrain import CONFIGS
 from tests.logging.written import metrics, write
 
 SAMPLES = [{"prompt": "def", "text": " f(x):\n    é", "ended": False}, {"prompt": "", "text": None, "ended": False}]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-import assembly
 import models.execution
-from assembly import configure
+from data import provider as data
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ConfigError, ParallelConfig, TrainConfig
 from megatron_fp4.parallel.data_parallel import apply_data_parallel
@@ -23,7 +22,9 @@ from megatron_fp4.precision.plan import LinearShape, build_plan
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
+from megatron_fp4.training.trainer import Trainer
 from models import pattern
+from models import provider as models
 from models.conv import fused_conv_silu
 from models.execution import PLAIN, Execution, recompute_saved, recomputed, torch_compile
 from models.hybrid import HybridModel, build_model
@@ -31,6 +32,7 @@ from models.initialization import initialize
 from models.pattern import choose_execution
 from models.sdpa import attend_in_tiles
 from models.ssd import fused_scan
+from pretrain import configure
 from tests.models.builders import local, small_config
 from tests.training.harness import launch, whole
 
@@ -101,10 +103,10 @@ def test_ranks_of_a_machine_share_its_cores_when_they_compile(monkeypatch, cores
 def _build(rank: int, executions: list[Execution]) -> str:
     """What `build` says on a rank whose packages lead to executions[rank]."""
     config = configure(["model=tiny"])
-    assembly.execution_of = lambda config: executions[rank]  # type: ignore[assignment]
     mesh: Any = build_mesh(ParallelConfig(), torch.device("cpu"))
-    with pytest.raises(ConfigError) as refused:
-        assembly.build(config, mesh)
+    chosen = mock.patch.object(models, "choose_execution", lambda *_: executions[rank])
+    with chosen, pytest.raises(ConfigError) as refused:
+        Trainer(config, models, data, [], mesh)
     return str(refused.value)
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from assembly import sharded_model
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megatron_fp4.planning.dry_run import DryRun, dry_run
-from megatron_fp4.planning.stand_ins import planned_execution
+from megatron_fp4.training.build import sharded_model
+from models import provider as models
+from models.planned import planned_execution
 from tests.programs import fork_server, run_program
 
 pytestmark = pytest.mark.slow
@@ -74,7 +75,7 @@ def run_each(world_size: int, configs: list[Config]) -> list[DryRun]:
 
 def _send_runs(sender: Connection, world_size: int, configs: list[Config]) -> None:
     try:
-        sender.send([dry_run(c, world_size, partial(sharded_model, c), planned_execution(c)) for c in configs])
+        sender.send([dry_run(c, world_size, partial(sharded_model, c, models), planned_execution(c)) for c in configs])
     except Exception:
         sender.send(traceback.format_exc())
 

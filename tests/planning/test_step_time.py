@@ -11,6 +11,7 @@ from megatron_fp4.config.schema import Config, ModelConfig, ParallelConfig, RunC
 from megatron_fp4.planning.dry_run import DryRun
 from megatron_fp4.planning.ledger import Message
 from megatron_fp4.planning.step_time import PlannedPhase, StepTime, axis_bandwidth, hidden, step_time
+from models import provider as models
 from models.pattern import training_flops_per_token
 
 GB = 10**9
@@ -30,7 +31,7 @@ def times(messages: dict[Message, int], ends: dict[Message, int] | None = None, 
         run=RunConfig(dry_host_bandwidth=250.0, **run),
     )
     dry = DryRun(None, 2, messages, messages, messages, ends or {})  # type: ignore[arg-type]
-    return step_time(config, 4, dry, PlannedPhase("main", 10, 8, 64))
+    return step_time(config, models, 4, dry, PlannedPhase("main", 10, 8, 64))
 
 
 def test_messages_within_a_host_and_between_hosts():
@@ -64,6 +65,6 @@ def test_the_largest_bound_is_the_step():
     assert times({HIDDEN_TOKENS: 6}, **work).bound == "messages"
     train = TrainConfig(global_batch_size=8, micro_batch_size=2, sequence_length=64)
     graphs = Config(model=MODEL, train=train, parallel=ParallelConfig(tensor=4), run=RunConfig(**work))
-    assert step_time(graphs, 4, EMPTY, PlannedPhase("main", 10, 8, 64)).host == pytest.approx(4e-3)  # replayed
+    assert step_time(graphs, models, 4, EMPTY, PlannedPhase("main", 10, 8, 64)).host == pytest.approx(4e-3)  # replayed
     found = times({TOKENS: 1}, **{**work, "dry_host_ms": 1000.0})
     assert (found.bound, found.seconds) == ("host", pytest.approx(8.0, rel=0.01))

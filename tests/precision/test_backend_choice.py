@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from assembly import plans_of
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
 from megatron_fp4.precision import backend_support
@@ -13,7 +12,7 @@ from megatron_fp4.precision import transformer_engine as te
 from megatron_fp4.precision.backend_support import BackendChoice, choose_backend
 from megatron_fp4.precision.emulated import EMULATED
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
-from tests.composing import CONFIGS, changed, composed
+from tests.composing import CONFIGS, changed, composed, plans_of
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import Config, ConfigError, ModelConfig, ParallelConfig
@@ -36,6 +35,7 @@ from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.fp8 import quantize_fp8_fused
 from megatron_fp4.training.cuda_graphs import made_by_pytorch
 from models.hybrid import build_model
+from tests.composing import validate
 from tests.planning.gpu_path import without_launches
 from tests.precision import reference as ref
 from tests.recipes import changed

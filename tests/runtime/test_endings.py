@@ -19,6 +19,8 @@ import torch.distributed as dist
 import pretrain
 from megatron_fp4.runtime import orders
 from megatron_fp4.runtime.diagnosis import state_of_process
+from megatron_fp4.training.callbacks import validation
+from megatron_fp4.training.trainer import Trainer
 from tests.programs import Program, run_program
 from tests.test_pretrain import ROOT, losses, records, small, start
 
@@ -161,19 +163,21 @@ def test_divergence_has_an_exit_code_of_its_own(small: list[str], tmp_path: Path
 _PROGRAM = """
 import sys, time
 import pretrain
+from megatron_fp4.training.callbacks import validation
+from megatron_fp4.training.trainer import Trainer
 from megatron_fp4.runtime import ending
 from megatron_fp4.runtime.signals import StopRequest
 
 def wrong(*_):
-    raise pretrain.verify.SelfTestError("fprop is off by one")
+    raise pretrain.SelfTestError("fprop is off by one")
 
 ending.PATIENCE = 0.2
 ending.leave_distributed = lambda: time.sleep(3600)
 if "wrong" in sys.argv:
-    pretrain.test_backend = wrong
+    pretrain.Verify.start = wrong
 if "crash" in sys.argv:
-    pretrain.train = lambda *_: 1 // 0
-ending.run_program(lambda: pretrain.launch(sys.argv[2:], StopRequest().listen()))
+    pretrain.Trainer.steps = lambda *_: 1 // 0
+ending.run_program(lambda: pretrain.main(sys.argv[2:], StopRequest().listen()))
 """
 
 
@@ -208,15 +212,16 @@ def here(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def before(monkeypatch: pytest.MonkeyPatch, name: str, action: Callable[[], object]) -> None:
-    """Do `action` before the first call of pretrain's function `name`."""
-    original, done = getattr(pretrain, name), []
+    """Do `action` before the first call of the trainer's method or the validation's function `name`."""
+    owner: Any = validation if name == "evaluate" else Trainer
+    original, done = getattr(owner, name), []
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
         if not done:
             done.append(action())
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(pretrain, name, replaced)
+    monkeypatch.setattr(owner, name, replaced)
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -238,7 +243,7 @@ def test_files_and_minutes(here: Callable[..., int], tmp_path: Path, monkeypatch
     assert losses(tmp_path) == losses(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("where", ["validation_losses", "save"])
+@pytest.mark.parametrize("where", ["evaluate", "save"])
 def test_a_signal_during_evaluation_or_a_save(
     here: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from assembly import configure, plans_of
 from megatron_fp4.config.data_schema import DataConfig
 from megatron_fp4.config.schema import Config, ConfigError, OptimizerConfig, ParallelConfig, TrainConfig
 from megatron_fp4.measure.gradient_noise import GradientNoise, gradient_noise
@@ -31,6 +30,8 @@ from megatron_fp4.training.optimizer import build_optimizer
 from megatron_fp4.training.step import train_step
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
+from pretrain import configure
+from tests.composing import plans_of
 from tests.models.builders import small_config
 from tests.precision.reference import NVFP4
 from tests.training.harness import ToyBatch, alone

@@ -1,23 +1,34 @@
+"""A profiler's window over some steps of a run."""
+
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from assembly import check as validate
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import ConfigError
-from megatron_fp4.training.profiling import ProfileWindow, memory_history
-from tests.models.test_hybrid import CONFIGS
+from megatron_fp4.training.callbacks.profiling import MemoryHistory, Profile
+from megatron_fp4.training.trainer import Step
+from pretrain import CONFIGS
+from tests.composing import validate
 
-CPU = torch.device("cpu")
 
-
-def run(folder, steps, window, active=True):
-    with ProfileWindow(folder, window, CPU, active) as profile:
-        for step in steps:
-            with profile.step(step):
-                torch.ones(step + 2, 3) @ torch.ones(3, 4)
+def run(folder, steps, window, rank=0):
+    profile = Profile()
+    config = SimpleNamespace(
+        run=SimpleNamespace(dir=str(folder)), logging=SimpleNamespace(profile_steps=window, memory_history=False)
+    )
+    profile.trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(rank=rank, device=torch.device("cpu")))
+    for step in steps:
+        with profile.around_step(Step(step, [], 0.0)):
+            torch.ones(step + 2, 3) @ torch.ones(3, 4)
+    profile.close()
+    history = MemoryHistory()
+    history.trainer = profile.trainer
+    history.start(0)
+    history.close()
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -34,12 +45,9 @@ def test_a_window_is_cut_at_the_runs_ends(tmp_path):
     assert "profile_steps_6-7.txt" in run(resumed, range(5, 9), [3, 7])
 
 
-def test_off_by_default_on_other_ranks_and_behind_the_window(tmp_path):
-    assert run(tmp_path, range(3), []) == run(tmp_path, range(3), [1, 2], active=False) == []
+def test_off_by_default_on_other_ranks_and_after_the_window(tmp_path):
+    assert run(tmp_path, range(3), []) == run(tmp_path, range(3), [1, 2], rank=1) == []
     assert run(tmp_path, range(5, 8), [1, 2]) == []
-    with memory_history(tmp_path, active=False):
-        pass
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("window", ["[0,3]", "[3,2]", "[4]", "[1,9999]"])

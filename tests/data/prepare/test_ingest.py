@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import assembly
 import pretrain
 from data.indexed import IndexedDataset
 from data.opening import KINDS
@@ -198,7 +197,7 @@ def test_from_text_to_a_run(
     assert printed.err == "" and "documents" in printed.out
     words = shlex.split(printed.out.split("pretrain.py")[1].replace("\\\n", " "))
     assert pretrain.main(["--check", *words, "train.sequence_length=64"]) == 0
-    config = compose_config(words, assembly.CONFIGS)
+    config = compose_config(words, pretrain.CONFIGS)
     bundle = KINDS[config.data.kind].open(config.data, config.model.vocab_size)
     assert bundle.tokenizer is not None
     assert bundle.tokenizer.fingerprint() == load_tokenizer(folder / "tokenizer.json").fingerprint()

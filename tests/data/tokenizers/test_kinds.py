@@ -13,7 +13,6 @@ import pytest
 import sentencepiece
 import tiktoken
 
-import assembly
 import pretrain
 from data.indexed import IndexedDatasetWriter, dtype_for_vocabulary
 from data.sources import open_indexed
@@ -97,7 +96,7 @@ def test_a_run_opens_every_kind(kind: str, tmp_path: Path) -> None:
     settings = [f"data.sources={{web: {tmp_path}/web}}", "data.phases=[{name: main, blend: {web: 1.0}}]"]
     settings += ["data=indexed", f"data.tokenizer={path}", "train.sequence_length=16", "model.vocab_size=512"]
     assert pretrain.main(["--check", *settings]) == 0
-    config = compose_config(settings, assembly.CONFIGS)
+    config = compose_config(settings, pretrain.CONFIGS)
     opened = open_indexed(512, {"web": str(tmp_path / "web")}, tokenizer=config.data.tokenizer).tokenizer
     assert opened is not None and opened.fingerprint() == tokenizer.fingerprint()
     with pytest.raises(ValueError, match=f"has {tokenizer.vocab_size} ids and the model only 64"):

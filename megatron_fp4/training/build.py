@@ -1,0 +1,188 @@
+"""From a configuration and a model provider to plans, kernels, and the sharded model.
+
+Nothing here opens data, writes a file or knows a step. Whoever wants a model without a Trainer begins here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_fp4.config.compose import ConfigError
+from megatron_fp4.config.launcher import place_in_run
+from megatron_fp4.config.precision_schema import PrecisionConfig
+from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.data_parallel import apply_data_parallel
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.backend import Backend
+from megatron_fp4.precision.backend_support import BackendChoice, check_sizes, choose_backend
+from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
+from megatron_fp4.precision.recipe import recipe_from_config
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
+from megatron_fp4.runtime.exit_codes import is_users_to_mend
+from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
+from megatron_fp4.training.providers import ModelProvider
+from megatron_fp4.training.schedule import WSDSchedule
+
+
+def precisions(config: Config) -> dict[str, PrecisionConfig]:
+    """Those before and after the precision switch, by what messages call them."""
+    found = {"precision": config.precision}
+    if config.after_switch is not None:
+        found[f"precision.switch.target={config.precision.switch.target}: precision"] = config.after_switch
+    return found
+
+
+def own_plans(config: Config, models: ModelProvider) -> list[Plan]:
+    """The plan of each of `precisions` by itself. Raises ValueError."""
+    model, shapes = config.model, models.linear_shapes(config.model)
+    plans = []
+    for key, precision in precisions(config).items():
+        recipe, blocks = recipe_from_config(precision), precision.bf16_blocks
+        plan = build_plan(shapes, recipe, blocks, model.num_blocks, precision.exceptions, key)
+        check_sizes(plan, config.parallel.tensor, config.precision.backend)
+        plans.append(plan)
+    return plans
+
+
+def plans_of(config: Config, models: ModelProvider) -> tuple[Plan, Plan | None]:
+    """The plans before and after the precision switch, None without one.
+
+    Raises ConfigError for exceptions and lists of linears that do not fit the model, or a linear that cannot switch.
+    """
+    with configuration_errors():
+        before, *after = own_plans(config, models)
+        return before, before.switched(after[0], config.precision.switch.scope) if after else None
+
+
+def execution_of(config: Config, models: ModelProvider) -> Any:
+    """Kernels and recomputation on the device that the run will use. Raises ConfigError."""
+    return models.choose_execution(
+        config.train, config.model, config.parallel.tensor, device_type_of(config), config.precision.compute_dtype
+    )
+
+
+def backend_of(config: Config, models: ModelProvider) -> BackendChoice:
+    """Who quantizes and multiplies on the device that the run will use. Raises ConfigError."""
+    return choose_backend(config, device_type_of(config), plans_of(config, models))
+
+
+def graphs_of(config: Config, models: ModelProvider) -> GraphsChoice:
+    """Whether micro-batches are replayed. Raises ConfigError."""
+    backend, recipes = backend_of(config, models), recipes_in(plans_of(config, models))
+    return choose_graphs(config, world_size(), device_type_of(config), backend.name, recipes)
+
+
+def world_size() -> int:
+    """Ranks of the run: torchrun's WORLD_SIZE, which --check and run.dry=true take from anyone. Raises ConfigError."""
+    return place_in_run().world_size
+
+
+def device_type_of(config: Config) -> str:
+    """`cuda` or `cpu`."""
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def sharded_model(
+    config: Config,
+    models: ModelProvider,
+    mesh: ParallelMesh,
+    clock: StepState,
+    execution: Any,
+    backend: Backend | None = None,
+) -> tuple[Any, PrecisionController]:
+    """The sharded model on the meta device, and the controller of its linears.
+
+    backend: who quantizes and multiplies; None: the emulation.
+    """
+    compute_dtype = getattr(torch, config.precision.compute_dtype)
+    with torch.device("meta"):
+        model: Any = models.build_model(config.model, mesh, compute_dtype, execution)
+    apply_data_parallel(
+        model,
+        mesh,
+        units=list(model.blocks),
+        ends=[model.embedding, model.head],
+        fp32_units=model.fp32_units(),
+        compute_dtype=compute_dtype,
+        reshard=config.parallel.reshard,
+    )
+    plan, plan_after_switch = plans_of(config, models)
+    switch = config.precision.switch
+    controller = PrecisionController(
+        {name: module.context for name, module in model.linears()},
+        plan,
+        clock,
+        backend=backend,
+        switch=PrecisionSwitch(switch, WSDSchedule.of(config).switch_step(switch.when)),
+        plan_after_switch=plan_after_switch,
+    )
+    return model, controller
+
+
+def initialized_model(
+    config: Config,
+    models: ModelProvider,
+    mesh: ParallelMesh,
+    clock: StepState,
+    execution: Any = None,
+    backend: BackendChoice | None = None,
+) -> tuple[Any, PrecisionController]:
+    """`sharded_model` on the mesh's device with its initial weights. execution, backend: None: the configuration's."""
+    execution, backend = execution or execution_of(config, models), backend or backend_of(config, models)
+    model, controller = sharded_model(config, models, mesh, clock, execution, backend.open())
+    model.to_empty(device=mesh.device)
+    models.initialize(model, config.model, config.run.seed)
+    return model, controller
+
+
+def graphs_for(
+    config: Config,
+    models: ModelProvider,
+    mesh: ParallelMesh,
+    model: Any,
+    controller: PrecisionController,
+    warn: Callable[[str], None],
+) -> MicroBatchGraphs | None:
+    """What replays the micro-batches of `model`; None where they run eagerly. warn: as `MicroBatchGraphs` has it."""
+    if not graphs_of(config, models).used:
+        return None
+    return MicroBatchGraphs(model, mesh, controller.linears, required=config.train.cuda_graphs == "true", warn=warn)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether opening data, plans or checkpoints failed by something that the user has to mend. What a disk or network
+    fails at is not."""
+    return isinstance(error, ValueError) or (isinstance(error, OSError) and is_users_to_mend(error))
+
+
+@contextlib.contextmanager
+def configuration_errors(prefix: str = "") -> Iterator[None]:
+    """What opening data, plans and checkpoints refuses (`is_refusal`) is a ConfigError, not a traceback."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        if not is_refusal(error):
+            raise
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+def set_determinism(deterministic: bool) -> None:
+    """Deterministic kernels where torch has them (it warns where not)."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # mamba-ssm then has its kernels tuned (training/autotuning.py pins them), instead of taking the smallest ones.
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+        # Read when Inductor is imported, which is later. Without it a reduction's block size may be a matter of timing.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True, warn_only=True)

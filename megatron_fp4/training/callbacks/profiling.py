@@ -1,0 +1,79 @@
+"""Looking at a run from inside, on request: a profiler window over some steps, and the history of CUDA memory.
+
+The first rank alone measures and writes, into run.dir:
+
+    profile_steps_11-13.json.gz   a trace for chrome://tracing or ui.perfetto.dev
+    profile_steps_11-13.txt       kernels and operators by time
+    memory_snapshot.pickle        for https://docs.pytorch.org/memory_viz; written when training ends or fails, so that
+                                  running out of memory leaves it behind
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from megatron_fp4.training.trainer import Callback, Step
+
+_MEMORY_EVENTS = 200_000
+_TABLE_ROWS = 60
+
+
+class Profile(Callback):
+    """Profiles the steps from `logging.profile_steps[0]` to `[1]`, counted from 1. The innermost callback."""
+
+    _profile: torch.profiler.profile | None = None
+    _profiled = (0, 0)
+
+    @contextlib.contextmanager
+    def around_step(self, step: Step) -> Iterator[None]:
+        """Begins and ends the window."""
+        steps, device = self.trainer.config.logging.profile_steps, self.trainer.mesh.device
+        first, last = (steps[0], steps[1]) if steps and self.trainer.mesh.rank == 0 else (0, 0)
+        if self._profile is None and first <= step.done <= last:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+            self._profile, self._profiled = torch.profiler.profile(activities=activities), (step.done, step.done)
+            self._profile.start()
+        yield
+        if self._profile is not None:
+            self._profiled = (self._profiled[0], step.done)
+            if step.done == last:
+                self.close()
+
+    def close(self) -> None:
+        """Write what was profiled; the run's end cuts a window."""
+        if self._profile is None:
+            return
+        device = self.trainer.mesh.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        profile, self._profile = self._profile, None
+        profile.stop()
+        stem = Path(self.trainer.config.run.dir) / "profile_steps_{}-{}".format(*self._profiled)
+        profile.export_chrome_trace(f"{stem}.json.gz")
+        key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        table = profile.key_averages().table(sort_by=key, row_limit=_TABLE_ROWS, max_name_column_width=80)
+        Path(f"{stem}.txt").write_text(table + "\n")
+
+
+class MemoryHistory(Callback):
+    """Records every CUDA allocation with its stack; the last ones are written at the end, however it comes."""
+
+    _recording = False
+
+    def start(self, done: int) -> None:
+        """If `logging.memory_history` is on."""
+        if self.trainer.config.logging.memory_history and self.trainer.mesh.rank == 0:
+            torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+            self._recording = True
+
+    def close(self) -> None:
+        """Write the snapshot."""
+        if self._recording:
+            path = Path(self.trainer.config.run.dir) / "memory_snapshot.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)

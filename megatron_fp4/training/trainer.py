@@ -1,0 +1,500 @@
+"""The spine of a run: build, resume, train, save, roll back.
+
+    trainer = Trainer(config, models, data, callbacks, mesh)
+    ending = trainer.train(orders)
+
+What a run can do besides training steps is in its callbacks, one file an ability in callbacks/ and one ordered list in
+pretrain.py; the trainer knows none of them. What lives longer than a run's parts (process group, lock, signals,
+state.json) is pretrain.py's. A callback overrides the hooks that it needs, in the order in which a run calls them:
+
+    start(done)             the run is resumed, its records are open, no step and no kernel has run
+    before_step(step)       its micro-batches are there
+    around_step(step)       a context manager around forward, backward and update
+    accept(loss, norm)      whether to update, all ranks alike; None: it does not judge
+    after_step(step)        `step.result` is there; set `step.save` for a checkpoint
+    rolled_back(done, checkpoint, state)    weights, moments and generators are those of `checkpoint` again
+    on_checkpoint(done)     a checkpoint is about to be saved
+    saved(reports)          saves have ended; reports differ between ranks, so no collective here
+    finish(done, stop)      training is over, the last checkpoint is on the disk: wait for what is still on its way
+    close()                 however the run ends, also where `start` failed
+    conclude()              the run has done all its steps, and its records are closed
+
+Hooks are called on all ranks in the order of the list, so they may use collectives, but decide only by what all ranks
+know.
+"""
+
+from __future__ import annotations
+
+import datetime
+import random
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_fp4 import __version__
+from megatron_fp4.checkpoint import config_diff
+from megatron_fp4.checkpoint.checkpointer import Checkpointer, Resumed
+from megatron_fp4.checkpoint.config_diff import run_identity
+from megatron_fp4.checkpoint.files import origin_state
+from megatron_fp4.checkpoint.find import would_overwrite
+from megatron_fp4.checkpoint.saves import SaveReport
+from megatron_fp4.config.environment import as_saved
+from megatron_fp4.config.removed_keys import refuse_removed
+from megatron_fp4.config.schema import Config, ConfigError
+from megatron_fp4.logging.run_log import RunLog
+from megatron_fp4.logging.summary import Missing, missing_of
+from megatron_fp4.measure.machine import memory_size
+from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.backend_support import agreed_backend
+from megatron_fp4.precision.rng import StepState
+from megatron_fp4.runtime.ending import SaidAtOnce
+from megatron_fp4.runtime.exit_codes import ExitCode
+from megatron_fp4.runtime.orders import Orders
+from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.training.build import (
+    backend_of,
+    configuration_errors,
+    execution_of,
+    graphs_for,
+    initialized_model,
+    is_refusal,
+)
+from megatron_fp4.training.micro_batch import MicroBatch
+from megatron_fp4.training.optimizer import OPTIMIZER, build_optimizer
+from megatron_fp4.training.providers import DataProvider, ModelProvider
+from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.step import NO_REQUESTS, StepRequests, StepResult, train_step
+
+
+class Ending(NamedTuple):
+    """How a start ended after `done` steps. reason: what asked it to stop."""
+
+    code: ExitCode
+    done: int
+    reason: str = ""
+
+
+@dataclass
+class Step:
+    """A training step. index: from 0. batch: this rank's micro-batches. began: `time.perf_counter()` of when it began
+    to wait for them. save: somebody wants a checkpoint after it, on all ranks alike."""
+
+    index: int
+    batch: Sequence[MicroBatch]
+    began: float
+    result: StepResult = field(init=False)
+    save: bool = False
+
+    @property
+    def done(self) -> int:
+        """Steps done with it, as metrics.jsonl counts."""
+        return self.index + 1
+
+
+class Callback:
+    """An ability of a run; the top of this file has its hooks. trainer: whose callback it is, known before."""
+
+    name = ""
+    """The key of its state in checkpoints; "" for none. A callback that is not in the list keeps no state."""
+    accept: Callable[[float, float], bool] | None = None
+    trainer: Trainer
+
+    def start(self, done: int) -> None:
+        """`done` steps are done. Where that is all of them: write what is lacking."""
+
+    def before_step(self, step: Step) -> None:
+        """See the top of this file, as for the others."""
+
+    def around_step(self, step: Step) -> AbstractContextManager[object]:
+        """Entered before `train_step`, left after it."""
+        return nullcontext()
+
+    def after_step(self, step: Step) -> None:
+        """In the order of the list."""
+
+    def rolled_back(self, done: int, checkpoint: int, state: Any) -> None:
+        """After `done` steps. state: this callback's in the checkpoint of step `checkpoint`, None if it has none."""
+
+    def on_checkpoint(self, done: int) -> None:
+        """A checkpoint of `done` steps."""
+
+    def saved(self, reports: Sequence[SaveReport]) -> None:
+        """After every step, and at the end."""
+
+    def finish(self, done: int, stop: Callable[[], bool]) -> bool:
+        """After `done` steps. stop: whether this rank is asked to stop. Returns False if that came first."""
+        return True
+
+    def close(self) -> None:
+        """Give back what is held; in the reverse order."""
+
+    def conclude(self) -> None:
+        """Of a finished run."""
+
+    def lacking(self, done: int) -> list[str]:
+        """What a run that has done all its steps still lacks, for a line; asked on the first rank, before `start`."""
+        return []
+
+    def state_dict(self) -> Any:
+        """JSON types, the same on all ranks."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Before `start`. None: the checkpoint has none."""
+
+
+class Trainer:
+    """The parts of a run, built and wired. Raises ConfigError for data that cannot be opened or does not fit.
+
+    models, data: providers (providers.py). callbacks: in their order. progress: is told what the run does; None: nobody
+    watches. quiet: nothing is recorded or said, for who trains some steps of a run without being that run.
+
+    precision: plans, switch and clock of the linears. graphs: None where micro-batches run eagerly. missing: what a run
+    lacks that has done all its steps; None for every other.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        models: ModelProvider,
+        data: DataProvider,
+        callbacks: Sequence[Callback],
+        mesh: ParallelMesh,
+        progress: Progress | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.config, self.models, self.mesh, self.progress = config, models, mesh, progress or Progress()
+        self.missing: Missing | None = None
+        random.seed(config.run.seed)
+        np.random.seed(config.run.seed)
+        torch.manual_seed(config.run.seed)
+        backend = agreed_backend(backend_of(config, models))
+        execution = models.agreed_execution(execution_of(config, models))
+        clock = StepState(seed=config.run.seed)
+        self.model, self.precision = initialized_model(config, models, mesh, clock, execution, backend)
+        with configuration_errors():
+            self.data = data.open_data(config, mesh, is_refusal)
+            identity = run_identity(config, self.data.fingerprint)
+            self.optimizer = build_optimizer(self.model, config.optimizer).optimizer
+        self.log = RunLog(config, active=mesh.rank == 0 and not quiet, memory_size=memory_size(mesh.device))
+        self.checkpointer = Checkpointer(
+            Path(config.run.dir) / "checkpoints",
+            mesh,
+            keep=config.checkpoint.keep,
+            identity=identity,
+            asynchronous=config.checkpoint.asynchronous,
+            max_failed_saves=config.checkpoint.max_failed_saves,
+            timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
+        )
+        self.graphs = graphs_for(config, models, mesh, self.model, self.precision, self.log.console.text)
+        self.callbacks = list(callbacks)
+        for callback in self.callbacks:
+            callback.trainer = self
+
+    def train(self, orders: Orders) -> Ending:
+        """Resume, train to the last step or to a request to stop, and finish what is on its way."""
+        start, steps = self.resume(), self.config.train.steps
+        if start == steps and not self._lacks_something():
+            self.log.console.text(
+                f"{self.config.run.dir} is finished: the checkpoint it starts from is of step {start} of {steps}. "
+                "Raise train.steps to go on, or choose another run.dir."
+            )
+            return Ending(ExitCode.FINISHED, start)
+        with self._opened(start):
+            done, stop = start, start < steps and orders.agreed(self.mesh)
+            for step in self.steps(start, start if stop else steps, orders):
+                done, requests = step.done, step.result.requests
+                self._saves_ended(requests.save_failed)
+                last, stop = done == steps or requests.stop, requests.stop and done < steps
+                if last or requests.save or step.save or is_due(self.config.checkpoint.interval, done):
+                    self.save(done, last)
+                    orders.obeyed()
+                if stop:
+                    break
+            if stop:
+                self.log.stop(done, orders.why_stop)
+            finished = self._finish(done, orders) and not stop
+        self.progress.at(done, "end")
+        if not finished:
+            self.log.stopped(start, done, orders.why_stop)
+            return Ending(ExitCode.STOPPED, done, orders.why_stop or "a request to another rank")
+        for callback in self.callbacks:
+            callback.conclude()
+        return Ending(ExitCode.FINISHED, done)
+
+    def steps(self, first: int, last: int, orders: Orders | None = None) -> Generator[Step]:
+        """Train the steps [first, last), each yielded when it is done. orders: are asked with each step."""
+        accept = next((callback.accept for callback in self.callbacks if callback.accept is not None), None)
+        for index, batch in enumerate(self._batches(first, last), start=first):
+            step = Step(index, batch, began=time.perf_counter() - self.data.loader.data_wait)
+            self.progress.at(step.done, "before the step")
+            for callback in self.callbacks:
+                callback.before_step(step)
+            with ExitStack() as around:
+                for callback in self.callbacks:
+                    around.enter_context(callback.around_step(step))
+                step.result = train_step(
+                    self.model,
+                    self.optimizer,
+                    batch,
+                    self.mesh,
+                    self.precision.clock,
+                    step=index,
+                    lr=self.lr(index),
+                    clip_norm=self.config.optimizer.clip_norm,
+                    reshard=self.config.parallel.reshard,
+                    requests=self._requests(orders),
+                    accept=accept,
+                    progress=self.progress,
+                    graphs=self.graphs,
+                )
+            for callback in self.callbacks:
+                callback.after_step(step)
+            yield step
+
+    def resume(self) -> int:
+        """Load a checkpoint if the configuration says so; returns steps done.
+
+        Raises ConfigError if the checkpoint is of another run or after a switch that this one does not have, or if
+        resuming would overwrite checkpoints of run.dir.
+        """
+        self.progress.at(0, "load")
+        settings, checkpointer = self.config.checkpoint, self.checkpointer
+        parts, clock = (self.model, self.optimizer), self.precision.clock
+        with configuration_errors():
+            resumed = checkpointer.resume(settings.resume, *parts, clock, allow_mismatch=settings.allow_mismatch)
+            start = resumed.step if resumed else 0
+            if settings.initialize_from is not None:
+                begun = checkpointer.initialize(
+                    settings.initialize_from,
+                    self.model,
+                    clock,
+                    resumed=resumed is not None,
+                    allow_mismatch=settings.allow_mismatch,
+                )
+                if begun is not None:
+                    self.log.console.text(f"begins with the weights of {begun.path} (its step {begun.step})")
+            if later := checkpointer.steps_after(start):
+                raise ConfigError(would_overwrite(settings.resume, start, checkpointer.root, max(later)))
+        if resumed is not None:
+            self.load_state_dict(resumed.trainer, start)
+            self._report_changes(resumed)
+        with configuration_errors():
+            self.data.check_epochs(self.config.data.max_epochs)
+        return start
+
+    def begin_from(self, folder: Path, allow_mismatch: bool = False) -> None:
+        """Resume from the checkpoint in `folder` without being its run, for `steps`: of a quiet trainer. Raises
+        ConfigError if it does not fit, CheckpointError if it cannot be read."""
+        parts = self.model, self.optimizer, self.precision.clock
+        with configuration_errors():
+            resumed = self.checkpointer.load(folder, *parts, allow_mismatch=allow_mismatch)
+            self.load_state_dict(resumed.trainer, resumed.step)
+            self.data.check_epochs(self.config.data.max_epochs)
+        self.begin(resumed.step)
+
+    def begin(self, done: int) -> None:
+        """After `done` steps, for `steps`: of a quiet trainer, which saves nothing."""
+        self.log.open(done)
+        for callback in self.callbacks:
+            callback.start(done)
+
+    def save(self, done: int, last: bool = False) -> None:
+        """Write the checkpoint of `done` steps, or begin to. last: of this start."""
+        self.progress.at(done, "save")
+        for callback in self.callbacks:
+            callback.on_checkpoint(done)
+        self.checkpointer.save(
+            done,
+            self.model,
+            self.optimizer,
+            self.state_dict(),
+            consumed_samples=self.samples(done),
+            consumed_tokens=self.tokens(done),
+            last=last,
+        )
+
+    def roll_back(self, done: int, folder: Path | None = None) -> int:
+        """After `done` steps: take weights, moments, generators and precision of the last checkpoint, or of the one in
+        `folder`, and continue with the next step. Returns the checkpoint's step.
+
+        What the steps since did to the run is undone; their data counts as seen. Raises CheckpointGoneError, and
+        changes nothing, if the checkpoint is no longer whole.
+        """
+        self.progress.at(done, "go back to a checkpoint")
+        parts = self.model, self.optimizer, self.precision.clock
+        if folder is None:
+            resumed = self.checkpointer.reload(*parts)
+        else:
+            resumed = self.checkpointer.load(folder, *parts, allow_mismatch=True)
+        for callback in self.callbacks:
+            callback.rolled_back(done, resumed.step, resumed.trainer.get(callback.name))
+        return resumed.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resume needs besides model and optimizer: JSON types, the same on all ranks."""
+        return {
+            "version": __version__,
+            "loader": self.data.loader.state_dict(),
+            **{callback.name: callback.state_dict() for callback in self.callbacks if callback.name},
+            "plan": self.precision.plan.as_dict(),
+            "config": as_saved(self.config),
+            "origin": origin_state(self.checkpointer.origin),
+            "initialized_from": origin_state(self.checkpointer.initialized_from),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], start: int) -> None:
+        """Resume after `start` steps from a checkpoint's `state_dict`. Raises ConfigError if it is of other data, after
+        a switch that this run does not have, or of a run with an ability that is gone."""
+        with configuration_errors(f"checkpoint.resume={self.config.checkpoint.resume} starts from step {start}: "):
+            refuse_removed(state.get("config", {}))
+            self.data.loader.load_state_dict(state["loader"])
+            for callback in self.callbacks:
+                if callback.name:
+                    callback.load_state_dict(state.get(callback.name))
+            check_samples(self.data.phases, start, self.data.loader.consumed_samples)
+
+    def make_room(self) -> None:
+        """Before a forward pass outside of a step: CUDA graphs leave it their memory."""
+        if self.graphs is not None:
+            self.graphs.make_room()
+
+    def compute_again(self, diagnose: Callable[..., str], batch: Sequence[MicroBatch], *more: Any) -> str:
+        """What `diagnose` finds by running the micro-batches `batch` once more."""
+        self.make_room()
+        return diagnose(self.model, batch, self.mesh, self.precision.clock, *more)
+
+    def samples(self, done: int) -> int:
+        """Of the first `done` steps."""
+        samples: int = self.data.phases.samples_before(done)
+        return samples
+
+    def tokens(self, done: int) -> int:
+        """Of the first `done` steps."""
+        return self.samples(done) * self.config.train.sequence_length
+
+    def lr(self, step: int) -> float:
+        """The learning rate of `step` (from 0)."""
+        switch = self.precision.switch
+        return WSDSchedule.of(self.config).lr(step, switch.switched_at, switch.config.rewarm_steps)
+
+    def phase(self, step: int) -> str:
+        """The data phase of `step` (from 0)."""
+        return str(self.data.phases.span(step).name)
+
+    @property
+    def plan_name(self) -> str:
+        """The precision in effect, as records call it."""
+        switch, name = self.precision.switch, self.config.precision.name
+        return name if switch.switched_at is None else f"after the switch to {switch.config.target}"
+
+    def _lacks_something(self) -> bool:
+        """Whether a run that has done all its steps was killed before everything was written. A collective."""
+        steps = self.config.train.steps
+
+        def others(done: int) -> list[str]:
+            return [what for callback in self.callbacks for what in callback.lacking(done)]
+
+        missing = missing_of(Path(self.config.run.dir), steps, validates=bool(self.data.validation), others=others)
+        if not missing.names or not self.checkpointer.has(steps):
+            return False
+        self.missing = missing
+        return True
+
+    @contextmanager
+    def _opened(self, start: int) -> Iterator[None]:
+        """Records are open inside, and everything has started. At an exception: its traceback, then what is on its way
+        to a checkpoint is given up, callbacks close, and records close last."""
+        log, plan = self.log, self.precision.plans[0].as_dict()
+        forward = self.models.forward_flops_per_token(self.config.model, self.config.train.sequence_length)
+        log.open(
+            start,
+            steps=self.config.train.steps,
+            decay_start=WSDSchedule.of(self.config).decay_start_step + 1,
+            unigram_entropy=self.data.unigram_entropy,
+            world_size=self.mesh.world_size,
+            optimizer=OPTIMIZER,
+            plan=plan,
+            parameters=self.models.parameter_count(self.config.model).total,
+            quantized_flops=round(self.precision.plans[0].quantized_flops_per_token / forward.total, 4),
+            resume=self.config.checkpoint.resume,
+            origin=origin_state(self.checkpointer.origin),
+            initialized_from=origin_state(self.checkpointer.initialized_from),
+        )
+        if self.missing is not None:
+            what = ", ".join(self.missing.names)
+            log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing that now")
+        self.checkpointer.saves.before_publish = log.sync
+        log.settings(plan)
+        with log, ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.callback(callback.close)
+            with self.checkpointer, SaidAtOnce():
+                self.checkpointer.prepare(self.model, self.optimizer)
+                for callback in self.callbacks:
+                    callback.start(start)
+                if self.missing is not None and self.missing.checkpoint:
+                    log.metrics.event(start, "checkpoint", path=str(self.checkpointer.folder(start)))
+                yield
+
+    def _report_changes(self, resumed: Resumed) -> None:
+        """Print and record what was damaged, and what of configuration and data has changed since the checkpoint."""
+        saved, switch, start = resumed.trainer.get("config", {}), self.precision.switch, resumed.step
+        for damage in resumed.damaged:
+            line = f"{damage.name} was damaged ({damage.problem}): kept as {damage.moved_to}, training again from step "
+            self.log.found("damaged", [f"{line}{start}"], **asdict(damage))
+        if saved and (changes := config_diff.configuration_changes(saved, self.config)):
+            lines = config_diff.change_lines(changes) + config_diff.untrained_recipe(
+                changes, self.config, switch, start
+            )
+            lines += config_diff.consequences(saved, self.config, switch, start)
+            self.log.found("configuration", lines, changes=[change._asdict() for change in changes])
+        if changed_data := self.data.loader.changes:
+            self.log.found("data", changed_data, changes=changed_data)
+
+    def _batches(self, first: int, last: int) -> Iterator[list[MicroBatch]]:
+        if first < last:
+            with closing(self.data.loader.steps(first, last)) as batches:
+                yield from self.progress.loading(batches, first + 1)
+
+    def _requests(self, orders: Orders | None) -> StepRequests:
+        """What this rank tells the others with the next step."""
+        return NO_REQUESTS if orders is None else StepRequests(orders.stop, orders.save, self.checkpointer.failed)
+
+    def _saves_ended(self, save_failed: bool = False) -> None:
+        """Record which saves have ended. save_failed: of any rank."""
+        reports = self.checkpointer.reports(save_failed)
+        self.log.saves(reports)
+        for callback in self.callbacks:
+            callback.saved(reports)
+
+    def _finish(self, done: int, orders: Orders) -> bool:
+        """Wait for the last save and for callbacks; returns whether callbacks are finished."""
+        self.progress.at(done, "save")
+        self.checkpointer.finish()
+        self._saves_ended()
+        finished = all(callback.finish(done, lambda: orders.stop) for callback in self.callbacks)
+        if done == self.config.train.steps and not finished:
+            orders.obeyed()
+            self.log.stop(done, orders.why_stop)
+        return finished
+
+
+def is_due(interval: int, done: int) -> bool:
+    """Whether something that happens every `interval` steps (0: never) happens after `done` steps."""
+    return interval > 0 and done % interval == 0
+
+
+def check_samples(phases: Any, start: int, consumed: int) -> None:
+    """Raise ValueError if `start` steps of a checkpoint took another number of samples than the run's."""
+    if phases.samples_before(start) != consumed:
+        raise ValueError(
+            f"its {start} steps took {consumed} samples, which in this run would have been "
+            f"{phases.samples_before(start)}; restore train.global_batch_size and the batches of the phases up to there"
+        )
