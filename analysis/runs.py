@@ -26,7 +26,7 @@ _SECTIONS = {
 }
 _NO_MATTER = (
     *(f"model.{key}" for key in NOT_OF_THE_MODEL),
-    *("data.cache_dir", "data.remote_cache", "data.num_workers", "data.prefetch", "data.max_epochs", "data.blends"),
+    *("data.cache_dir", "data.num_workers", "data.max_epochs", "data.blends"),
 )
 
 

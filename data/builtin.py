@@ -204,7 +204,7 @@ _BATCH_DOCUMENTS = 256
 
 def check_builtin(data: Any) -> None:
     """Raise ValueError for settings of a configuration's `data` that are for data of one's own."""
-    for key in ("sources", "validation", "tokenizer", "eod_token", "remote_cache"):
+    for key in ("sources", "validation", "tokenizer", "eod_token"):
         if getattr(data, key):
             raise ValueError(
                 f"data.{key}={getattr(data, key)} has no effect with data.kind=builtin; choose data=indexed for your "

@@ -19,6 +19,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -48,7 +49,12 @@ KINDS = {
     "builtin": Kind(lambda data, vocab_size: open_builtin(vocab_size, data.cache_dir), check_builtin),
     "indexed": Kind(
         lambda data, vocab_size: open_indexed(
-            vocab_size, data.sources, data.validation, data.tokenizer, data.eod_token, data.remote_cache
+            vocab_size,
+            data.sources,
+            data.validation,
+            data.tokenizer,
+            data.eod_token,
+            None if data.cache_dir is None else Path(data.cache_dir) / "remote",
         ),
         check_indexed,
     ),
@@ -112,7 +118,6 @@ def open_run_data(config: Any, mesh: Any) -> tuple[DataBundle, MicroBatchLoader,
         mesh.dp_size,
         data.num_workers,
         device=mesh.device,
-        prefetch=data.prefetch,
         allow_other_data=config.checkpoint.allow_mismatch,
         # Before the other ranks give up in a collective, and not name the worker.
         timeout_seconds=0.8 * config.parallel.timeout_seconds,

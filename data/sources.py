@@ -127,28 +127,14 @@ def _expanded(key: str, entry: str) -> list[str]:
 
 
 def check_indexed(data: Any) -> None:
-    """Raise ValueError for a configuration's `data` without sources, with sources that cannot be, with a cache that
-    nothing would use, or with unknown names in blends."""
-    if data.cache_dir is not None and data.order != "megatron":
-        raise ValueError(
-            f"data.cache_dir={data.cache_dir} has no effect with data.kind=indexed; leave it out (indexed files are "
-            "read where they lie, and only data.order=megatron keeps indices)"
-        )
+    """Raise ValueError for a configuration's `data` without sources, with ones that cannot be, or unknown in blends."""
     if not data.sources:
         raise ValueError(
             "data.sources is empty; name your .bin/.idx pairs without the ending: 'data.sources={web: /data/web}'"
         )
-    named = [
-        entry
-        for group, values in (("sources", data.sources), ("validation", data.validation))
-        for name, value in values.items()
-        for entry in entries(f"data.{group}.{name}", value)
-    ]
-    if data.remote_cache is not None and not any(map(is_url, named)):
-        raise ValueError(
-            f"data.remote_cache={data.remote_cache} has no effect without a URL in data.sources or data.validation; "
-            "leave it out (files on disks are read where they lie)"
-        )
+    for group, values in (("sources", data.sources), ("validation", data.validation)):
+        for name, value in values.items():
+            entries(f"data.{group}.{name}", value)
     for index, phase in enumerate(data.phases):
         for source in phase.blend if phase.blend != "tokens" else ():
             if source not in data.sources:

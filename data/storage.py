@@ -60,10 +60,14 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """
     if folder.is_dir():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # The lock file stays: removing it would let a late comer lock a new file while an early one holds the
-    # old.
-    with open(folder.with_name(folder.name + ".lock"), "w", encoding="utf-8") as lock:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # The lock file stays: removing it would let a late comer lock a new file while an early one holds the old.
+        file = open(folder.with_name(folder.name + ".lock"), "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        remedy = "name a folder that can be written to by data.cache_dir or XDG_CACHE_HOME"
+        raise OSError(error.errno, f"{error.strerror}; {remedy}", str(folder.parent)) from error
+    with file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.is_dir():
             return folder

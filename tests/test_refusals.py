@@ -72,6 +72,11 @@ KEYS = [
     ("precision.dgrad.gradient.mean=removed", "precision.dgrad.gradient.mean is no key any more: operands are never"),
     ("precision.dgrad.weight.reuse_fprop=true", "dgrad.weight.reuse_fprop is no key any more: write source=codes"),
     ("precision.fprop.weight.source=forward", "precision.fprop.weight.source is not a key; did you mean"),
+    ("data.prefetch=4", "data.prefetch is no key any more: loader workers are two steps ahead"),
+    (
+        "data.remote_cache=/c",
+        "data.remote_cache is no key any more: blocks of URLs are kept in `remote` below data.cache",
+    ),
     ("run.file_mode=0640", "run.file_mode is no key any more: set the umask of the shell"),
 ]
 VALUES = [

@@ -18,7 +18,6 @@ from megatron_fp4.config.types import (
     PathText,
     Positive,
     PositiveShare,
-    Prefetch,
     Seed,
     SequenceLength,
 )
@@ -84,10 +83,10 @@ class DataConfig:
 
     kind: a row of data/kinds.py: `builtin` (the interpreter's own standard library), `indexed` (Megatron `.bin`/`.idx`
         files).
-    cache_dir: where the built-in corpus is kept; null means the user's cache directory.
+    cache_dir: where the built-in corpus, indices of `data.order=megatron` and (in `remote`) blocks of URLs are kept;
+        null means the user's cache directory.
     sources, validation: name -> what it is read from (`indexed` only): the path of a `.bin`/`.idx` pair without the
         ending, a pattern (`/data/web_*`), a URL (`s3://bucket/web`), a `.yaml` file with a list of these, or a list.
-    remote_cache: the folder that keeps what was read of URLs; null means `remote` in the user's cache directory.
     tokenizer: a `tokenizer.json`, a folder with one, a SentencePiece `.model`, a `.tiktoken` rank file, or
         `tiktoken:NAME` (`indexed` only; optional, its fingerprint goes into checkpoints).
     eod_token: that tokenizer's end-of-document token; null means what the tokenizer says, else `<|endoftext|>`.
@@ -103,7 +102,7 @@ class DataConfig:
     documents: `joined` (a sample's documents see each other) or `masked` (no token sees another document: attention,
         Mamba-2's state and convolution stop at boundaries, and positions begin anew behind them).
     boundary_loss: with `masked`, whether a target counts that belongs to another document than the token before it.
-    num_workers: loader processes per rank, 0 for none. prefetch: steps whose micro-batches they prepare ahead.
+    num_workers: loader processes per rank, which prepare the micro-batches of two steps ahead; 0 for none.
     blends: named blends that the phases of an experiment refer to, as in `blend: ${data.blends.first}`.
     """
 
@@ -111,7 +110,6 @@ class DataConfig:
     cache_dir: PathText | None = None
     sources: dict[str, PathOrPaths] = field(default_factory=dict)
     validation: dict[str, PathOrPaths] = field(default_factory=dict)
-    remote_cache: PathText | None = None
     tokenizer: PathText | None = None
     eod_token: str | None = None
     order: Literal["documents", "windows", "megatron"] = "documents"
@@ -123,7 +121,6 @@ class DataConfig:
     phases: list[PhaseConfig] = field(default_factory=list)
     blends: dict[str, dict[str, NotNegative]] = field(default_factory=dict)
     num_workers: NumWorkers = 1
-    prefetch: Prefetch = 2
 
     @model_validator(mode="after")
     def _fits(self) -> DataConfig:

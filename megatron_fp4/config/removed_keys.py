@@ -16,6 +16,8 @@ from typing import Any
 _REMOVED = {
     "checkpoint.local_dir": (None, "no checkpoints are kept on nodes' own disks; save shared ones more often instead"),
     "checkpoint.local_interval": (0, "no checkpoints are kept on nodes' own disks; lower checkpoint.interval instead"),
+    "data.prefetch": (2, "loader workers are two steps ahead; leave it out, or raise data.num_workers"),
+    "data.remote_cache": (None, "blocks of URLs are kept in `remote` below data.cache_dir; set that instead"),
     "optimizer.implementation": ("torch", "torch's fused AdamW is the only one; leave it out"),
     "optimizer.deoscillation*": (None, "master weights are never reset; leave it out"),
     "data.fim*": (None, "documents are never rearranged; do it when you prepare them, and leave it out"),

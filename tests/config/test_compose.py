@@ -105,7 +105,6 @@ def test_sources_of_several_files():
         "data.sources={web: [/d/a, /d/b], code: /d/code_*, mix: list.yaml, far: s3://bucket/web_?}",
         "data.sources.more=[/d/c,'/d/[ab]*']",
         "data.validation={web: [s3://bucket/held_out]}",
-        "data.remote_cache=/fast/cache",
         "data.phases=[]",
     )
     assert config.data.sources == {
@@ -116,7 +115,6 @@ def test_sources_of_several_files():
         "more": ["/d/c", "/d/[ab]*"],
     }
     assert config.data.validation == {"web": ["s3://bucket/held_out"]}
-    assert config.data.remote_cache == "/fast/cache"
 
 
 def test_overrides_of_every_kind():

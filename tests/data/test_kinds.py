@@ -24,7 +24,6 @@ def test_opens_ones_own_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
         validation={"web": str(held_out.prefix)},
         tokenizer=tmp_path / "tokenizer.json",
         eod_token=None,
-        remote_cache=None,
     )
     bundle = KINDS["indexed"].open(configured, 1000)
     assert bundle.train["web"].num_tokens == 500 and bundle.validation["web"].num_tokens == 100
