@@ -126,9 +126,11 @@ def load(name: str) -> ModelConfig:
         ("transformer_1_2b", 1_291_929_600),
         ("nemotron_h_8b", 8_084_075_520),
         ("nemotron_h_12b", 12_314_591_360),
+        ("nemotron_h_8b_base_8k", 8_100_852_736),
+        ("nemotron_nano_12b_v2", 12_310_001_152),
     ],
 )
-def test_the_papers_models_have_the_papers_sizes(mesh, name, published):
+def test_models_have_the_sizes_of_the_paper_and_of_published_checkpoints(mesh, name, published):
     config = load(name)
     with torch.device("meta"):
         model = build_model(config, mesh, torch.bfloat16)

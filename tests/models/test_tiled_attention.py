@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
+from megatron_fp4.config.compose import compose_config
 from models import sdpa
 from models.execution import Execution
 from models.hybrid import build_model
@@ -25,7 +25,8 @@ from tests.models.builders import local, relative_error, small_config
 from tests.models.test_documents import LENGTHS, numbers_of
 
 CONFIG = small_config(pattern="*-*", rope=True, head_dim=16, init_std=0.2)
-MODELS = sorted((Path(__file__).parents[2] / "configs/model").glob("*.yaml"))
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +84,10 @@ def calls(monkeypatch) -> list[str]:
     return made
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_every_shipped_model_is_taken(path: Path) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_every_shipped_model_is_taken(name: str) -> None:
     """On any mesh: tensor parallelism shares heads, which may be any number."""
-    assert tiles_refusal(small_config(head_dim=int(OmegaConf.load(path).head_dim)), 1) is None
+    assert tiles_refusal(compose_config([f"model={name}"], CONFIGS).model, 1) is None
 
 
 def test_tiles_are_such_as_the_kernels_demand() -> None:
