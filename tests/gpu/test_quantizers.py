@@ -130,24 +130,6 @@ def test_values_codes_and_scales_are_those_of_the_reference(case, form):
         check(x, on_device, columns, rows)
 
 
-def test_a_captured_quantizer_measures_anew():
-    x = normal(64, 160).bfloat16().cuda()
-    columns, rows = sides("nvfp4")[0]
-    FusedFP4(x, columns, rows).along_columns()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [FusedFP4(x, columns, rows) for _ in range(2)]
-        values = [made.along_columns() for made in captured]
-    for factor in (1.0, 0.125):  # the second maximum is smaller than the first
-        x.mul_(factor)
-        graph.replay()
-        eager = FusedFP4(x, columns, rows)
-        expected = eager.along_columns()
-        for made, found in zip(captured, values, strict=True):
-            assert torch.equal(found, expected)
-            assert torch.equal(made.columns_scale, eager.columns_scale)
-
-
 def test_the_branchless_reciprocal_is_correctly_rounded():
     # One block a row, whose scale takes every E4M3 value, under tensor maxima of all mantissas and many exponents.
     scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -230,18 +212,6 @@ def test_mxfp8_values_codes_and_scales_are_those_of_the_reference(case, along_ro
         assert same(kept.values(), expected.dequantize(torch.bfloat16))
         assert torch.equal(kept.scales.cpu().t(), expected.scales)
         assert torch.equal(kept.codes, codes.t())
-
-
-@pytest.mark.parametrize("shape, along_rows", [((77, 96), False), ((96, 77), True), ((1, 32), False), ((32, 1), True)])
-def test_mxfp8_needs_whole_blocks_along_the_dot_product_alone(shape, along_rows):
-    x = normal(*shape).bfloat16()
-    expected = quantize_mxfp8(x.t() if along_rows else x).dequantize(torch.bfloat16)
-    assert same(quantize_mxfp8_fused(x.cuda(), 1, along_rows=along_rows, keep=False), expected)
-    codes, scales = mxfp8_bytes(x.cuda(), 1, along_rows=along_rows)
-    whole = quantize_mxfp8(x.t() if along_rows else x)
-    assert torch.equal(codes.cpu(), whole.codes.view(torch.uint8)) and torch.equal(scales.cpu(), whole.scales)
-    with pytest.raises(ValueError, match=r"mxfp8: shape .* is not a multiple of the block"):
-        quantize_mxfp8_fused(normal(33, 33).bfloat16().cuda(), 1, along_rows=along_rows, keep=False)
 
 
 def test_mxfp8_of_more_tokens_than_a_grid_has_rows():

@@ -53,11 +53,6 @@ def test_whole_rows(monkeypatch: pytest.MonkeyPatch, dim: int, length: int, by_c
     compare(heads(2, length, dim))
 
 
-@pytest.mark.parametrize("of", [(4, 4), (6, 2), (5, 1)])
-def test_any_number_of_heads(of: tuple[int, int]) -> None:
-    compare(heads(2, 256, 64, of))
-
-
 @pytest.mark.parametrize("lengths", [LENGTHS, ODD])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_documents(dim: int, lengths: list[list[int]]) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -30,10 +27,9 @@ from models.execution import PLAIN, Execution, recompute_saved, recomputed, torc
 from models.hybrid import HybridModel, build_model
 from models.initialization import initialize
 from models.pattern import choose_execution
-from models.sdpa import attend_in_tiles
 from models.ssd import fused_scan
 from pretrain import configure
-from tests.models.builders import local, small_config
+from tests.models.builders import small_config
 from tests.training.harness import launch, whole
 
 EVERYTHING = {"triton", "mamba_ssm", "causal_conv1d"}
@@ -74,30 +70,6 @@ def test_auto_takes_what_is_there(monkeypatch):
 def test_fused_says_what_it_needs(monkeypatch, changes, words):
     with pytest.raises(ConfigError, match=words):
         choose(monkeypatch, "fused", **changes)
-
-
-@pytest.mark.parametrize("kernels", ["auto", "fused"])
-def test_attention_in_tiles_is_taken_where_it_can_be(monkeypatch, kernels):
-    """And is no part that `fused` insists on: cuDNN's and FlashAttention's kernels take its place."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # no GPU's memory counts
-    chosen = choose(monkeypatch, kernels, pattern="*-", head_dim=16)
-    assert chosen == Execution({"attention": attend_in_tiles}, torch_compile)
-    assert choose(monkeypatch, kernels, pattern="*-", head_dim=24) == Execution(compile=torch_compile)
-
-
-@pytest.mark.parametrize(("cores", "ranks", "compilers"), [(64, 4, 8), (16, 4, 4), (2, 4, 1), (96, 1, 8)])
-def test_ranks_of_a_machine_share_its_cores_when_they_compile(monkeypatch, cores, ranks, compilers):
-    from torch._inductor import config
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
-    with config.patch(compile_threads=32):
-        torch_compile(lambda x: x)
-        assert config.compile_threads == 32, "who says how many gets as many"
-        monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
-        torch_compile(lambda x: x)
-        assert config.compile_threads == compilers
 
 
 def _build(rank: int, executions: list[Execution]) -> str:
@@ -192,57 +164,6 @@ def on_a_rank(rank: int, tensor: int, reshard: bool) -> list[str]:
 @pytest.mark.parametrize(("tensor", "reshard"), [(1, False), (1, True), (2, True)])
 def test_over_ranks(tensor, reshard):
     assert launch(on_a_rank, 2, tensor, reshard) == [[], []]
-
-
-def kept_bytes(recompute: str, mesh: ParallelMesh, kind: str) -> int:
-    """What a block keeps for its backward pass, parameters apart."""
-    config = dataclasses.replace(CONFIG, pattern=kind)
-    model = build_model(config, mesh, torch.bfloat16, Execution(recompute=recompute))
-    initialize(model, config, 0)
-    own = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
-    storages: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            storages[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    pack = models.execution._pack
-
-    def keep_unless_promised(tensor: Tensor) -> object:
-        kept = pack(tensor)
-        return keep(kept) if isinstance(kept, Tensor) else kept
-
-    h = torch.randn(64, 64).bfloat16().requires_grad_()
-    with (
-        mock.patch.object(models.execution, "_pack", keep_unless_promised),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
-    ):
-        y = model.blocks[0](h, 32)
-    promises = find_promises(y.grad_fn) if recompute == "selective" else []
-    for promise in promises:
-        for tensor in promise.inputs:
-            if isinstance(tensor, Tensor):
-                keep(tensor)
-    return sum(t.untyped_storage().nbytes() for t in storages.values())
-
-
-def find_promises(node: object) -> list:
-    found, seen, stack = [], set(), [node]
-    while stack:
-        current = stack.pop()
-        if current is None or current in seen:
-            continue
-        seen.add(current)
-        if hasattr(current, "promise"):
-            found.append(current.promise)
-        stack += [following for following, _ in current.next_functions]
-    return found
-
-
-@pytest.mark.parametrize("kind", ["M", "-", "*"])
-def test_selective_keeps_less_than_everything(mesh, kind):
-    assert kept_bytes("selective", mesh, kind) < 0.75 * kept_bytes("none", mesh, kind)
 
 
 class Counting(nn.Module):

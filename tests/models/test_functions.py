@@ -46,15 +46,6 @@ def test_equals_the_recurrence(length, dt_max, groups):
         torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 16, 1000])
-def test_chunk_size_does_not_matter(chunk_size):
-    tensors = inputs(33)
-    expected = value_and_gradients(ssd_recurrence, tensors)
-    actual = value_and_gradients(lambda *t: ssd_scan(*t, chunk_size), tensors)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-10, atol=1e-11)
-
-
 def fp32_errors(tensors, chunk_size):
     """Relative errors of the FP32 scan and its gradients against the FP64 recurrence."""
     tensors = [t.detach().float().double().requires_grad_() for t in tensors]
@@ -98,19 +89,6 @@ def test_extreme_decay_gives_no_infinities():
     torch.testing.assert_close(results[0], own, rtol=1e-4, atol=1e-2)
 
 
-def test_gradcheck():
-    tensors = inputs(6, heads=2, groups=1, batch=1, head_dim=2, state=2)
-    assert torch.autograd.gradcheck(lambda *t: ssd_scan(*t, 4), tensors)
-
-
-def test_takes_strided_inputs():
-    x, dt, a, b, c = inputs(12)
-    packed = torch.cat([x.flatten(2), b.flatten(2), c.flatten(2)], -1).detach()
-    x_view, b_view, c_view = packed.split([20, 6, 6], -1)
-    actual = ssd_scan(x_view.unflatten(2, (4, 5)), dt, a, b_view.unflatten(2, (2, 3)), c_view.unflatten(2, (2, 3)), 8)
-    torch.testing.assert_close(actual, ssd_scan(x, dt, a, b, c, 8))
-
-
 def conv_inputs(length=9, channels=6, width=4, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, length, channels), (channels, width), (channels,))
@@ -130,10 +108,6 @@ def test_the_convolution_equals_conv1d():
         actual_gradients = torch.autograd.grad(y.sin().sum(), tensors)
         for a, e in zip(actual_gradients, torch.autograd.grad(expected.sin().sum(), tensors), strict=True):
             torch.testing.assert_close(a, e)
-
-
-def test_gradients_of_the_convolution():
-    assert torch.autograd.gradcheck(causal_conv_silu, conv_inputs(length=5, channels=2))
 
 
 def test_bf16_input_is_computed_in_fp32():

@@ -13,7 +13,6 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from models.attention import split_heads
 from models.conv import causal_conv_silu, continued_conv_silu
 from models.hybrid import HybridModel, InferenceCache, build_model
-from models.positions import rope_at, rope_tables
 from models.sdpa import attend, attend_to_cache
 from models.ssd import ssd_scan_from
 from tests.models.builders import build, small_config
@@ -61,35 +60,6 @@ def test_logits_are_those_of_the_whole(model: HybridModel, pieces: str) -> None:
         whole = model(tokens)
     for done, logits in by_pieces(model, tokens, PIECES[pieces]):
         torch.testing.assert_close(logits, whole[:, done - 1], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", PATTERNS.values(), ids=PATTERNS)
-def test_in_fp64_they_are_so_to_twelve_digits(
-    mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
-) -> None:
-    """All that models compute in FP32 they compute in what the name stands for."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    rope_tables.cache_clear()
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = build_model(small_config(**config), mesh, torch.float64)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                scale = 0.5 if "A_log" in name else 0.2
-                parameter.to_local().normal_(std=scale, generator=generator)  # type: ignore[operator]
-            tokens = text()
-            whole = model(tokens)
-        assert whole.dtype == torch.float64
-        for pieces in PIECES.values():
-            for done, logits in by_pieces(model, tokens, pieces):
-                torch.testing.assert_close(logits, whole[:, done - 1], rtol=0, atol=1e-12)
-    finally:
-        torch.set_default_dtype(_FP32)
-        rope_tables.cache_clear()
-
-
-_FP32 = torch.float32  # before any test gives the name to another
 
 
 def test_rows_of_different_lengths(model: HybridModel) -> None:
@@ -158,18 +128,6 @@ def test_the_scan_continues_from_a_state(pieces: list[int], groups: int) -> None
     torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_state_is_that_of_the_recurrence() -> None:
-    """Written out for the last token, of heads that share a group."""
-    x, dt, a, b, c = (t.detach() for t in scan_tensors(20, groups=2))
-    expected = torch.zeros(2, 4, 5, 3, dtype=torch.float64)
-    for t in range(20):
-        grouped = b[:, t].repeat_interleave(2, 1)
-        expected = (dt[:, t] * a).exp()[..., None, None] * expected
-        expected += (dt[:, t, :, None] * x[:, t])[..., None] * grouped[:, :, None]
-    _, state = ssd_scan_from(x, dt, a, b, c, 8, torch.zeros(2, 2, 3, 2, 5, dtype=torch.float64))
-    torch.testing.assert_close(state.permute(0, 1, 3, 4, 2).flatten(1, 2), expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_the_convolution_goes_on(width: int) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -197,12 +155,6 @@ def test_attention_to_memory_is_the_last_rows_of_attention(groups: int) -> None:
     longer = F.pad(k, (0, 0, 0, 0, 0, 3), value=9.0), F.pad(v, (0, 0, 0, 0, 0, 3), value=9.0)
     actual = attend_to_cache(q[:, 7:], *longer, torch.arange(7, 10).expand(2, 3))
     torch.testing.assert_close(actual, expected[:, 7:], rtol=1e-12, atol=1e-12)
-
-
-def test_angles_go_by_the_place_in_the_text() -> None:
-    cos, sin = rope_tables(40, 8, 1e4, "cpu")
-    places = torch.tensor([[0, 3], [39, 7]])
-    assert all(torch.equal(a, b[places]) for a, b in zip(rope_at(places, 8, 1e4), (cos, sin), strict=True))
 
 
 def test_compiled_functions_are_left_alone(mesh: ParallelMesh) -> None:
