@@ -49,14 +49,11 @@ from megatron_fp4.logging.goodput import TimeLedger
 from megatron_fp4.logging.run_folder import check_baseline
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.ending import explain, run_program
-from megatron_fp4.runtime.exit_codes import DivergedError, ExitCode, WrongNumbersError
-from megatron_fp4.runtime.flight_recorder import record_collectives
-from megatron_fp4.runtime.orders import Orders
-from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.runtime.run_lock import sole_run
-from megatron_fp4.runtime.run_state import RunState
+from megatron_fp4.runtime.errors import DivergedError, ExitCode, WrongNumbersError, run_program
+from megatron_fp4.runtime.progress import Progress, record_collectives
+from megatron_fp4.runtime.run_state import RunState, explain, sole_run
 from megatron_fp4.runtime.signals import StopRequest
+from megatron_fp4.runtime.stop_conditions import StopConditions
 from megatron_fp4.training.build import device_type_of, execution_of, graphs_of, plans_of, set_determinism, world_size
 from megatron_fp4.training.callbacks.banner import Banner
 from megatron_fp4.training.callbacks.diagnostics import QuantizationDiagnostics
@@ -155,7 +152,7 @@ def train(config: Config, signals: StopRequest) -> ExitCode:
         progress.at(0, "build")
         trainer = Trainer(config, models, data, callbacks_of(config), mesh, progress)
         trainer.log.times = ledger
-        code = state.ended(*trainer.train(Orders(run_dir, config.run.max_minutes, signals, active=first_rank)))
+        code = state.ended(*trainer.train(StopConditions(run_dir, config.run.max_minutes, signals, active=first_rank)))
         signals.over()  # first: torchrun may already be ending whoever is still there
         wanted = trainer.log.opened or not (run_dir / REPORT_FILE).exists()
         if wanted and code is ExitCode.FINISHED and config.logging.report:

@@ -2,8 +2,8 @@
 
 Takes torchrun's arguments and starts workers by torchrun's own code. Only the end is different:
 
-    a signal    (Ctrl-C, TERM, USR1, ...) is handed to the workers, which save and leave. torchrun dies of USR1, gives
-                workers 30 seconds after any other, and then prints a traceback of its own.
+    a signal    (Ctrl-C, TERM, USR1, ...) is handed to the workers, which save and leave. torchrun dies of USR1 and of
+                USR2, gives workers 30 seconds after any other, and then prints a traceback of its own.
     exit code   what the run ended with (`ExitCode`, or 128 + the number of a second signal), where torchrun makes 1 of
                 everything. With workers on several nodes each launcher tells that of its own.
     report      torchrun's of a crash, without the traceback of the launcher, which is the same whatever went wrong. Of
@@ -24,8 +24,8 @@ from types import FrameType
 from megatron_fp4.runtime.signals import SIGNALS
 
 _PROC = Path("/proc")
-# `ExitCode.CRASHED` and `STOPPED`, whose module imports torch; this one has to listen before that.
-_CRASHED, _STOPPED = 1, 75
+# Of `ExitCode`, whose module imports torch; this one has to listen before that.
+_CRASHED, _HUNG, _STOPPED = 1, 5, 75
 # The signals that this process got while it had workers: handlers have nowhere else to leave them.
 _handed_on: set[int] = set()
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     options = torchrun.parse_args(arguments)
     if forwards:
-        options.signals_to_handle = "SIGUSR2"  # none is no choice that it offers; this one ends workers in any case
+        options.signals_to_handle = "SIGVTALRM"  # none is no choice that it offers
     try:
         torchrun.run(options)
     except ChildFailedError as error:
@@ -69,6 +69,8 @@ def exit_code(failed: dict[int, int]) -> int:
     chosen = [code for code in codes if code > 0]
     if not chosen:
         return _CRASHED
+    if _HUNG in chosen:  # the others failed of waiting for it
+        return _HUNG
     # A run that was told twice to leave has workers that were still saving.
     return next((code for code in chosen if code != _STOPPED), _STOPPED)
 

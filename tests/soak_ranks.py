@@ -92,7 +92,7 @@ PLACES: dict[str, Place] = {
     "validation": Place("pretrain", "validation_losses", repeats=2),
     "end: summary": Place("pretrain", "summarize", repeats=0, ranks="first"),
     "end: picture": Place("megatron_fp4.logging.pictures", "plot_loss", repeats=0, ranks="first"),
-    "end": Place("megatron_fp4.runtime.ending", "leave_distributed", repeats=0),
+    "end": Place("megatron_fp4.runtime.errors", "leave_distributed", repeats=0),
 }
 
 
@@ -129,7 +129,7 @@ def rank_main(
         write_own = saves.Saves._write_own
         saves.Saves._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]
     import pretrain
-    from megatron_fp4.runtime.ending import run_program
+    from megatron_fp4.runtime.errors import run_program
     from megatron_fp4.runtime.signals import StopRequest
 
     if kill is not None and kill.victim == rank:

@@ -13,7 +13,7 @@ import torch
 import pretrain
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.runtime.errors import ExitCode, exit_code_of
 from megatron_fp4.training.build import configuration_errors
 from models.hybrid import build_model
 from models.pattern import linear_shapes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_fp4.runtime.exit_codes import ExitCode
+from megatron_fp4.runtime.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = (ROOT / "scripts" / "launch_node.sh").read_text()

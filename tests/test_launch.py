@@ -78,6 +78,7 @@ def test_a_crash_is_reported_without_the_launchers_traceback(
         ({0: -2, 1: -2}, {2}, 130),  # before they listened
         ({0: -2, 1: -2}, set(), 1),
         ({0: 130, 1: 75}, {2}, 130),
+        ({0: 1, 1: 5}, set(), 5),  # rank 1 hung, and rank 0 failed of waiting for it
     ],
 )
 def test_exit_codes(failed: dict[int, int], handed_on: set[int], code: int, monkeypatch: pytest.MonkeyPatch) -> None:

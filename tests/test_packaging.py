@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import megatron_fp4
-from megatron_fp4 import command
+from megatron_fp4 import __main__ as command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,7 +50,7 @@ def test_a_wheel_has_everything_in_one_package(installed: Path) -> None:
     (info,) = installed.glob("*.dist-info")
     assert {path.name for path in installed.iterdir()} == {"megatron_fp4", info.name}
     assert (info / "top_level.txt").read_text().split() == ["megatron_fp4"]
-    assert "megatron-fp4 = megatron_fp4.command:main" in (info / "entry_points.txt").read_text()
+    assert "megatron-fp4 = megatron_fp4.__main__:main" in (info / "entry_points.txt").read_text()
     assert (installed / "megatron_fp4" / "py.typed").exists()
     tracked = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split()
     outside = ("tests/", "docs/", ".ci/")

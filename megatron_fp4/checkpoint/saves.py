@@ -83,7 +83,8 @@ class Saves:
     device: for the collectives of training's own group. keep: how many checkpoints to keep (0: all). staging: given,
     saves go on in the background. max_failed: so many in a row that come to nothing end the run. before_publish: called
     on rank 0, in whatever thread, before a checkpoint gets its name. needed: asked there for the names of checkpoints
-    that must not be removed yet. failed_in_a_row: saves that came to nothing. last: the checkpoint that was made last.
+    that must not be removed yet. alive: called while training waits for a save that gets on. failed_in_a_row: saves
+    that came to nothing. last: the checkpoint that was made last.
     """
 
     root: Path
@@ -93,6 +94,7 @@ class Saves:
     max_failed: int = 1
     staging: Staging | None = None
     before_publish: Callable[[], None] = lambda: None
+    alive: Callable[[], None] = lambda: None
     needed: Callable[[], Collection[str]] = tuple
     failed_in_a_row: int = 0
     last: tuple[Path, int] | None = None
@@ -162,6 +164,7 @@ class Saves:
                 raise CheckpointError(f"saving in the background broke off: {self._outcome or 'on another rank'}")
             if not writing:
                 return
+            self.alive()
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
 

@@ -39,7 +39,7 @@ from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.fp32_gradients import local_part
 from megatron_fp4.precision.linear import LinearCall
 from megatron_fp4.precision.switch import PrecisionController
-from megatron_fp4.runtime.exit_codes import WrongNumbersError
+from megatron_fp4.runtime.errors import WrongNumbersError
 from megatron_fp4.training.accumulate import GlobalBatch, MicroBatch, accumulate, global_batch_of
 
 

@@ -7,9 +7,13 @@ that is at an earlier place than others: an earlier step, or an earlier phase of
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import sys
+import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -85,26 +89,27 @@ def _writes_again(folder: Path, report: Report, seconds: float) -> bool:
 
 
 def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], None]) -> str:
-    """The suspects and where the others are, in a few lines; "" if nobody is suspected.
+    """The suspects and where the others are, in a few lines; "" if none is suspected.
 
-    wait: lets so much time pass that every rank that is alive writes again; called only if nobody failed or stopped
+    wait: lets so much time pass that every rank that is alive writes again; called only if none failed or stopped
     visibly on this host.
     """
-    reports = {rank: read_report(folder, rank, mine.start) for rank in range(world_size)}
-    reports[mine.rank] = mine
+
+    def read() -> dict[int, Report | None]:
+        reports = {rank: read_report(folder, rank, mine.start) for rank in range(world_size)}
+        return {**reports, mine.rank: mine}
+
+    reports = read()
     suspects = _visible(reports)
-    silent: set[int] = set()
     if not suspects:
         wait()
-        later = {rank: read_report(folder, rank, mine.start) for rank in range(world_size)}
-        later[mine.rank] = mine
-        for rank, (before, after) in enumerate(zip(reports.values(), later.values(), strict=True)):
-            if rank != mine.rank and (after is None or (before is not None and after.beat == before.beat)):
-                silent.add(rank)
-        reports = later
+        before, reports = reports, read()
         suspects = _visible(reports)
-    for rank in silent - suspects.keys():
-        suspects[rank] = "its process writes nothing any more: stopped, gone, or its host is"
+        for rank, after in reports.items():
+            earlier = before[rank]
+            silent = after is None or (earlier is not None and after.beat == earlier.beat)
+            if rank != mine.rank and silent and rank not in suspects:
+                suspects[rank] = "its process writes nothing any more: stopped, gone, or its host is"
     present = [report for report in reports.values() if report is not None]
     furthest = max((report.step, report.order) for report in present)
     for report in present:
@@ -112,7 +117,10 @@ def diagnose(folder: Path, mine: Report, world_size: int, wait: Callable[[], Non
             suspects[report.rank] = "behind the others"
     if not suspects:
         return ""
-    lines = _describe(suspects, reports)
+    lines = ["The run is held up by", *(_described(reports[rank], rank, suspects[rank]) for rank in sorted(suspects))]
+    if len(suspects) > _NAMED:
+        rest = ranks_in_words(sorted(suspects)[_NAMED:])
+        lines[_NAMED + 1 :] = [f"  and {len(suspects) - _NAMED} more: {rest}"]
     waiting = defaultdict(list)
     for report in present:
         if report.rank not in suspects:
@@ -131,7 +139,7 @@ def _visible(reports: dict[int, Report | None]) -> dict[int, str]:
         if report.error and not _follows(report.error):
             found[rank] = f"failed: {report.error}"
         elif state is not None and not report.error:
-            remedy = f" (`kill -CONT {report.pid}` lets it go on)" if state == "stopped" else ""
+            remedy = f" (`kill -CONT {report.pid}` resumes it)" if state == "stopped" else ""
             found[rank] = f"its process is {state}{remedy}"
     return found
 
@@ -141,28 +149,19 @@ def _follows(error: str) -> bool:
     return re.search(r"gloo|nccl|timed out|connection (closed|reset)", error, re.IGNORECASE) is not None
 
 
-def _describe(suspects: dict[int, str], reports: dict[int, Report | None]) -> list[str]:
-    lines = []
-    for rank in sorted(suspects)[:_NAMED]:
-        report = reports[rank]
-        if report is None:
-            lines.append(f"  rank {rank}: nothing is known of it: it never came as far as this, or its host is gone")
-        else:
-            heard, there = time.time() - report.time, report.time - report.since
-            lines.append(
-                f"  rank {rank} (process {report.pid} on {report.host}): {suspects[rank]}; last heard of "
-                f"{max(0.0, heard):.0f} s ago in {report.where}, {max(0.0, there):.0f} s after it came there"
-            )
-    if len(suspects) > _NAMED:
-        lines.append(f"  and {len(suspects) - _NAMED} more: {ranks_in_words(sorted(suspects)[_NAMED:])}")
-    return ["The run is held up by", *lines]
+def _described(report: Report | None, rank: int, fault: str) -> str:
+    if report is None:
+        return f"  rank {rank}: nothing is known of it: it never came as far as this, or its host is gone"
+    heard, there = time.time() - report.time, report.time - report.since
+    return (
+        f"  rank {rank} (process {report.pid} on {report.host}): {fault}; last heard of {max(0.0, heard):.0f} s ago in "
+        f"{report.where}, {max(0.0, there):.0f} s after it came there"
+    )
 
 
 def process_state(report: Report) -> str | None:
     """What is wrong with a rank's process if it is on this host: stopped or gone; None if it runs or is elsewhere."""
-    if report.host != socket.gethostname():
-        return None
-    return state_of_process(report.pid)
+    return state_of_process(report.pid) if report.host == socket.gethostname() else None
 
 
 def state_of_process(pid: int) -> str | None:
@@ -187,3 +186,64 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
             spans.append([rank, rank])
     words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
     return f"rank{'' if len(spans) == 1 and spans[0][0] == spans[0][1] else 's'} {words}"
+
+
+# What threads of this process wait for
+
+# System calls of Linux that may wait for a disk or a pipe, by number.
+_CALLS = {
+    "x86_64": {0: "read", 1: "write", 2: "open", 17: "pread64", 18: "pwrite64", 19: "readv", 20: "writev", 73: "flock"}
+    | {74: "fsync", 75: "fdatasync", 77: "ftruncate", 82: "rename", 83: "mkdir", 87: "unlink", 257: "openat"}
+    | {4: "stat", 5: "fstat", 84: "rmdir", 262: "newfstatat", 263: "unlinkat", 264: "renameat", 316: "renameat2"},
+    "aarch64": {63: "read", 64: "write", 67: "pread64", 68: "pwrite64", 82: "fsync", 83: "fdatasync", 46: "ftruncate"}
+    | {56: "openat", 34: "mkdirat", 35: "unlinkat", 38: "renameat", 276: "renameat2", 79: "newfstatat", 80: "fstat"},
+}
+# Of those, the ones whose first argument is a file descriptor.
+_OF_DESCRIPTORS = {
+    *("read", "write", "pread64", "pwrite64", "readv", "writev", "fsync", "fdatasync", "ftruncate", "flock"),
+}
+
+
+class BlockedThreads:
+    """Threads of this process that stand in one system call on a file: the same call, and not run since."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[str, ...], float] = {}
+
+    def look(self) -> list[tuple[int, str, float]]:
+        """(native thread id, call, seconds since it was first seen so) of each; to be called now and then."""
+        now, seen, found = time.monotonic(), {}, []
+        for task in Path("/proc/self/task").glob("*"):
+            try:
+                call, signature = _file_call(task)
+            except (OSError, ValueError, IndexError):  # it has just ended, or this system does not say
+                continue
+            if call:
+                key = (task.name, *signature)
+                seen[key] = self._since.get(key, now)
+                found.append((int(task.name), call, now - seen[key]))
+        self._since = seen
+        return found
+
+
+def _file_call(task: Path) -> tuple[str, list[str]]:
+    """The call on a file that a thread is in, such as `fsync /runs/a/x`, or "", and what differs if it ran between."""
+    call = (task / "syscall").read_text().split()
+    switches = [line.split()[1] for line in (task / "status").read_text().splitlines() if "ctxt_switches" in line]
+    if call[0] == "-1":  # no call: reading mapped memory, which a disk has to fill
+        waits = (task / "stat").read_text().rsplit(")", 1)[1].split()[0] == "D"
+        return "a page fault" if waits else "", switches
+    name = _CALLS.get(os.uname().machine, {}).get(int(call[0]), "") if call[0] != "running" else ""
+    if name in _OF_DESCRIPTORS:
+        path = os.readlink(f"/proc/self/fd/{int(call[1], 16)}")
+        name = f"{name} {path}" if path.startswith("/") and not path.startswith("/dev/") else ""
+    return name, [*call, *switches]
+
+
+def line_of(native_id: int) -> str:
+    """Which thread of this process that is, and the line of Python where it stands."""
+    for thread in threading.enumerate():
+        if thread.native_id == native_id and (frame := sys._current_frames().get(thread.ident or 0)) is not None:
+            last = traceback.extract_stack(frame)[-1]
+            return f"thread {thread.name}, {last.name} in {Path(last.filename).name}:{last.lineno}"
+    return f"thread {native_id}"

@@ -1,7 +1,11 @@
-"""`run.dir/state.json`: how the newest start of a run stands, for schedulers and people.
+"""A run's folder belongs to one run at a time (`run.dir/.lock`), and says how its newest start stands (`state.json`).
+
+The lock is a POSIX record lock (`fcntl.lockf`): the kernel drops it when the process ends, however it ends; forked
+loader workers do not inherit it; and network file systems pass it on to other hosts. Where a file system has no locks,
+a warning says so and the run trains on.
 
 torchrun turns every exit code of its workers into 1, and a killed process has none, so what a restart should do is
-written down: {"state", "step", "reason", "pid", "host", "time"}. state is `running` or one of exit_codes.ExitCode;
+written down: {"state", "step", "reason", "pid", "host", "time"}. state is `running` or one of errors.ExitCode;
 `running` of a process that is gone means that it was killed. step is the last one begun, as in metrics.jsonl. The
 first rank writes it, replacing the file, and only while it holds the run's lock: who was refused because of another
 run says nothing about that one.
@@ -9,25 +13,94 @@ run says nothing about that one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from megatron_fp4.runtime.exit_codes import ExitCode, exit_code_of
+from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.parallel.mesh import EXIT_SECONDS
+from megatron_fp4.runtime.errors import ExitCode, exit_code_of, is_users_to_mend, report_error_once
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.runtime.run_lock import LOCK_FILE
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "state.json"
+LOCK_FILE, STATE_FILE = ".lock", "state.json"
+# A predecessor that is just leaving may take EXIT_SECONDS to be gone.
+PATIENCE = EXIT_SECONDS + 30.0
+
+
+@contextlib.contextmanager
+def sole_run(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of `run_dir` inside; every rank enters, the first one locks.
+
+    Waits up to `PATIENCE` seconds for a run that is there, saying so. Raises ConfigError on all ranks if it stays, or
+    if the folder is none that can be written to, and RuntimeError if its disk fails.
+    """
+    refused: list[str | None] = [None, None]  # as the user's to mend, and otherwise
+    descriptor = None
+    try:
+        if dist.get_rank() == 0:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                descriptor = _open_lock(run_dir)
+            except OSError as error:
+                if is_users_to_mend(error):
+                    refused[0] = f"run.dir={run_dir} cannot be written to ({error}); choose another"
+                else:
+                    refused[1] = f"run.dir={run_dir} cannot be written to now: {error}"
+            else:
+                refused[0] = _acquire(descriptor, run_dir)
+        dist.broadcast_object_list(refused)
+        if refused[0] is not None:
+            raise ConfigError(refused[0])
+        if refused[1] is not None:
+            raise RuntimeError(refused[1])
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # and with it the lock
+
+
+def _open_lock(run_dir: Path) -> int:
+    return os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _acquire(descriptor: int, run_dir: Path) -> str | None:
+    """Lock the open file and write down who holds it; returns None, or why it cannot be had."""
+    deadline = time.monotonic() + PATIENCE
+    waiting = False
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # both mean that another process holds it
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another run"
+            if time.monotonic() >= deadline:
+                return (
+                    f"run.dir={run_dir}: {holder} is still writing there; stop it or wait for its end, or choose "
+                    "another run.dir"
+                )
+            if not waiting:
+                log.warning("run.dir=%s: waiting up to %.0f s for %s to leave", run_dir, PATIENCE, holder)
+            waiting = True
+            time.sleep(0.2)
+        except OSError as error:
+            log.warning("run.dir=%s: its file system has no locks (%s); start no second run there", run_dir, error)
+            return None
+        else:
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            return None
 
 
 class RunState:
@@ -43,12 +116,15 @@ class RunState:
 
     def __enter__(self) -> RunState:
         self._write("running", self._progress.place.step, "")
+        self._progress.on_hang = self._hung
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
+        self._progress.on_hang = None
+        # Another rank hung, and this one failed of waiting for it: that it hung is the news.
+        if error is not None and _state_in(self._run_dir) != ExitCode.HUNG.state:
             self._write(exit_code_of(error).state, self._progress.place.step, f"{type(error).__name__}: {error}")
 
     def ended(self, code: ExitCode, step: int, reason: str = "") -> ExitCode:
@@ -60,6 +136,10 @@ class RunState:
         self._write(code.state, step, reason)
         dist.all_reduce(torch.zeros(1))  # on the CPU, by gloo: waits for nothing on a GPU
         return code
+
+    def _hung(self, step: int, reason: str) -> None:
+        """Any rank writes that it hangs: others do not know."""
+        write_state(self._run_dir, ExitCode.HUNG.state, step, reason)
 
     def _write(self, state: str, step: int, reason: str) -> None:
         if self._active:
@@ -78,17 +158,34 @@ def write_state(run_dir: Path, state: str, step: int | None, reason: str) -> Non
         log.warning("could not write %s: %s", run_dir / STATE_FILE, error)
 
 
+def _state_in(run_dir: Path) -> str | None:
+    try:
+        state: str | None = json.loads((run_dir / STATE_FILE).read_text()).get("state")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return state
+
+
+def explain(error: Exception, run_dir: str | None, ended: Callable[[], bool] = lambda: False) -> ExitCode:
+    """Print in one line why a run ended by a foreseen error; returns the exit code. Of the ranks that have the error
+    one prints it.
+
+    run_dir: where to write down a refusal that came before the run had its folder, None for nowhere. ended: whether
+    this process was asked to end.
+    """
+    code = exit_code_of(error)
+    if report_error_once(f"pretrain.py: {error}", ended) and code is ExitCode.REFUSED and run_dir is not None:
+        note_refusal(Path(run_dir), str(error))
+    return code
+
+
 def note_refusal(run_dir: Path, reason: str) -> None:
     """Write down that a start was refused before it held the lock of `run_dir`, unless another run holds it now or
     there is no such folder."""
-    try:
-        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:
-        return
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        write_state(run_dir, ExitCode.REFUSED.state, None, reason)
-    except OSError:
-        return
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError):
+        descriptor = _open_lock(run_dir)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_state(run_dir, ExitCode.REFUSED.state, None, reason)
+        finally:
+            os.close(descriptor)

@@ -1,7 +1,7 @@
 """Stopping on request: a signal to any rank ends the run on all ranks after the same step.
 
-SIGTERM, SIGUSR1, SIGHUP, SIGINT and SIGQUIT (schedulers, launchers, terminals and people send them) only set a flag.
-Each step's all-reduce carries it (train_step's `requests`), so nobody stops alone; the loop then saves and leaves. A
+SIGTERM, SIGUSR1, SIGUSR2, SIGHUP, SIGINT and SIGQUIT (of schedulers, launchers, terminals and people) only set a flag.
+Each step's all-reduce carries it (train_step's `requests`), so no rank stops alone; the loop then saves and leaves. A
 signal that comes `SECOND_AFTER` seconds after the first, or later, leaves at once: schedulers and torchrun deliver the
 same request twice within moments, a person who insists takes longer.
 
@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 SECOND_AFTER = 5.0
 SAYS_SOMETHING = ("--help", "-h", "--version", "--check", "--cfg", "--multirun", "-m")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -24,7 +24,7 @@ from megatron_fp4.precision.plan import Plan, build_plan, recipes_in
 from megatron_fp4.precision.recipe import recipe_from_config
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
-from megatron_fp4.runtime.exit_codes import is_users_to_mend
+from megatron_fp4.runtime.errors import is_users_to_mend
 from megatron_fp4.training.cuda_graphs import GraphsChoice, MicroBatchGraphs, choose_graphs
 from megatron_fp4.training.providers import ModelProvider
 from megatron_fp4.training.schedule import WSDSchedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron_fp4.runtime.exit_codes import DivergedError
+from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.training.step import StepResult
 
 

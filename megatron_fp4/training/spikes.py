@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fp4.config.schema import SpikesConfig
-from megatron_fp4.runtime.exit_codes import DivergedError
+from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.training.step import StepResult
 
 _LOSS_FLOOR, _NORM_FLOOR = 0.005, 0.2

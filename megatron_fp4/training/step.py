@@ -38,8 +38,8 @@ from megatron_fp4.training.optimizer import can_skip_on_device, optimizer_parame
 class StepRequests(NamedTuple):
     """What ranks tell each other with a step: of one rank when given to `train_step`, of any rank in its result.
 
-    stop: to end after this step, with a checkpoint (runtime/orders.py). save: a checkpoint now. save_failed: this
-    rank's last save in the background came to nothing.
+    stop: to end after this step, with a checkpoint (runtime/stop_conditions.py). save: a checkpoint now. save_failed:
+    this rank's last save in the background came to nothing.
     """
 
     stop: bool = False

@@ -1,7 +1,7 @@
 """The spine of a run: build, resume, train, save, roll back.
 
     trainer = Trainer(config, models, data, callbacks, mesh)
-    ending = trainer.train(orders)
+    ending = trainer.train(stops)
 
 What a run can do besides training steps is in its callbacks, one file an ability in callbacks/ and one ordered list in
 pretrain.py; the trainer knows none of them. What lives longer than a run's parts (process group, lock, signals,
@@ -53,10 +53,9 @@ from megatron_fp4.measure.machine import memory_size
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.backend_support import agreed_backend
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.runtime.ending import SaidAtOnce
-from megatron_fp4.runtime.exit_codes import ExitCode
-from megatron_fp4.runtime.orders import Orders
+from megatron_fp4.runtime.errors import ExitCode, PrintedAtOnce
 from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.runtime.stop_conditions import StopConditions
 from megatron_fp4.training.build import (
     backend_of,
     configuration_errors,
@@ -197,7 +196,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.trainer = self
 
-    def train(self, orders: Orders) -> Ending:
+    def train(self, stops: StopConditions) -> Ending:
         """Resume, train to the last step or to a request to stop, and finish what is on its way."""
         start, steps = self.resume(), self.config.train.steps
         if start == steps and not self._lacks_something():
@@ -207,29 +206,29 @@ class Trainer:
             )
             return Ending(ExitCode.FINISHED, start)
         with self._opened(start):
-            done, stop = start, start < steps and orders.agreed(self.mesh)
-            for step in self.steps(start, start if stop else steps, orders):
+            done, stop = start, start < steps and stops.agreed(self.mesh)
+            for step in self.steps(start, start if stop else steps, stops):
                 done, requests = step.done, step.result.requests
                 self._saves_ended(requests.save_failed)
                 last, stop = done == steps or requests.stop, requests.stop and done < steps
                 if last or requests.save or step.save or is_due(self.config.checkpoint.interval, done):
                     self.save(done, last)
-                    orders.obeyed()
+                    stops.obeyed()
                 if stop:
                     break
             if stop:
-                self.log.stop(done, orders.why_stop)
-            finished = self._finish(done, orders) and not stop
+                self.log.stop(done, stops.why_stop)
+            finished = self._finish(done, stops) and not stop
         self.progress.at(done, "end")
         if not finished:
-            self.log.stopped(start, done, orders.why_stop)
-            return Ending(ExitCode.STOPPED, done, orders.why_stop or "a request to another rank")
+            self.log.stopped(start, done, stops.why_stop)
+            return Ending(ExitCode.STOPPED, done, stops.why_stop or "a request to another rank")
         for callback in self.callbacks:
             callback.conclude()
         return Ending(ExitCode.FINISHED, done)
 
-    def steps(self, first: int, last: int, orders: Orders | None = None) -> Generator[Step]:
-        """Train the steps [first, last), each yielded when it is done. orders: are asked with each step."""
+    def steps(self, first: int, last: int, stops: StopConditions | None = None) -> Generator[Step]:
+        """Train the steps [first, last), each yielded when it is done. stops: are asked with each step."""
         accept = next((callback.accept for callback in self.callbacks if callback.accept is not None), None)
         for index, batch in enumerate(self._batches(first, last), start=first):
             step = Step(index, batch, began=time.perf_counter() - self.data.loader.data_wait)
@@ -249,7 +248,7 @@ class Trainer:
                     lr=self.lr(index),
                     clip_norm=self.config.optimizer.clip_norm,
                     reshard=self.config.parallel.reshard,
-                    requests=self._requests(orders),
+                    requests=self._requests(stops),
                     accept=accept,
                     progress=self.progress,
                     graphs=self.graphs,
@@ -431,11 +430,12 @@ class Trainer:
             what = ", ".join(self.missing.names)
             log.console.text(f"{self.config.run.dir} is finished, but lacks {what}; writing that now")
         self.checkpointer.saves.before_publish = log.sync
+        self.checkpointer.saves.alive = self.progress.alive
         log.settings(plan)
         with log, ExitStack() as stack:
             for callback in self.callbacks:
                 stack.callback(callback.close)
-            with self.checkpointer, SaidAtOnce():
+            with self.checkpointer, PrintedAtOnce():
                 self.checkpointer.prepare(self.model, self.optimizer)
                 for callback in self.callbacks:
                     callback.start(start)
@@ -463,9 +463,9 @@ class Trainer:
             with closing(self.data.loader.steps(first, last)) as batches:
                 yield from self.progress.loading(batches, first + 1)
 
-    def _requests(self, orders: Orders | None) -> StepRequests:
+    def _requests(self, stops: StopConditions | None) -> StepRequests:
         """What this rank tells the others with the next step."""
-        return NO_REQUESTS if orders is None else StepRequests(orders.stop, orders.save, self.checkpointer.failed)
+        return NO_REQUESTS if stops is None else StepRequests(stops.stop, stops.save, self.checkpointer.failed)
 
     def _saves_ended(self, save_failed: bool = False) -> None:
         """Record which saves have ended. save_failed: of any rank."""
@@ -474,15 +474,15 @@ class Trainer:
         for callback in self.callbacks:
             callback.saved(reports)
 
-    def _finish(self, done: int, orders: Orders) -> bool:
+    def _finish(self, done: int, stops: StopConditions) -> bool:
         """Wait for the last save and for callbacks; returns whether callbacks are finished."""
         self.progress.at(done, "save")
         self.checkpointer.finish()
         self._saves_ended()
-        finished = all(callback.finish(done, lambda: orders.stop) for callback in self.callbacks)
+        finished = all(callback.finish(done, lambda: stops.stop) for callback in self.callbacks)
         if done == self.config.train.steps and not finished:
-            orders.obeyed()
-            self.log.stop(done, orders.why_stop)
+            stops.obeyed()
+            self.log.stop(done, stops.why_stop)
         return finished
 
 

@@ -12,7 +12,7 @@ from data import provider as data
 from data.storage import default_cache_dir
 from megatron_fp4.config.schema import Config, ConfigError, SpikesConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.runtime.exit_codes import DivergedError
+from megatron_fp4.runtime.errors import DivergedError
 from megatron_fp4.training.callbacks.kernels import Kernels
 from megatron_fp4.training.callbacks.skipped_steps import SkippedSteps
 from megatron_fp4.training.callbacks.spikes import Spikes

@@ -26,7 +26,7 @@ from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.logging.files import check_place
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed, leave_distributed
 from megatron_fp4.precision.verify import SelfTestError
-from megatron_fp4.runtime.exit_codes import ExitCode
+from megatron_fp4.runtime.errors import ExitCode
 from megatron_fp4.training.build import device_type_of, set_determinism
 from megatron_fp4.training.schedule import WSDSchedule
 from scripts.trial.branch import branch

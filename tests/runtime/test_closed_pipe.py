@@ -82,16 +82,7 @@ def test_what_pretrain_says(argument: str, unbuffered: str, code: int, tmp_path:
     assert into_closed_pipe(*arguments, PYTHONUNBUFFERED=unbuffered) == (code, "")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("unbuffered", "code"), [("", 0), ("1", 141)])
-@pytest.mark.parametrize("arguments", [["--help"], ["--shape", "128,128,128"]], ids=" ".join)
-def test_what_the_self_test_says(arguments: list[str], unbuffered: str, code: int) -> None:
-    command = ["-m", "megatron_fp4.precision.verify", *arguments]
-    assert into_closed_pipe(*command, PYTHONUNBUFFERED=unbuffered, CUDA_VISIBLE_DEVICES="") == (code, "")
-
-
 def test_every_script_says_so() -> None:
     scripts = [path for path in (ROOT / "scripts").glob("*.py") if path.stem not in NO_COMMANDS]
     begins = 'if __name__ == "__main__":\n    end_without_reader()\n'
-    assert len(scripts) > 10
-    assert [path.name for path in scripts if begins not in path.read_text()] == []
+    assert scripts and [path.name for path in scripts if begins not in path.read_text()] == []

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import pretrain
-from megatron_fp4.runtime import orders
+from megatron_fp4.runtime import stop_conditions
 from megatron_fp4.runtime.diagnosis import state_of_process
 from megatron_fp4.training.callbacks import validation
 from megatron_fp4.training.trainer import Trainer
@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_named(small: list[str], tmp_path: Path) -> None:
     at_half_time, _, at_the_end = output.partition("Traceback")
     assert "rank 0 has been in step" in at_half_time and "collectives fail after 20 s" in at_half_time
     named = f"rank 1 (process {stopped} on "
-    advice = f"its process is stopped (`kill -CONT {stopped}` lets it go on)"
+    advice = f"its process is stopped (`kill -CONT {stopped}` resumes it)"
     for text in (at_half_time, at_the_end):
         assert named in text and advice in text and "waiting: rank 0 in step" in text
     assert "Timed out waiting" in at_the_end
@@ -165,19 +165,19 @@ import sys, time
 import pretrain
 from megatron_fp4.training.callbacks import validation
 from megatron_fp4.training.trainer import Trainer
-from megatron_fp4.runtime import ending
+from megatron_fp4.runtime import errors
 from megatron_fp4.runtime.signals import StopRequest
 
 def wrong(*_):
     raise pretrain.SelfTestError("fprop is off by one")
 
-ending.PATIENCE = 0.2
-ending.leave_distributed = lambda: time.sleep(3600)
+errors.PATIENCE = 0.2
+errors.leave_distributed = lambda: time.sleep(3600)
 if "wrong" in sys.argv:
     pretrain.Verify.start = wrong
 if "crash" in sys.argv:
     pretrain.Trainer.steps = lambda *_: 1 // 0
-ending.run_program(lambda: pretrain.main(sys.argv[2:], StopRequest().listen()))
+errors.run_program(lambda: pretrain.main(sys.argv[2:], StopRequest().listen()))
 """
 
 
@@ -199,7 +199,7 @@ def test_no_end_waits_for_its_group(small: list[str], tmp_path: Path, how: str, 
 @pytest.fixture
 def here(small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs pretrain.py in this process."""
-    monkeypatch.setattr(orders, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(stop_conditions, "LOOK_EVERY", 0.0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

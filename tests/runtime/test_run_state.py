@@ -1,10 +1,18 @@
-"""state.json: what a restart reads."""
+"""One run at a time in a folder, and state.json, which a restart reads."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import os
+import signal
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +20,129 @@ import pytest
 
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.parallel.mesh import ParallelMesh
-from megatron_fp4.precision.verify import RecheckError
-from megatron_fp4.runtime.ending import code_for_launcher
-from megatron_fp4.runtime.exit_codes import DivergedError, ExitCode, WrongNumbersError, exit_code_of
+from megatron_fp4.runtime import run_state
+from megatron_fp4.runtime.errors import ExitCode, exit_code_of
 from megatron_fp4.runtime.progress import Progress
-from megatron_fp4.runtime.run_lock import sole_run
-from megatron_fp4.runtime.run_state import RunState, note_refusal, write_state
+from megatron_fp4.runtime.run_state import LOCK_FILE, RunState, note_refusal, sole_run, write_state
 from megatron_fp4.training.nonfinite_guard import NonFiniteError
-from tests.runtime.test_run_lock import holder
 from tests.test_slurm import decide
+from tests.training.harness import launch
+
+# Holds the lock of the folder argv[1] for argv[2] seconds, with a forked child that outlives it.
+_HOLDER = """
+import os, sys, time
+from pathlib import Path
+from megatron_fp4.parallel.mesh import init_distributed
+from megatron_fp4.runtime.run_state import sole_run
+
+init_distributed("cpu", 10)
+with sole_run(Path(sys.argv[1])):
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    print(child, flush=True)
+    time.sleep(float(sys.argv[2]))
+"""
+
+
+@contextmanager
+def holder(run_dir: Path, seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock, and a child of it that lives on."""
+    command = [sys.executable, "-c", _HOLDER, str(run_dir), str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_second_run_is_refused_and_told_who_is_there(mesh: ParallelMesh, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_state, "PATIENCE", 0.5)
+    with holder(tmp_path / "new" / "run", 60) as process:
+        refusal = rf"run\.dir=.*run: process {process.pid} on .* is still writing there"
+        with pytest.raises(ConfigError, match=refusal), sole_run(tmp_path / "new" / "run"):
+            pytest.fail("two runs at once")
+        # However it ends, and whatever it forked: the lock ends with the process.
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with sole_run(tmp_path / "new" / "run"):
+            assert f"process {os.getpid()} " in (tmp_path / "new" / "run" / LOCK_FILE).read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_leaving_is_waited_for(mesh: ParallelMesh, tmp_path, caplog):
+    with holder(tmp_path, 1.0), caplog.at_level(logging.WARNING):
+        began = time.monotonic()
+        with sole_run(tmp_path):
+            assert time.monotonic() - began < 30
+    assert len([record for record in caplog.records if "waiting up to" in record.message]) <= 1
+
+
+def test_a_file_system_without_locks_is_a_warning(mesh: ParallelMesh, tmp_path, monkeypatch, caplog):
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    with caplog.at_level(logging.WARNING), sole_run(tmp_path):
+        pass
+    assert "has no locks" in caplog.text
+
+
+def test_a_folder_that_cannot_be_is_one_line(mesh: ParallelMesh, tmp_path):
+    (tmp_path / "file").write_text("")
+    refusal = r"run\.dir=.*file.* cannot be written to"
+    with pytest.raises(ConfigError, match=refusal), sole_run(tmp_path / "file" / "run"):
+        pytest.fail("in no folder")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_a_disk_that_fails_is_a_crash_and_no_refusal(mesh: ParallelMesh, tmp_path, monkeypatch, number: int):
+    """A refused run is given up by schedulers, a crashed one started again, maybe on other nodes."""
+    opened = os.open
+
+    def failing(path, *args: Any) -> int:
+        if Path(path).name == LOCK_FILE:
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(RuntimeError, match=os.strerror(number)) as caught, sole_run(tmp_path):
+        pytest.fail("without a lock")
+    assert exit_code_of(caught.value) is ExitCode.CRASHED
+
+
+def _refused(rank: int, run_dir: str) -> str:
+    run_state.PATIENCE = 0.5
+    try:
+        with sole_run(Path(run_dir)):
+            return "ran"
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_all_ranks_are_refused_alike(tmp_path):
+    with holder(tmp_path, 60):
+        first, second = launch(_refused, 2, str(tmp_path))
+    assert "is still writing there" in first and first == second
+    assert launch(_refused, 2, str(tmp_path)) == ["ran", "ran"]
 
 
 def state(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "state.json").read_text())
 
 
-def test_exit_codes_are_as_documented() -> None:
-    documented = {"finished": 0, "crashed": 1, "refused": 2, "diverged": 3, "wrong_numbers": 4, "stopped": 75}
-    assert {code.state: int(code) for code in ExitCode} == documented
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    for name, code in documented.items():
-        assert f"| {code} | `{name}` |" in page, name
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ConfigError(""), 2),
-        (NonFiniteError(""), 3),
-        (DivergedError(""), 3),
-        (RecheckError(""), 4),
-        (WrongNumbersError(""), 4),
-        (RuntimeError(""), 1),
-        (KeyboardInterrupt(), 1),
-    ],
-)
-def test_errors_have_their_codes(error: BaseException, code: int) -> None:
-    assert exit_code_of(error) == code
-
-
-def test_torchrun_does_not_restart_what_was_asked_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert code_for_launcher(ExitCode.STOPPED) == 75
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert code_for_launcher(ExitCode.STOPPED) == 0
-    assert code_for_launcher(ExitCode.REFUSED) == 2 and code_for_launcher(ExitCode.FINISHED) == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert code_for_launcher(ExitCode.STOPPED) == 75
-
-
 def test_a_start_is_running_until_it_ends(mesh: ParallelMesh, tmp_path: Path) -> None:
     progress = Progress()
-    with RunState(tmp_path, True, progress) as run_state:
+    with RunState(tmp_path, True, progress) as kept:
         assert state(tmp_path)["state"] == "running" and state(tmp_path)["pid"] == os.getpid()
-        assert run_state.ended(ExitCode.STOPPED, 7, "the file STOP") == 75
+        assert kept.ended(ExitCode.STOPPED, 7, "the file STOP") == 75
     assert state(tmp_path)["state"] == "stopped" and state(tmp_path)["step"] == 7
     progress.at(12, "update")
     with pytest.raises(NonFiniteError), RunState(tmp_path, True, progress):
@@ -102,8 +179,3 @@ def test_the_slurm_script_reads_what_is_written(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_state(tmp_path / "gone", "running", 0, "")
     assert "could not write" in caplog.text
-
-
-def test_shell_is_sound() -> None:
-    for script in sorted((Path(__file__).parents[2] / "scripts" / "slurm").iterdir()):
-        subprocess.run(["bash", "-n", script], check=True)

@@ -6,14 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime import signals
-from megatron_fp4.runtime.orders import Orders
 from megatron_fp4.runtime.signals import SIGNALS, StopRequest
+from megatron_fp4.runtime.stop_conditions import StopConditions
 from megatron_fp4.training.step import StepRequests, train_step
 from tests.training.harness import launch, toy, toy_batches, toy_mesh
 
@@ -42,19 +41,6 @@ def _wait_until_said(stop: StopRequest) -> None:
     """A thread says it, which else may do so in the next test."""
     while not stop._said:
         time.sleep(0.01)
-
-
-def test_a_signal_after_the_end_hastens_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """torchrun's TERM to a rank that is still leaving would else say that nothing is saved."""
-    monkeypatch.setattr(signals, "SECOND_AFTER", 0.0)
-    monkeypatch.setattr(StopRequest, "_leave", lambda *_: pytest.fail("left"))
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        _wait_until_said(stop)
-        stop.over()
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-    assert capfd.readouterr().err == "pretrain.py: SIGINT: stopping after this step; another signal leaves at once\n"
 
 
 def test_what_only_says_something_does_not_listen() -> None:
@@ -182,7 +168,7 @@ def _stop_one(rank: int, run_dir: str) -> tuple[int, bool, bool]:
     mesh = toy_mesh()
     model, optimizer = toy(mesh)
     with StopRequest() as stop:
-        orders = Orders(Path(run_dir), 0.0, stop, active=rank == 0)
+        orders = StopConditions(Path(run_dir), 0.0, stop, active=rank == 0)
         quiet = orders.agreed(mesh)
         for step in range(10):
             if rank == 1 and step == 3:

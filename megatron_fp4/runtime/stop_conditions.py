@@ -1,6 +1,6 @@
 """What may end or save a run besides signals: `run.max_minutes`, and the files `STOP` and `SAVE` in run.dir.
 
-`touch run.dir/STOP` stops after a step with a checkpoint, `touch run.dir/SAVE` saves one and goes on; each is removed
+`touch run.dir/STOP` stops after a step with a checkpoint, `touch run.dir/SAVE` saves one and trains on; each is removed
 when it was obeyed. Only the first rank looks, at most once a second; the step's all-reduce tells the others.
 """
 
@@ -22,7 +22,7 @@ STOP_FILE, SAVE_FILE = "STOP", "SAVE"
 LOOK_EVERY = 1.0
 
 
-class Orders:
+class StopConditions:
     """What this rank was told to do: by signals, and on the first rank (`active`) by files and by the clock.
 
     max_minutes: of the process, 0 for no limit. A STOP file that is there already was meant for the run before: it is
@@ -71,7 +71,7 @@ class Orders:
         """A checkpoint was saved after the step that carried what this rank was told: remove the files that said so."""
         for name in self._files:
             self._remove(name)
-        self._files.discard(SAVE_FILE)  # the order to stop stays in force
+        self._files.discard(SAVE_FILE)  # the request to stop stays in force
 
     def _look(self) -> None:
         if self._active and time.monotonic() - self._looked >= LOOK_EVERY:

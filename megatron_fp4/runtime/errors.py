@@ -1,0 +1,241 @@
+"""How a run ends: its exit code, one line for an error that a user can cause, and a process that ends in any case.
+
+Under torchrun every failure of a worker becomes torchrun's own exit code 1; `state.json` (run_state.py) keeps the
+difference. A finished or stopped run has written everything before it comes here. It leaves the process group with
+little patience, since groups were seen to hang in their end for minutes, and the process ends with the run's own exit
+code either way. A run that failed does not wait for its group at all: other ranks may never come. It says why first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from megatron_fp4.config.launcher import place_in_run
+from megatron_fp4.config.schema import ConfigError
+from megatron_fp4.parallel.mesh import end_process, leave_distributed
+from megatron_fp4.precision.verify import SelfTestError
+from megatron_fp4.runtime.closed_pipe import EXIT_CODE as CLOSED_PIPE
+from megatron_fp4.runtime.closed_pipe import ReaderLeftError
+
+# Seconds for a process group to end.
+PATIENCE = 10.0
+# Seconds to wait for the rank that prints, for the others of this machine to arrive, and for torchrun to end them.
+_PRINT, _ARRIVE, _END = 20.0, 10.0, 10.0
+_STORE_TIMEOUT = datetime.timedelta(seconds=5)
+
+
+class ExitCode(IntEnum):
+    """What pretrain.py's process returns. A second signal leaves with 128 + its number instead."""
+
+    FINISHED = 0
+    CRASHED = 1
+    REFUSED = 2
+    """The configuration is wrong, or something that only the user can decide."""
+    DIVERGED = 3
+    """Too many steps in a row were skipped or undone: training on needs another configuration."""
+    WRONG_NUMBERS = 4
+    """Hardware or kernels compute something else than they should: training on needs another machine."""
+    HUNG = 5
+    """A section of the run got nowhere for too long (progress.py): the same command resumes, on other machines."""
+    STOPPED = 75
+    """Stopped on request, saved: the same command resumes. EX_TEMPFAIL of sysexits.h: try again later."""
+
+    @property
+    def state(self) -> str:
+        """Its name in `state.json`."""
+        return self.name.lower()
+
+
+class DivergedError(RuntimeError):
+    """Training does not get on with this configuration; raised on all ranks alike."""
+
+
+class WrongNumbersError(RuntimeError):
+    """Two computations that have to agree bit for bit do not."""
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """The exit code of a run that ended by `error`."""
+    if isinstance(error, ConfigError):
+        return ExitCode.REFUSED
+    if isinstance(error, DivergedError):
+        return ExitCode.DIVERGED
+    if isinstance(error, SelfTestError | WrongNumbersError):
+        return ExitCode.WRONG_NUMBERS
+    return ExitCode.CRASHED
+
+
+def is_users_to_mend(error: OSError) -> bool:
+    """Whether the next start would meet the same: a path that is not what it must be, which the user has to mend.
+
+    Any other error of a disk or network (EIO, ESTALE, ETIMEDOUT, EAGAIN, ENOSPC, ...) may be over by then, or not be
+    there on other nodes: it is a crash, which a scheduler starts again, and no refusal, which it gives up.
+    """
+    kinds = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+    return isinstance(error, kinds) or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def run_program(body: Callable[[], int]) -> NoReturn:
+    """Run `body`, the whole of a program, and end the process with its exit code, 1 if it raises."""
+    faulthandler.enable()  # where a crash in C was
+    try:
+        code = body()
+    except KeyboardInterrupt:  # of a program that does not listen, such as --check: a person knows why it ends
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        end_process(128 + signal.SIGINT)
+    except ReaderLeftError:  # of what --check or a dry run prints
+        end_process(CLOSED_PIPE)
+    except BaseException as error:
+        print_traceback(error)
+        if notes := getattr(error, "__notes__", None):
+            print("\n".join(notes), file=sys.stderr, flush=True)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for torchrun's report of failed workers
+            get_error_handler().record_exception(error)
+        end_process(ExitCode.CRASHED)
+    leaving = threading.Thread(target=leave_distributed, name="leaving", daemon=True)
+    leaving.start()
+    leaving.join(PATIENCE)
+    if leaving.is_alive():
+        print(
+            f"pretrain.py: its process group has not ended after {PATIENCE:.0f} s; leaving without it. Everything is "
+            f"written; exit code {int(code)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    end_process(code_for_launcher(code))
+
+
+def code_for_launcher(code: int) -> int:
+    """What a run that ends with `code` tells torchrun: one that has restarts left (`--max-restarts`) would start a run
+    that was asked to stop again, so there that is no failure."""
+    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return ExitCode.FINISHED if code == ExitCode.STOPPED and done < most else code
+
+
+class PrintedAtOnce:
+    """A context whose unforeseen exceptions are on stderr before anything else is left: outer contexts, such as a save
+    in the background, may take their time, or hang."""
+
+    def __enter__(self) -> PrintedAtOnce:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and exit_code_of(error) is ExitCode.CRASHED:
+            print_traceback(error)
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of `error` on stderr, once."""
+    if not getattr(error, "_printed", False):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        error._printed = True  # type: ignore[attr-defined]
+
+
+# One rank prints what all ranks found, and none leaves before the line is out. torchrun ends all workers of a machine
+# as soon as one has left with a failure, so a line that only rank 0 prints is lost when another one leaves before it.
+# What ranks have in common before they have met is the folder that torchrun keeps for a start (that of
+# TORCHELASTIC_ERROR_FILE; it removes it afterwards): the first to make a file there prints the line. Of several
+# machines, the first in torchrun's own store does.
+
+
+def report_error_once(line: str, ended: Callable[[], bool]) -> bool:
+    """Print `line` on stderr if no other rank has, or see to it that one does; returns whether it was this one.
+
+    ended: whether torchrun has asked this process to end. Returns once the line is out and, on the rank that printed
+    it, once the other ranks of this machine have come to it too, within seconds. Where another rank printed it and
+    torchrun then asks this one to end, it leaves with exit code 0, so that torchrun's report names the one that did.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or not (folder := Path(path).parent.parent).is_dir():
+        if mine := _is_first_without_torchrun():  # one process, or one of Slurm's, which do not end each other
+            _print(line)
+        return mine
+    name = f"said_{hashlib.sha256(line.encode()).hexdigest()[:16]}"
+    _make(folder / f"{name}.{os.environ.get('LOCAL_RANK', 0)}")
+    if _make(folder / name):
+        mine = _print_unless_another_machine(line, name)
+        _make(folder / f"{name}.out")
+        everyone = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        _wait(lambda: len(list(folder.glob(f"{name}.[0-9]*"))) >= everyone, _ARRIVE)
+        # torchrun's report of failed workers then ends with the line instead of a traceback.
+        details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+        return mine
+    if _wait((folder / f"{name}.out").exists, _PRINT) and _wait(ended, _END):
+        os._exit(0)
+    return False
+
+
+def _is_first_without_torchrun() -> bool:
+    try:
+        place = place_in_run()
+    except ConfigError:  # of a wrong place in the run, of which each rank says so
+        return True
+    return not (place.rank if place.local_rank is None else place.local_rank)
+
+
+def _print_unless_another_machine(line: str, name: str) -> bool:
+    """Returns whether it was printed here."""
+    env = os.environ
+    if env.get("GROUP_WORLD_SIZE", "1") == "1" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _print(line)
+        return True
+    key = f"megatron_fp4/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}"
+    try:
+        port = int(env["MASTER_PORT"])
+        store = dist.TCPStore(env["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        if store.add(key, 1) > 1:
+            store.wait([f"{key}/out"], _STORE_TIMEOUT)
+            return False
+        _print(line)
+        store.set(f"{key}/out", "1")
+    except (dist.DistError, RuntimeError, ValueError, KeyError):  # twice is better than never
+        _print(line)
+    return True
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _make(path: Path) -> bool:
+    """Make a file; False if it is there already."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC))
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: each prints it
+        return True
+    return True
+
+
+def _wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait for it; returns whether it came true."""
+    deadline = time.monotonic() + seconds
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return done
