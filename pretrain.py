@@ -37,8 +37,7 @@ from pathlib import Path
 import torch
 
 from data import provider as data
-from exchange.callback import ExportCallback
-from exchange.in_run import check_exports, last_exportable
+from exchange.exports import Exports, check_exports, last_exportable
 from inference.in_run import Prompts
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import compose_config
@@ -88,7 +87,7 @@ def callbacks_of(config: Config) -> list[Callback]:
         Spikes(config.spikes),  # answered after the step's record
         Validation(),  # after a rollback, before a save
         Prompts(),
-        ExportCallback(last_exportable(config, plans_of(config, models))),
+        Exports(last_exportable(config, plans_of(config, models))),
         Summary(),
         MemoryHistory(),
         Profile(),  # innermost: it sees the step alone

@@ -9,9 +9,9 @@ linear is given is kept. What is larger later saturates; what is smaller in all 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,21 @@ from torch import Tensor
 from data.loader import MicroBatch
 from data.opening import open_held_out
 from data.validation import ValidationSet
-from exchange.nvfp4 import TrainedPlan, activations_in_fp4
+from exchange.checkpoint import Checkpoint, load_model
+from exchange.nvfp4 import TrainedPlan
 from megatron_fp4.config.schema import Config
+from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.linear import LinearCall
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
-from models.hybrid import HybridModel
 
 
-@dataclass
 class InputMaxima:
     """An observer of linears (precision/linear.py) that keeps the largest magnitude of each one's input, by name:
     FP32 0-dim."""
 
-    found: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.found: dict[str, Tensor] = {}
 
     def forward(self, call: LinearCall, x: Tensor, y: Tensor) -> None:
         """x: [tokens, in], without padding, before it is quantized."""
@@ -40,7 +41,8 @@ class InputMaxima:
         self.found[name] = torch.maximum(self.found[name], amax) if name in self.found else amax
 
 
-class Calibration(NamedTuple):
+@dataclass(frozen=True)
+class Calibration:
     """input_amax: linear -> FP32 0-dim on the CPU. sequences, tokens: how many were read. loss: their mean, in nats."""
 
     input_amax: dict[str, Tensor]
@@ -49,16 +51,45 @@ class Calibration(NamedTuple):
     loss: float
 
 
-def check_calibration(trained: TrainedPlan, num_samples: int) -> None:
-    """Raise ValueError, with the remedy, where activations must not be quantized or nothing would be measured."""
+def calibrated_inputs(checkpoint: Checkpoint, trained: TrainedPlan, config: Config, num_samples: int) -> Calibration:
+    """The largest input of every linear in `trained.fp4()`, over `num_samples` held-out sequences of the run.
+
+    config: of the run, with its data where that is now. Raises ValueError, with the remedy, where activations must not
+    be quantized, nothing is measured, or an input is zero or not finite throughout; ValueError or OSError for data that
+    cannot be opened.
+    """
     if num_samples < 1:
         raise ValueError(f"--calibrate-samples {num_samples} measures nothing; give 1 or more")
-    if not activations_in_fp4(trained):
+    if not trained.activations_in_fp4():
         raise ValueError(
             "--activations calibrated: some of the linears with NVFP4 weights were trained with activations in another "
-            "format, or without their means, which W4A4 would change; leave it out (weights in 4 bits, activations in "
-            "BF16)"
+            "format, which W4A4 would change; leave it out (weights in 4 bits, activations in BF16)"
         )
+    batches = held_out_batches(config, num_samples)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    maxima, sequences, tokens, loss = InputMaxima(), 0, 0, 0.0
+    try:
+        model = load_model(checkpoint, compute_dtype=trained.compute_dtype, device=device)
+        linears = {name: module.context for name, module in model.linears()}
+        PrecisionController(linears, trained.plan, StepState(seed=0))
+        for name in trained.fp4():
+            linears[name].probe = maxima
+        for batch in batches:
+            documents = None if batch.documents is None else batch.documents.to(device)
+            options: dict[str, Any] = {"num_documents": batch.num_documents, "num_targets": batch.num_targets}
+            with torch.no_grad():
+                mean = model(batch.tokens.to(device), batch.targets.to(device), documents, **options)
+            loss += float(mean) * batch.tokens.shape[0]
+            sequences, tokens = sequences + batch.tokens.shape[0], tokens + batch.tokens.numel()
+    finally:
+        leave_distributed()
+    for name, amax in maxima.found.items():
+        if not (amax.isfinite() and amax > 0):
+            raise ValueError(
+                f"{name}: the largest input in {sequences} sequences was {float(amax)}, which gives no scale; give an "
+                "earlier checkpoint, or more --calibrate-samples"
+            )
+    return Calibration({name: amax.cpu() for name, amax in maxima.found.items()}, sequences, tokens, loss / sequences)
 
 
 def held_out_batches(config: Config, num_samples: int) -> Iterator[MicroBatch]:
@@ -80,38 +111,3 @@ def held_out_batches(config: Config, num_samples: int) -> Iterator[MicroBatch]:
 
     rounds = itertools.zip_longest(*map(spread, validation))
     return itertools.islice((batch for batches in rounds for batch in batches if batch is not None), num_samples)
-
-
-@torch.no_grad()
-def calibrate(
-    model: HybridModel, trained: TrainedPlan, batches: Iterable[MicroBatch], device: torch.device, seed: int = 0
-) -> Calibration:
-    """The largest input of every linear in `trained.fp4()`.
-
-    model: the checkpoint's, in the run's compute dtype on `device`, of one process. It follows the plan from now on.
-    Raises ValueError if there is no batch, or an input is zero or not finite throughout.
-    """
-    linears = {name: module.context for name, module in model.linears()}
-    PrecisionController(linears, trained.plan, StepState(seed=seed))
-    maxima = InputMaxima()
-    for name in trained.fp4():
-        linears[name].probe = maxima
-    sequences = tokens = 0
-    loss = 0.0
-    for batch in batches:
-        documents = None if batch.documents is None else batch.documents.to(device)
-        options: Mapping[str, Any] = {"num_documents": batch.num_documents, "num_targets": batch.num_targets}
-        mean = model(batch.tokens.to(device), batch.targets.to(device), documents, **options)
-        loss += float(mean) * batch.tokens.shape[0]
-        sequences, tokens = sequences + batch.tokens.shape[0], tokens + batch.tokens.numel()
-    for name in trained.fp4():
-        linears[name].probe = None
-    if not sequences:
-        raise ValueError("there was no held-out text to calibrate with")
-    for name, amax in maxima.found.items():
-        if not (amax.isfinite() and amax > 0):
-            raise ValueError(
-                f"{name}: the largest input in {sequences} sequences was {float(amax)}, which gives no scale; give an "
-                "earlier checkpoint, or more --calibrate-samples"
-            )
-    return Calibration({name: amax.cpu() for name, amax in maxima.found.items()}, sequences, tokens, loss / sequences)

@@ -1,7 +1,7 @@
 """A checkpoint of a run, opened by one process that has no mesh and perhaps little memory.
 
-Tensors are read as they are asked for, by their global shape, whatever ranks wrote them: of each piece of a file only
-the rows that are needed, straight into the result. `verify` compares every file with its SHA-256 first.
+Tensors are read as they are asked for, by their global shape, whatever ranks wrote them. `verify` compares every file
+with its SHA-256 first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import io
 import json
 import math
 import os
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,35 +86,17 @@ class Checkpoint:
                 if problem:
                     raise DamagedCheckpointError(f"{self.folder} is damaged: {problem}; give another checkpoint")
 
-    def tensor(self, name: str, rows: slice | None = None) -> Tensor:
-        """A parameter, FP32 on the CPU, of its global shape; `rows`: of its first dimension, the others are not read.
+    def tensor(self, name: str) -> Tensor:
+        """A parameter, FP32 on the CPU, of its global shape.
 
         Raises KeyError for a name that is not in `tensors`, DamagedCheckpointError for pieces that are not readable.
         """
         full = _PREFIX + name
         saved = self._metadata.state_dict_metadata[full]
         assert isinstance(saved, TensorStorageMetadata)
-        begin, end, step = (rows or slice(None)).indices(saved.size[0])
-        assert step == 1
         if saved.properties.dtype != torch.float32:
             raise DamagedCheckpointError(f"{full} is {saved.properties.dtype}; masters are FP32")
-        result = torch.empty(max(end - begin, 0), *saved.size[1:])
-        written = 0
-        for chunk in saved.chunks:
-            first, count = chunk.offsets[0], chunk.sizes[0]
-            low, high = max(begin, first), min(end, first + count)
-            if low >= high or 0 in chunk.sizes:
-                continue
-            place = self._metadata.storage_data.get(MetadataIndex(full, chunk.offsets))
-            if place is None or place.relative_path not in self.manifest.files:  # nothing outside the folder is read
-                raise DamagedCheckpointError(f"{METADATA} names no file of the checkpoint for a piece of {full}")
-            others = tuple(slice(o, o + n) for o, n in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
-            target = result[(slice(low - begin, high - begin), *others)]
-            _read_rows(self.folder / place.relative_path, place.offset, place.length, chunk.sizes, low - first, target)
-            written += target.numel()
-        if written != result.numel():
-            raise DamagedCheckpointError(f"{METADATA} has {written} of {result.numel()} elements of {full}")
-        return result
+        return read_region(self.folder, self._metadata, full, [slice(0, size) for size in saved.size])
 
     def file(self, name: str) -> bytes:
         """The content of a small file of the checkpoint. Raises DamagedCheckpointError if it is not as it was saved."""
@@ -196,55 +177,44 @@ def check_tensors(expected: Mapping[str, torch.Size], found: Mapping[str, torch.
             raise ValueError(f"{where}: {name} is {shapes[0]} there, {shapes[1]} in the model of its configuration")
 
 
-def _read_rows(path: Path, start: int, length: int, sizes: torch.Size, first: int, target: Tensor) -> None:
-    """Copy rows `first` and following of a piece [*sizes] into `target`, as many as that has.
+def read_region(folder: Path, metadata: Metadata, name: str, region: Sequence[slice]) -> Tensor:
+    """Part of a tensor of a folder that torch.distributed.checkpoint wrote, FP32 on the CPU. region: of each axis.
 
-    The piece is what torch.save made of one contiguous FP32 tensor: a zip archive at `start` of the file, whose record
-    `data/0` is the values as they are in memory.
+    Raises DamagedCheckpointError for pieces that are missing, not readable or of another shape or type than they are
+    said to be, and for files outside the folder.
     """
-    try:
-        with files.open_plain(path) as file:
-            window = _Window(file, start, length)
-            with torch.serialization.skip_data():
-                described = torch.load(io.BufferedReader(window), map_location="cpu", weights_only=True)
-            whole = math.prod(sizes) * 4
-            if (
-                described.shape != sizes
-                or described.dtype != torch.float32
-                or not described.is_contiguous()
-                or described.storage_offset() != 0
-                or described.untyped_storage().nbytes() != whole
-            ):
-                raise DamagedCheckpointError("it holds another tensor than the metadata says")
-            with zipfile.ZipFile(window) as archive:
-                (record,) = (i for i in archive.infolist() if i.filename.endswith("/data/0"))
-                if record.compress_type != zipfile.ZIP_STORED or record.file_size != whole:
-                    raise DamagedCheckpointError("its values are not stored as they are")
-                # The local header has lengths of its own: name, extra field.
-                window.seek(record.header_offset + 26)
-                lengths = window.read(4)
-                values = record.header_offset + 30 + sum(int.from_bytes(lengths[i : i + 2], "little") for i in (0, 2))
-            row = whole // sizes[0]
-            window.seek(values + first * row)
-            if target.is_contiguous():
-                _read_into(window, target)
-            else:
-                part = torch.empty(target.shape[0], *sizes[1:])
-                _read_into(window, part)
-                target.copy_(part)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{path.name}: {error}") from error
-    except Exception as error:  # whatever torch and zipfile make of damaged bytes
-        raise DamagedCheckpointError(f"{path.name} is not readable: {type(error).__name__}: {error}") from error
-
-
-def _read_into(window: _Window, target: Tensor) -> None:
-    buffer, done = memoryview(target.numpy().data).cast("B"), 0
-    while done < len(buffer):
-        count = window.readinto(buffer[done : done + (1 << 30)])
-        if not count:
-            raise DamagedCheckpointError("it ends too early")
-        done += count
+    saved = metadata.state_dict_metadata[name]
+    assert isinstance(saved, TensorStorageMetadata)
+    result = torch.empty([part.stop - part.start for part in region])
+    written = 0
+    for chunk in saved.chunks:
+        common, inside, target = [], [], []
+        for part, first, size in zip(region, chunk.offsets, chunk.sizes, strict=True):
+            low, high = max(part.start, first), min(part.stop, first + size)
+            common.append(high - low)
+            inside.append(slice(low - first, high - first))
+            target.append(slice(low - part.start, high - part.start))
+        if min(common) <= 0:
+            continue
+        place = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
+        if place is None or Path(place.relative_path).name != place.relative_path:
+            raise DamagedCheckpointError(f"{METADATA} names no file of the checkpoint for a piece of {name}")
+        try:
+            with files.open_plain(folder / place.relative_path) as file:
+                window = io.BufferedReader(_Window(file, place.offset, place.length))
+                piece = torch.load(window, map_location="cpu", weights_only=True)
+        except DamagedCheckpointError:
+            raise
+        except Exception as error:  # whatever torch makes of damaged bytes
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise DamagedCheckpointError(f"{place.relative_path}: {name} is not readable ({problem})") from error
+        if not isinstance(piece, Tensor) or piece.shape != chunk.sizes or piece.dtype != saved.properties.dtype:
+            raise DamagedCheckpointError(f"{place.relative_path}: {name} is not what {METADATA} says")
+        result[tuple(target)] = piece[tuple(inside)]
+        written += math.prod(common)
+    if written != result.numel():
+        raise DamagedCheckpointError(f"{METADATA} has {written} of {result.numel()} elements of {name}")
+    return result
 
 
 class _Window(io.RawIOBase):

@@ -1,22 +1,43 @@
-"""The weights of linears that were trained in NVFP4, as the codes and scales that training multiplied with.
+"""The weights of linears that were trained in NVFP4: the codes and scales that training multiplied with, and the two
+layouts in which serving engines read them.
 
 Training keeps FP32 masters, and fprop's GEMM multiplies by what the recipe makes of them: the master rounded to the
 compute dtype, each group of output rows padded to whole blocks, one maximum over the whole packed weight, 16x16 or 1x16
-blocks (precision/linear.py, quantization/nvfp4.py). The same is done here, on one process: blocks are cut by the
-model's own groups and the maximum is that of all ranks, so neither depends on the mesh that trained.
+blocks (precision/linear.py, quantization/nvfp4.py). `trained_weight` does the same on one process: blocks are cut
+by the model's own groups and the maximum is that of all ranks, so neither depends on the mesh that trained.
 
-Every serving format stores one scale for 1x16 elements. A scale of 16x16 elements is repeated on its 16 rows; after
-that rows are independent of each other and may be reordered and cut (models/packing.py: q, k and v, one amax for the
-three), and padding rows dropped, without moving a bit.
+Serving formats store one scale for 1x16 elements. A scale of 16x16 elements is repeated on its 16 rows; after that rows
+are independent of each other and may be reordered and cut (q, k and v, one amax for the three), and padding rows
+dropped, without moving a bit.
 
-What cannot be written like this is refused: `refusal` says why and what to do instead.
+For a module `m` with weight [out, in], W its NVFP4 value (`code * block scale * tensor scale`) and a its largest
+magnitude (a / 2688 is for recipes that map the largest block scale to 448; with four-over-six, 256, it is a / 1536):
+
+    ModelOpt                                 compressed-tensors, nvfp4-pack-quantized
+    m.weight          uint8 [out, in / 2]    m.weight_packed        the same bytes; low nibble = even column
+    m.weight_scale    E4M3 [out, in / 16]    m.weight_scale         the same bytes; one row after the other
+    m.weight_scale_2  FP32 [], a / 2688      m.weight_global_scale  FP32 [1], 2688 / a
+    m.input_scale     FP32 [], x / 2688      m.input_global_scale   FP32 [1], 2688 / x
+
+x is the largest magnitude of the module's input, measured by calibration (exchange/calibration.py); without it the last
+row is absent and activations stay in BF16 (W4A16). Scales are neither swizzled nor padded: engines do that when they
+load. Each tensor scale is one division of its maximum; the inverse of the other layout's may be an ulp off.
+
+Read: nvidia-modelopt 0.47.0 (`modelopt/torch/quantization/qtensor/nvfp4_tensor.py`,
+`modelopt/torch/export/{quant_utils,convert_hf_config}.py`); compressed-tensors 0.20.0 (`compressors/nvfp4/`,
+`quantization/quant_scheme.py`); vLLM (`model_executor/layers/quantization/modelopt.py`,
+`compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py`, `compressed_tensors/utils.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,8 +45,9 @@ from torch import Tensor
 from exchange.checkpoint import Checkpoint
 from megatron_fp4.precision.emulated import encode_operand
 from megatron_fp4.precision.linear import LinearCall, LinearContext
-from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear, plan_in_effect
-from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT, Recipe
+from megatron_fp4.precision.plan import Plan, PlannedLinear, plan_in_effect
+from megatron_fp4.precision.recipe import FPROP_ACTIVATION, FPROP_WEIGHT
+from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import encode_tensor_scale
 from megatron_fp4.quantization.tensor import NVFP4Tensor, tensor_decode_scale
 
@@ -33,7 +55,6 @@ _BLOCK = 16
 # Of a weight that are quantized together: its temporaries are several FP32 copies.
 _CHUNK_ELEMENTS = 2**24
 PLANS = ("now", "before")
-_PLAIN = "or export BF16 weights (--format hf)"
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,10 @@ class TrainedPlan:
         formats = {row.linear.name: row.recipe[FPROP_WEIGHT].format for row in self.plan.rows}
         return {name: form for name, form in formats.items() if form not in ("nvfp4", "bf16")}
 
+    def activations_in_fp4(self) -> bool:
+        """Whether fprop multiplies NVFP4 activations by every NVFP4 weight."""
+        return all(row.recipe[FPROP_ACTIVATION].format == "nvfp4" for row in self.fp4().values())
+
 
 def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which: str = "now") -> TrainedPlan:
     """`choose_plan` for a checkpoint; plans: of its configuration, before and after the precision switch.
@@ -67,13 +92,14 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
     """
     if checkpoint.weights_only:
         raise ValueError(
-            f"{checkpoint.folder} has imported weights, which no run has trained in NVFP4; {_PLAIN[3:]}, or train them"
+            f"{checkpoint.folder} has imported weights, which no run has trained in NVFP4; export BF16 weights "
+            "(--format hf), or train them"
         )
     config, switched_at = checkpoint.config, checkpoint.trainer["switch"]["switched_at"]
-    now = plan_in_effect(plans, switched_at)
-    saved = _written_out(checkpoint.trainer["plan"])
-    for name, lines in _written_out(now.as_dict()).items():
-        if saved.get(name) != lines:
+    saved, now = checkpoint.trainer["plan"], plan_in_effect(plans, switched_at).as_dict()
+    for name, linear in now["linears"].items():
+        before = saved["linears"].get(name)
+        if before is None or saved["recipes"][before["recipe"]] != now["recipes"][linear["recipe"]]:
             raise ValueError(
                 f"{name} was trained otherwise than the configuration of {checkpoint.folder} says now; restore its "
                 f"precision.bf16_blocks.file, or use the version that trained it"
@@ -82,72 +108,55 @@ def trained_plan(checkpoint: Checkpoint, plans: tuple[Plan, Plan | None], which:
     return choose_plan(plans, switched_at, dtype, config.parallel.tensor, which)
 
 
-def _written_out(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Linear -> its recipe's lines, of a plan as checkpoints have it."""
-    return {name: plan["recipes"][linear["recipe"]] for name, linear in plan["linears"].items()}
-
-
 def choose_plan(
-    plans: tuple[Plan, Plan | None],
-    switched_at: int | None,
-    compute_dtype: torch.dtype,
-    tensor: int,
-    which: str = "now",
+    plans: tuple[Plan, Plan | None], switched_at: int | None, compute_dtype: torch.dtype, tensor: int, which: str
 ) -> TrainedPlan:
     """The plan by which weights are to be quantized, checked: `refusal` has nothing to say about it.
 
     plans: before and after the precision switch. switched_at: the step from which the second holds, None if it does not
-    yet. which: `now`, the plan in effect; `before`, behind a switch, the one before it.
+    yet. which: `now`, the plan in effect; `before`, after a switch, the one before it.
 
     Raises ValueError, one line with the remedy, where nothing can be exported as trained.
     """
-    if which not in PLANS:
-        raise ValueError(f"--plan {which} is not one of {', '.join(PLANS)}")
     before, after = plans
-    switched = switched_at is not None and after is not None
-    if which == "before" and not switched:
-        raise ValueError("--plan before: this checkpoint is not behind a precision switch; leave it out")
+    if which == "before" and (switched_at is None or after is None):
+        raise ValueError("--plan before: this checkpoint is not after a precision switch; leave it out")
     plan = plan_in_effect(plans, switched_at) if which == "now" else before
     chosen = TrainedPlan(plan, compute_dtype, tensor, before_switch=which == "before")
     if switched_at is not None and plan is after and not chosen.fp4() and TrainedPlan(before, compute_dtype).fp4():
         raise ValueError(
-            f"this checkpoint is behind the precision switch (before step {switched_at + 1}), and its forward pass has "
-            f"no NVFP4 weights any more; give a checkpoint of before the switch, or quantize these weights by the plan "
-            f"before it (--plan before; not what the last steps multiplied with), {_PLAIN}"
+            f"this checkpoint is after the precision switch (before step {switched_at + 1}), and its forward pass has "
+            f"no NVFP4 weights any more; give an earlier checkpoint, quantize these weights by the plan before the "
+            f"switch (--plan before; not what the last steps multiplied with), or export BF16 weights (--format hf)"
         )
     if problem := refusal(chosen):
-        raise ValueError(problem)
+        raise ValueError(f"{problem}; export BF16 weights (--format hf)")
     return chosen
 
 
 def refusal(trained: TrainedPlan) -> str | None:
-    """Why the weights cannot be written as they were multiplied, with the remedy; None if they can."""
+    """Why the weights cannot be written as they were multiplied; None if they can."""
     rows = trained.fp4()
     if not rows:
         formats = sorted(set(trained.others().values()))
         what = f"its weights are in {' and '.join(formats)}" if formats else "all its linears are in BF16"
-        return (
-            f"no linear of this checkpoint was trained with NVFP4 weights ({what}); export BF16 weights (--format hf)"
-        )
+        return f"no linear was trained with NVFP4 weights ({what})"
     for name, row in rows.items():
-        operand, rht = row.recipe[FPROP_WEIGHT], row.recipe.fprop.rht
-        if operand.rounding == "stochastic":
+        recipe = row.recipe
+        if recipe[FPROP_WEIGHT].rounding == "stochastic":
+            return f"{name}: {row.key}.fprop.weight.rounding=stochastic draws other codes in every step"
+        if recipe.fprop.rht:
             return (
-                f"{name}: {row.key}.fprop.weight.rounding=stochastic draws other codes in every step, so that no "
-                f"weight is the one that training multiplied with; train with nearest, {_PLAIN}"
+                f"{name}: {row.key}.fprop.rht={recipe.fprop.rht} multiplies transformed weights by transformed "
+                "activations, which no serving engine does"
             )
-        if rht:
+        if recipe.amax != "global" and trained.tensor > 1:
             return (
-                f"{name}: {row.key}.fprop.rht={rht} multiplies transformed weights by transformed activations, which "
-                f"no serving engine does; train with 0, {_PLAIN}"
-            )
-        if row.recipe.amax != "global" and trained.tensor > 1:
-            return (
-                f"{name}: {row.key}.amax={row.recipe.amax} gave each of {trained.tensor} tensor-parallel ranks a "
-                f"tensor scale of its own, and the format has one for the weight; train with amax=global, {_PLAIN}"
+                f"{name}: {row.key}.amax={recipe.amax} gave each of {trained.tensor} tensor-parallel ranks a tensor "
+                "scale of its own, and the format has one for the weight"
             )
         if row.linear.in_features % _BLOCK:
-            return f"{name} has {row.linear.in_features} input features, no multiple of {_BLOCK}; {_PLAIN[3:]}"
+            return f"{name} has {row.linear.in_features} input features, no multiple of {_BLOCK}"
     return None
 
 
@@ -156,7 +165,7 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
 
     Codes and scales as `NVFP4Tensor` has them in blocks of 1x16. Raises ValueError for NaN or inf.
     """
-    call = _call(row.linear, row.recipe, weight, compute_dtype)
+    call = _call(weight, row, compute_dtype)
     padded = call.pad_rows(call.weight).contiguous()
     amax = padded.abs().amax().to(torch.float32)
     if not amax.isfinite():
@@ -173,15 +182,15 @@ def trained_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtyp
 def multiplied_weight(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Asks the linear's own backend: FP32 `code * block scale` [out, in] and the FP32 0-dim tensor scale of the operand
     that it hands to fprop's GEMM. Arguments as of `trained_weight`."""
-    call = _call(row.linear, row.recipe, weight, compute_dtype)
+    call = _call(weight, row, compute_dtype)
     operand, _ = call.weight_operands()
     assert operand.quantized and operand.scale is not None
     return call.unpad_rows(operand.unpacked()).to(torch.float32), operand.scale
 
 
-def _call(linear: LinearShape, recipe: Recipe, weight: Tensor, compute_dtype: torch.dtype) -> LinearCall:
+def _call(weight: Tensor, row: PlannedLinear, compute_dtype: torch.dtype) -> LinearCall:
     """A call of the linear as one rank that holds all of it makes it, with no tokens."""
-    context = LinearContext(linear.name, recipe, num_groups=linear.groups)
+    context = LinearContext(row.linear.name, row.recipe, num_groups=row.linear.groups)
     return LinearCall(context, weight, weight.new_empty(0, weight.shape[1], dtype=compute_dtype))
 
 
@@ -191,16 +200,185 @@ def reordered(tensor: NVFP4Tensor, rows: Tensor) -> NVFP4Tensor:
     return NVFP4Tensor(tensor.codes[rows], scales, tensor.block, tensor.amax, tensor.scale_max)
 
 
-def tensor_scale(tensor: NVFP4Tensor) -> Tensor:
-    """FP32 0-dim factor on code * block scale, the bits that the GEMM applies: amax / (6 * scale_max)."""
-    return tensor_decode_scale(tensor.amax, tensor.scale_max)
+class Layout(ABC):
+    """One layout. name: as in `--format nvfp4-<name>`. codes, scales, weight_scale, input_scale: what its tensors are
+    called in a module."""
+
+    name: ClassVar[str]
+    codes: ClassVar[str]
+    weight_scale: ClassVar[str]
+    input_scale: ClassVar[str]
+    scales: ClassVar[str] = "weight_scale"
+
+    def tensors(self, module: str, weight: NVFP4Tensor, input_amax: Tensor | None) -> dict[str, Tensor]:
+        """All tensors of `module`, by their full names.
+
+        input_amax: FP32 0-dim, the largest magnitude of its input; None where activations are not quantized.
+        """
+        found = {
+            self.codes: weight.codes,
+            self.scales: weight.scales,
+            self.weight_scale: self.stored_scale(weight.amax, weight.scale_max),
+        }
+        if input_amax is not None:
+            found[self.input_scale] = self.stored_scale(input_amax.to(torch.float32), E4M3_MAX)
+        return {f"{module}.{name}": tensor for name, tensor in found.items()}
+
+    @abstractmethod
+    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
+        """A tensor scale as it is stored, from the largest magnitude and what the largest block scale is mapped to."""
+
+    @abstractmethod
+    def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
+        """config.json's `quantization_config`. excluded: full names of the linears in BF16, listed one by one, because
+        engines match them as wildcards, substrings or regular expressions, and `layers.1` would also take `layers.10`.
+        calibrated: whether there are input scales."""
+
+    @abstractmethod
+    def excludes(self, quantization_config: dict[str, Any], module: str) -> bool:
+        """Whether readers of the layout leave `module` unquantized."""
+
+    def extra_files(self, excluded: Iterable[str], calibrated: bool) -> dict[str, bytes]:
+        """Files of its own beside config.json."""
+        return {}
 
 
-def inverse_tensor_scale(tensor: NVFP4Tensor) -> Tensor:
-    """FP32 0-dim (6 * scale_max) / amax, rounded once. The inverse of `tensor_scale` may be one ulp off it."""
-    return encode_tensor_scale(tensor.amax, tensor.scale_max)
+class ModelOpt(Layout):
+    """As NVIDIA's ModelOpt exports: read by vLLM, TensorRT-LLM and, with input scales, SGLang."""
+
+    name, codes, weight_scale, input_scale = "modelopt", "weight", "weight_scale_2", "input_scale"
+    # Of the exporter whose layout this is; readers switch on it to know how old a folder is.
+    producer: ClassVar[dict[str, str]] = {"name": "modelopt", "version": "0.47.0"}
+
+    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
+        return tensor_decode_scale(amax, scale_max).clone()
+
+    def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
+        operand = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": _BLOCK}
+        group: dict[str, Any] = {"input_activations": dict(operand)} if calibrated else {}
+        return {
+            "config_groups": {"group_0": {**group, "weights": operand, "targets": ["Linear"]}},
+            "ignore": sorted(excluded, key=_natural),
+            "quant_algo": "NVFP4" if calibrated else "W4A16_NVFP4",
+            "producer": dict(self.producer),
+            "quant_method": "modelopt",
+        }
+
+    def excludes(self, quantization_config: dict[str, Any], module: str) -> bool:
+        # vLLM: `exclude_module in prefix` after an exact comparison, then as a wildcard.
+        patterns = (".*".join(map(re.escape, entry.split("*"))) for entry in quantization_config["ignore"])
+        return any(re.search(pattern, module) for pattern in patterns)
+
+    def extra_files(self, excluded: Iterable[str], calibrated: bool) -> dict[str, bytes]:
+        said = self.quantization_config(excluded, calibrated)
+        quantization = {
+            "quant_algo": said["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "group_size": _BLOCK,
+            "exclude_modules": said["ignore"],
+        }
+        content = {"producer": said["producer"], "quantization": quantization}
+        return {"hf_quant_config.json": (json.dumps(content, indent=2) + "\n").encode()}
 
 
-def activations_in_fp4(trained: TrainedPlan) -> bool:
-    """Whether fprop multiplies NVFP4 activations by every NVFP4 weight."""
-    return all(row.recipe[FPROP_ACTIVATION].format == "nvfp4" for row in trained.fp4().values())
+class CompressedTensors(Layout):
+    """As llm-compressor exports (`nvfp4-pack-quantized`): read by vLLM and by transformers."""
+
+    name, codes, weight_scale = "compressed-tensors", "weight_packed", "weight_global_scale"
+    input_scale = "input_global_scale"
+
+    def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
+        # One element, not zero dimensions: compressed-tensors divides by a scalar in BF16.
+        return encode_tensor_scale(amax, scale_max).reshape(1)
+
+    def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
+        operand = {
+            "num_bits": 4,
+            "type": "float",
+            "strategy": "tensor_group",
+            "group_size": _BLOCK,
+            "symmetric": True,
+            "dynamic": False,
+        }
+        # `local`: a tensor scale that was measured, block scales that are computed.
+        inputs = {**operand, "dynamic": "local"} if calibrated else None
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "quantization_status": "compressed",
+            "ignore": [_expression(name) for name in sorted(excluded, key=_natural)],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": operand, "input_activations": inputs}},
+        }
+
+    def excludes(self, quantization_config: dict[str, Any], module: str) -> bool:
+        return any(
+            re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
+            for entry in quantization_config["ignore"]
+        )
+
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (ModelOpt(), CompressedTensors())}
+
+
+def layout_of(config: dict[str, Any]) -> Layout | None:
+    """The layout of a folder by its config.json; None for one that is not quantized. Raises ValueError for others."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method")
+    if method not in LAYOUTS:
+        raise ValueError(f"its quantization_config.quant_method is {method!r}, not one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[method]
+
+
+def is_calibrated(quantization_config: dict[str, Any]) -> bool:
+    """Whether the folder says that activations are quantized."""
+    return quantization_config["config_groups"]["group_0"].get("input_activations") is not None
+
+
+def _expression(module: str) -> str:
+    """For one module, whatever stands before its layers: files have `backbone.layers`, programs `model.layers`."""
+    _, found, rest = module.partition("layers.")
+    return rf"re:.*layers\.{re.escape(rest)}$" if found else module
+
+
+def _natural(module: str) -> list[Any]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in module.split(".")]
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """FP32 `code * block scale` [out, in], which is exact, by the formats' definitions, apart from what writes them.
+
+    E2M1 (OCP MX 1.0, section 5.3.3): codes 0..7 are 0, 0.5, 1, 1.5, 2, 3, 4, 6, bit 3 is the sign; two codes a byte,
+    the low nibble first. codes: uint8 [out, in / 2]. scales: E4M3 [out, in / 16].
+
+    Raises ValueError for other types, or shapes that do not belong together.
+    """
+    if codes.dtype != torch.uint8 or scales.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"codes are {codes.dtype} and scales {scales.dtype}, not uint8 and float8_e4m3fn")
+    rows, columns = codes.shape[0], codes.shape[1] * 2
+    if tuple(scales.shape) != (rows, columns // _BLOCK) or columns % _BLOCK:
+        raise ValueError(f"scales are {list(scales.shape)} for {rows} x {columns} codes")
+    pairs, block = _tables()
+    values = pairs[codes.long()].view(rows, columns // _BLOCK, _BLOCK)
+    return (values * block[scales.view(torch.uint8).long()][..., None]).view(rows, columns)
+
+
+@functools.cache
+def _tables() -> tuple[Tensor, Tensor]:
+    """FP32 [256, 2], the two values of each byte of codes, and FP32 [256], the value of each scale."""
+    magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    grid = [*magnitudes, *(-value for value in magnitudes)]
+    pairs = torch.tensor([[grid[byte & 15], grid[byte >> 4]] for byte in range(256)])
+    return pairs, torch.tensor([_e4m3(byte) for byte in range(256)])
+
+
+def _e4m3(byte: int) -> float:
+    """OCP FP8: exponent bias 7, no infinity, NaN where exponent and mantissa are all ones."""
+    sign, exponent, mantissa = (-1.0 if byte & 0x80 else 1.0), byte >> 3 & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)

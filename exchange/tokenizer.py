@@ -1,11 +1,30 @@
-"""The tokenizer of a checkpoint: found where its run had it, and the same one."""
+"""The tokenizer of a checkpoint: found where its run had it, and the same one; and as files of a Hugging Face folder,
+which encode every text to the same ids.
+
+A `tokenizer.json` is taken as it is. SentencePiece models and tiktoken ranks are converted by transformers, and then
+compared on texts that bring out what conversions get wrong; one that differs is refused.
+"""
 
 from __future__ import annotations
 
+import base64
+import importlib
+import json
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 
 from data.builtin import open_builtin
-from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    TextTokenizer,
+    TiktokenTokenizer,
+    load_tokenizer,
+)
 from exchange.checkpoint import Checkpoint
 
 TOKENIZER_FILES = (
@@ -35,7 +54,11 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
         if given is not None:
             found = load_tokenizer(given, data.eod_token)
         elif checkpoint.weights_only:
-            found = _kept_tokenizer(checkpoint)
+            kept = [name for name in TOKENIZER_FILES if name in checkpoint.manifest.files]
+            for name in kept:
+                checkpoint.file(name)  # they are as they were
+            has_one = {"tokenizer.json", "tokenizer.model"} & {*kept}
+            found = load_tokenizer(checkpoint.folder, data.eod_token) if has_one else None
         elif data.tokenizer is not None:
             found = load_tokenizer(data.tokenizer, data.eod_token)
         elif data.kind == "builtin":
@@ -55,11 +78,136 @@ def tokenizer_of(checkpoint: Checkpoint, given: str | Path | None = None) -> Tex
     return found
 
 
-def _kept_tokenizer(checkpoint: Checkpoint) -> TextTokenizer | None:
-    """The one that came with imported weights."""
-    kept = [name for name in TOKENIZER_FILES if name in checkpoint.manifest.files]
-    if not {"tokenizer.json", "tokenizer.model"} & {*kept}:
-        return None
-    for name in kept:
-        checkpoint.file(name)  # they are as they were
-    return load_tokenizer(checkpoint.folder, checkpoint.config.data.eod_token)
+_KEPT = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+_PROBES = (
+    "Hello, world! It's 12:30; 3.14159 x 10^23 is not 1e+23.",
+    "def f(x):\n    return {'a': [1, 22, 333, 4444]}  # comment\n\n\n\tif x:\r\n\t\tpass",
+    "  leading, trailing  and   many    spaces   \n \n",
+    "Grüße, naïve Ωmega, Привет мир, 你好,世界, こんにちは, مرحبا, 👩‍👩‍👧 🏳️‍🌈",
+    "camelCaseWords snake_case_words SHOUTING don't we'll I'M",
+    "\u00a0\u2003\u200b\ufeff\x00\x07 e\u0301 é",
+    "",
+)
+
+
+def tokenizer_files(tokenizer: TextTokenizer, sequence_length: int) -> dict[str, bytes]:
+    """File name -> content. sequence_length: what `model_max_length` says.
+
+    Raises ValueError if it cannot be written so that it encodes as it does here.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        content = tokenizer.content
+    else:
+        content = _converted(tokenizer)
+    files = {"tokenizer.json": content.encode()}
+    origin = Path(tokenizer.name)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and (origin / "tokenizer_config.json").is_file():
+        return files | {name: (origin / name).read_bytes() for name in _KEPT if (origin / name).is_file()}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.eod_token,
+        "pad_token": tokenizer.eod_token,
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.bos_token is not None:
+        config["bos_token"] = tokenizer.bos_token
+    files["tokenizer_config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    return files
+
+
+def _converted(tokenizer: TextTokenizer) -> str:
+    try:
+        # Not `import ... as`: the package has a function of that name too, once something else has asked for it.
+        convert = importlib.import_module("transformers.convert_slow_tokenizer")
+    except ImportError as error:
+        raise ValueError(
+            f'{error}; a {tokenizer.kind} tokenizer is converted by it: pip install "megatron_fp4[hf]", or export with '
+            "--no-tokenizer"
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            if isinstance(tokenizer, TiktokenTokenizer):
+                content = _from_tiktoken(tokenizer, convert, Path(folder))
+            elif isinstance(tokenizer, SentencePieceTokenizer):
+                content = _from_sentence_piece(tokenizer, convert, Path(folder))
+            else:
+                raise ValueError("nobody wrote a conversion")
+            other = HuggingFaceTokenizer(content, tokenizer.name, tokenizer.eod_token)
+        except Exception as error:  # of converters and `tokenizers`
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{tokenizer.name}, a {tokenizer.kind} tokenizer, cannot be converted to a tokenizer.json ({reason}); "
+                "export with --no-tokenizer"
+            ) from error
+    for probe, ours, theirs in zip(_PROBES, tokenizer.encode_batch(_PROBES), other.encode_batch(_PROBES), strict=True):
+        if ours != theirs:
+            raise ValueError(
+                f"{tokenizer.name} encodes {probe!r:.40} otherwise once it is converted to a tokenizer.json; export "
+                "with --no-tokenizer"
+            )
+    if other.eod_id != tokenizer.eod_id:
+        raise ValueError(f"{tokenizer.name}: {tokenizer.eod_token} gets another id as a tokenizer.json; export with "
+                         "--no-tokenizer")  # fmt: skip
+    return content
+
+
+def _from_tiktoken(tokenizer: TiktokenTokenizer, convert: Any, folder: Path) -> str:
+    ranks, pattern, special = tokenizer.parts
+    lines = (f"{base64.b64encode(token).decode()} {rank}" for token, rank in sorted(ranks.items(), key=lambda r: r[1]))
+    (folder / "ranks.tiktoken").write_text("\n".join(lines))
+    made = convert.TikTokenConverter(vocab_file=str(folder / "ranks.tiktoken"), pattern=pattern).converted()
+    settings = json.loads(made.to_str())
+    settings["model"]["vocab"] |= special  # or they would be numbered one after the other
+    settings["added_tokens"] = [
+        {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True}
+        for token, number in sorted(special.items(), key=lambda item: item[1])
+    ]  # fmt: skip
+    return json.dumps(settings, ensure_ascii=False)
+
+
+def _from_sentence_piece(tokenizer: SentencePieceTokenizer, convert: Any, folder: Path) -> str:
+    file = folder / "tokenizer.model"
+    file.write_bytes(tokenizer.model)
+
+    has_bytes = tokenizer.has_bytes
+
+    class Converter(convert.SpmConverter):  # type: ignore[name-defined]
+        handle_byte_fallback = has_bytes
+
+        def tokenizer(self, proto: Any) -> Any:
+            if proto.trainer_spec.model_type != 2:
+                return super().tokenizer(proto)
+            scores = self.vocab(proto)
+            ids = {piece: number for number, (piece, _) in enumerate(scores)}
+            merges = convert.generate_merges(ids, dict(scores))
+            unknown, fallback = proto.trainer_spec.unk_piece, self.handle_byte_fallback
+            made = Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
+            made.add_special_tokens([AddedToken(p.piece, normalized=False) for p in proto.pieces if p.type == 3])
+            made.add_tokens([AddedToken(p.piece, normalized=False) for p in proto.pieces if p.type == 4])
+            return made
+
+        def normalizer(self, proto: Any) -> Any:
+            spec, steps = proto.normalizer_spec, list[Any]()
+            if spec.precompiled_charsmap:
+                steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+            if spec.remove_extra_whitespaces:
+                steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+            if spec.add_dummy_prefix:
+                steps.append(normalizers.Prepend(" "))
+            return normalizers.Sequence([*steps, normalizers.Replace(" ", "\u2581")])
+
+        def pre_tokenizer(self, replacement: str, add_prefix_space: bool) -> None:
+            return None
+
+        def decoder(self, replacement: str, add_prefix_space: bool) -> Any:
+            steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+            if self.proto.normalizer_spec.add_dummy_prefix:
+                steps.append(decoders.Strip(content=" ", left=1))
+            return decoders.Sequence(steps)
+
+        def post_processor(self) -> None:
+            return None
+
+    return Converter(SimpleNamespace(vocab_file=str(file))).converted().to_str()

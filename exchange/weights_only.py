@@ -1,21 +1,24 @@
-"""A checkpoint without optimizer state, written by one process: what an import makes and `checkpoint.initialize_from`
-begins a run from.
+"""Folders that are written whole or not at all; and a checkpoint without optimizer state, written by one process: what
+an import makes and `checkpoint.initialize_from` begins a run from.
 
-It is a checkpoint like any other (megatron_fp4/checkpoint/files.py) of step 0, with `weights_only` in its manifest, so
-that every mesh reads it; and it keeps the files that came with the weights, such as the tokenizer.
+The checkpoint is one like any other (megatron_fp4/checkpoint/files.py) of step 0, with `weights_only` in its manifest,
+so that every mesh reads it; and it keeps the files that came with the weights, such as the tokenizer.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from exchange.new_folder import new_folder
 from megatron_fp4 import __version__
 from megatron_fp4.checkpoint import files
 from megatron_fp4.checkpoint.config_diff import run_identity
@@ -25,6 +28,55 @@ from megatron_fp4.config.environment import as_saved
 from megatron_fp4.config.schema import Config
 
 _FILE_BYTES = 1 << 30
+_LOCK = ".being_written"
+
+
+def check_output(output: Path, checkpoint: Path | None = None) -> None:
+    """Raise ValueError if `output` exists or lies inside `checkpoint`."""
+    if output.exists() or output.is_symlink():
+        raise ValueError(f"{output} exists already; name another folder, or remove it")
+    if checkpoint is not None and checkpoint.resolve() in (output.resolve(), *output.resolve().parents):
+        raise ValueError(f"{output} lies inside the checkpoint {checkpoint}; name a folder elsewhere")
+
+
+@contextmanager
+def new_folder(output: Path, checkpoint: Path | None = None) -> Iterator[Path]:
+    """A folder OUTPUT.tmp to write into, which becomes `output` if nothing is raised, and goes otherwise.
+
+    What a killed command left under that name is removed: it has our lock file, and no process holds the lock. Raises
+    ValueError as `check_output` does, and for any other OUTPUT.tmp; OSError.
+    """
+    check_output(output, checkpoint)
+    staging = output.with_name(f"{output.name}.tmp")
+    lock_file = staging / _LOCK
+    ours = staging.is_dir() and not staging.is_symlink() and (lock_file.is_file() or not any(staging.iterdir()))
+    if os.path.lexists(staging) and not ours:
+        raise ValueError(f"{staging} is in the way, and no command like this wrote it; name another folder, or move it")
+    staging.mkdir(parents=True, exist_ok=True)
+    with open(lock_file, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_current = os.path.samestat(os.fstat(lock.fileno()), os.stat(lock_file))
+        except (BlockingIOError, FileNotFoundError):
+            is_current = False
+        except OSError:  # of a file system without locks
+            is_current = True
+        if not is_current:
+            raise ValueError(f"another command is writing {staging}; wait for its end, or name another folder")
+        try:
+            for left in staging.iterdir():
+                if left != lock_file:
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield staging
+            lock_file.unlink()
+            for path in (*staging.rglob("*"), staging):
+                files.sync_folder(path)  # a file as well
+            check_output(output, checkpoint)
+            os.rename(staging, output)
+            files.sync_folder(output.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
 
 
 class NewTensor(NamedTuple):
@@ -51,8 +103,27 @@ def write_weights_only(
     tokenizer: its fingerprint if it is known. extra_files: name -> content, kept beside.
     Raises ValueError if it exists, OSError, and what `load` raises.
     """
+    records: dict[str, files.FileRecord] = {}
+    pieces: dict[str, list[Piece]] = {}
+    wholes: list[Whole] = []
+    waiting: list[OwnPiece] = []
     with new_folder(folder) as staging:
-        records, pieces, wholes = _write_tensors(staging, tensors)
+
+        def flush() -> None:
+            name = f"__0_{len(records)}.distcp"
+            written = write_shard(staging / name, waiting, lambda: False)
+            records[name], pieces[name] = written.record, written.layout
+            waiting.clear()
+
+        for new in tensors:
+            if waiting and sum(p.values.nbytes for p in waiting) + 4 * torch.Size(new.shape).numel() > _FILE_BYTES:
+                flush()
+            values = new.load()
+            assert values.dtype == torch.float32 and tuple(values.shape) == tuple(new.shape), new.name
+            waiting.append(OwnPiece(len(wholes), (0,) * values.dim(), tuple(values.shape), values))
+            wholes.append(Whole(("model", new.name), torch.float32, tuple(values.shape)))
+        if waiting:
+            flush()
         trainer = {"version": __version__, "config": as_saved(config), "imported": dict(imported)}
         content: dict[str, str | bytes] = {
             **(extra_files or {}),
@@ -73,29 +144,3 @@ def write_weights_only(
             weights_only=True,
         )
         files.write_manifest(staging, manifest)
-
-
-def _write_tensors(
-    folder: Path, tensors: Iterable[NewTensor]
-) -> tuple[dict[str, files.FileRecord], dict[str, list[Piece]], list[Whole]]:
-    records: dict[str, files.FileRecord] = {}
-    layouts: dict[str, list[Piece]] = {}
-    wholes: list[Whole] = []
-    waiting: list[OwnPiece] = []
-
-    def flush() -> None:
-        name = f"__0_{len(records)}.distcp"
-        written = write_shard(folder / name, waiting, lambda: False)
-        records[name], layouts[name] = written.record, written.layout
-        waiting.clear()
-
-    for new in tensors:
-        if waiting and sum(p.values.nbytes for p in waiting) + 4 * torch.Size(new.shape).numel() > _FILE_BYTES:
-            flush()
-        values = new.load()
-        assert values.dtype == torch.float32 and tuple(values.shape) == tuple(new.shape), new.name
-        waiting.append(OwnPiece(len(wholes), (0,) * values.dim(), tuple(values.shape), values))
-        wholes.append(Whole(("model", new.name), torch.float32, tuple(values.shape)))
-    if waiting:
-        flush()
-    return records, layouts, wholes

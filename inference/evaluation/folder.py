@@ -40,7 +40,9 @@ def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: 
     transformers cannot load, weights that are missing or left over, and a tokenizer that is not there.
     """
     if not is_folder(folder):
-        raise ValueError(f"{folder} has no config.json, so no Hugging Face model; write one with scripts/export_hf.py")
+        raise ValueError(
+            f"{folder} has no config.json, so no Hugging Face model; write one with scripts/convert.py export-hf"
+        )
     transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -13,8 +13,7 @@ import torch
 
 from data.tokenizer import TextTokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf.encoder import PlainEncoder
-from exchange.hf.export import export_hf
+from exchange.hf_export import PlainEncoder, export_hf
 from exchange.tokenizer import tokenizer_of
 from inference.evaluation.folder import is_folder
 from megatron_fp4.checkpoint.files import MANIFEST, step_of

@@ -209,8 +209,8 @@ class CheckpointConfig:
         folder: the newest intact one), or an imported one, which has only weights. Later starts go on with the run's
         own.
     export_interval: every so many steps (0: never) a checkpoint is made and exported into run.dir/exports, as a Hugging
-        Face folder, by a process beside the run (exchange/in_run.py). export_at_end: export the last checkpoint.
-    export_format: of these folders' weights, as scripts/export_hf.py has them; NVFP4 (of ModelOpt or
+        Face folder, by a process beside the run (exchange/exports.py). export_at_end: export the last checkpoint.
+    export_format: of these folders' weights, as scripts/convert.py export-hf has them; NVFP4 (of ModelOpt or
         compressed-tensors) only of checkpoints whose forward pass has it, not behind a switch that ends it.
     allow_mismatch: resume, or initialize, although data, tokenizer or model differ from what the checkpoint was made
         with. Tensors of other shapes cannot be loaded.

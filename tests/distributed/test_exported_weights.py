@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from exchange.nvfp4 import tensor_scale, trained_weight
-from megatron_fp4.precision.plan import PlannedLinear
+from exchange.nvfp4 import trained_weight
 from megatron_fp4.precision.rng import StepState
+from megatron_fp4.precision.plan import PlannedLinear
 from models.pattern import linear_shapes
 from tests.distributed.hybrid import LAYOUTS, MODEL, NVFP4, micro_batches, operand, sharded_model, watched_gemms, whole
 from tests.exchange.decoding import block_values
@@ -46,6 +46,6 @@ def test_ranks_together_multiplied_what_is_exported(layout):
         groups = 4 if shape.name.endswith(("qkv_proj", "in_proj")) else 1
         kept = values.unflatten(0, (groups, -1))[:, : shape.out_features // groups].flatten(0, 1)
         assert torch.equal(block_values(made.codes, made.scales), kept), shape.name
-        assert all(torch.equal(scale, tensor_scale(made)) for _, scale in parts), shape.name
+        assert all(torch.equal(scale, made.decode_scale()) for _, scale in parts), shape.name
         if shape.name.endswith("in_proj"):
             assert len(kept) < len(values)

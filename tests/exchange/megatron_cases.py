@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
-from exchange.megatron.names import Parameter, parameters
+from exchange.megatron_model import Parameter, parameters
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config

@@ -3,12 +3,15 @@
 Its classes, layer specs and dist_checkpointing are used as they are installed. What they call in turn needs a GPU, and
 is replaced before they are imported, by plain PyTorch: `transformer_engine` (with the parameter names and extra states
 of TransformerEngine 2: layer_norm_weight, weight, _extra_state), `mamba_ssm` and `causal_conv1d`.
+
+`PYTHONPATH=. python tests/exchange/megatron_core.py` writes megatron_golden.json: the keys and shapes that it saves.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.machinery
+import json
 import multiprocessing
 import sys
 import types
@@ -24,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exchange.megatron.names import model_class
+from exchange.megatron_model import model_class
 from megatron_fp4.config.schema import ModelConfig
 
 _DECODING = "megatron.core.inference.contexts.attention_context.triton"
@@ -341,3 +344,29 @@ def run_all(rank: int, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) 
     warnings.simplefilter("ignore")
     multiprocessing.current_process()._config["daemon"] = False  # its save starts processes
     return [function(*arguments) for function, arguments in calls]
+
+
+_GOLDEN: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "hybrid": ("hybrid", {}, False),
+    "hybrid with RoPE": ("hybrid with RoPE", {}, False),
+    "transformer": ("transformer", {}, False),
+    "transformer, numbered": ("transformer", {}, True),
+    "transformer, local spec": ("transformer", {"local_spec": True}, False),
+}
+
+
+def write_golden() -> None:
+    from tests.exchange.megatron_cases import config_of
+    from tests.training.harness import launch
+
+    calls = [(keys_of, (config_of(case).model, options, numbered)) for case, options, numbered in _GOLDEN.values()]
+    (found,) = launch(run_all, 1, calls, seconds=600.0)
+    golden = {
+        name: {"case": case, "options": options, "numbered": numbered, "keys": keys}
+        for (name, (case, options, numbered)), keys in zip(_GOLDEN.items(), found, strict=True)
+    }
+    Path(__file__).with_name("megatron_golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write_golden()

@@ -1,6 +1,10 @@
+"""Checkpoints read by one process, written without optimizer state, and folders that are whole or not there."""
+
 from __future__ import annotations
 
-import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
-from exchange.weights_only import NewTensor, write_weights_only
-from megatron_fp4.checkpoint import files
+from exchange.weights_only import NewTensor, new_folder, write_weights_only
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import ParallelMesh
 from pretrain import CONFIGS
@@ -28,18 +31,12 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
-    """A run on two tensor-parallel ranks: pieces of rows, and of columns."""
-    folder = tmp_path_factory.mktemp("run")
-    data = ["model.vocab_size=512", f"data.cache_dir={corpus}"]
-    start(2, [*TINY, *data, "parallel.tensor=2", "checkpoint.interval=1", f"run.dir={folder}"])
-    return folder
-
-
 @pytest.mark.slow
-def test_tensors_of_a_mesh_are_read_as_torch_reads_them(run: Path) -> None:
-    checkpoint = open_checkpoint(run, CONFIGS)
+def test_a_run_on_two_tensor_parallel_ranks(tmp_path: Path, corpus: Path, mesh: ParallelMesh) -> None:
+    """Pieces of rows, and of columns: read as torch reads them; and the model has its loss."""
+    data = ["model.vocab_size=512", f"data.cache_dir={corpus}"]
+    start(2, [*TINY, *data, "parallel.tensor=2", "checkpoint.interval=1", f"run.dir={tmp_path}"])
+    checkpoint = open_checkpoint(tmp_path, CONFIGS)
     checkpoint.verify()
     assert checkpoint.step == 2 and checkpoint.tokens == 2 * 4 * 32 and not checkpoint.weights_only
     expected = {f"model.{name}": torch.empty(shape) for name, shape in checkpoint.tensors.items()}
@@ -47,38 +44,23 @@ def test_tensors_of_a_mesh_are_read_as_torch_reads_them(run: Path) -> None:
     for name, shape in checkpoint.tensors.items():
         values = checkpoint.tensor(name)
         assert values.shape == shape and torch.equal(values, expected[f"model.{name}"]), name
-        first, last = shape[0] // 3, shape[0] - shape[0] // 4
-        assert torch.equal(checkpoint.tensor(name, slice(first, last)), values[first:last]), name
-
-
-@pytest.mark.slow
-def test_the_model_of_a_run_has_its_loss(run: Path, mesh: ParallelMesh) -> None:
-    checkpoint = open_checkpoint(run / "checkpoints" / files.folder_name(2), CONFIGS)
     model = load_model(checkpoint)
     tokens, targets = tokens_and_targets(checkpoint.config.model, length=32)
     assert {name: p.shape for name, p in model.named_parameters()} == checkpoint.tensors
-    loss = model(tokens, targets).item()
     by_hand = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
-    assert loss == pytest.approx(by_hand, rel=1e-6)
+    assert model(tokens, targets).item() == pytest.approx(by_hand, rel=1e-6)
 
 
-def test_a_written_one_is_read_back_and_says_what_it_is(tmp_path: Path, mesh: ParallelMesh) -> None:
+def test_a_written_one_is_read_back(tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exchange.weights_only._FILE_BYTES", 4096)
     model = strong_model(CASES["hybrid"], mesh)
     checkpoint = checkpoint_of(tmp_path / "w", CASES["hybrid"], tensors_of(model))
     checkpoint.verify()
     assert checkpoint.weights_only and checkpoint.step == 0 and checkpoint.config.model == CASES["hybrid"]
+    assert len(list((tmp_path / "w").glob("*.distcp"))) > 5
     loaded = tensors_of(load_model(checkpoint))
     assert loaded.keys() == checkpoint.tensors.keys()
     assert all(torch.equal(loaded[name], values) for name, values in tensors_of(model).items())
-    assert json.loads((tmp_path / "w" / files.MANIFEST).read_text())["weights_only"] is True
-
-
-def test_many_small_files_hold_the_same(tmp_path: Path, mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exchange.weights_only._FILE_BYTES", 4096)
-    tensors = tensors_of(strong_model(CASES["hybrid"], mesh))
-    checkpoint = checkpoint_of(tmp_path / "w", CASES["hybrid"], tensors)
-    assert len(list((tmp_path / "w").glob("*.distcp"))) > 5
-    assert all(torch.equal(checkpoint.tensor(name), values) for name, values in tensors.items())
 
 
 def test_what_fails_leaves_nothing(tmp_path: Path, mesh: ParallelMesh) -> None:
@@ -99,28 +81,6 @@ def whole(tmp_path: Path, mesh: ParallelMesh) -> Checkpoint:
     return checkpoint_of(tmp_path / "w", CASES["mamba"], tensors_of(strong_model(CASES["mamba"], mesh)))
 
 
-def opened(folder: Path) -> str:
-    """The refusal."""
-    with pytest.raises(ValueError) as caught:
-        open_checkpoint(folder, CONFIGS)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_damage_is_named(whole: Checkpoint) -> None:
-    shard = whole.folder / "__0_0.distcp"
-    content = shard.read_bytes()
-    changed = bytearray(content)
-    changed[len(content) // 2] ^= 1
-    shard.write_bytes(changed)
-    with pytest.raises(DamagedCheckpointError, match=r"__0_0.distcp has changed"):
-        open_checkpoint(whole.folder, CONFIGS).verify()
-    shard.write_bytes(content[:-7])
-    assert "__0_0.distcp has" in opened(whole.folder)
-    shard.unlink()
-    assert "__0_0.distcp is missing" in opened(whole.folder)
-
-
 def test_values_are_never_taken_from_the_wrong_place(whole: Checkpoint) -> None:
     shard = whole.folder / "__0_0.distcp"
     shard.write_bytes(shard.read_bytes().replace(b"data/0", b"data/9"))
@@ -132,25 +92,12 @@ def test_values_are_never_taken_from_the_wrong_place(whole: Checkpoint) -> None:
 def test_nothing_outside_the_folder_is_read(tmp_path: Path, whole: Checkpoint) -> None:
     (whole.folder / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
     (whole.folder / "__0_0.distcp").symlink_to(tmp_path / "__0_0.distcp")
-    assert "is a link" in opened(whole.folder)
+    with pytest.raises(ValueError, match="is a link"):
+        open_checkpoint(whole.folder, CONFIGS)
     for index, place in whole._metadata.storage_data.items():
         whole._metadata.storage_data[index] = replace(place, relative_path="../__0_0.distcp")
-    with pytest.raises(
-        DamagedCheckpointError, match=r"names no file of the checkpoint for a piece of model.head.weight"
-    ):
+    with pytest.raises(DamagedCheckpointError, match=r"names no file of the checkpoint for a piece of model.head"):
         whole.tensor("head.weight")
-
-
-def test_what_is_no_checkpoint(tmp_path: Path, whole: Checkpoint) -> None:
-    assert "is not a folder" in opened(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    assert "neither a checkpoint nor a run" in opened(tmp_path / "empty")
-
-
-def test_another_version_is_named(whole: Checkpoint) -> None:
-    manifest = files.read_manifest(whole.folder)
-    files.write_manifest(whole.folder, replace(manifest, format=3))
-    assert "format 3" in opened(whole.folder) and "version that wrote it" in opened(whole.folder)
 
 
 def test_tensors_of_another_model_are_refused(tmp_path: Path, mesh: ParallelMesh) -> None:
@@ -159,3 +106,63 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path, mesh: ParallelMesh
     checkpoint = checkpoint_of(tmp_path / "w", CASES["mamba"], tensors)
     with pytest.raises(ValueError, match=r"blocks.1.mixer.conv.bias is no such tensor there, \[\d+\] in the model"):
         load_model(checkpoint)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "far" / "out") as folder:
+        (folder / "a").write_text("1")
+        assert not (tmp_path / "far" / "out").exists()
+        # Another command.
+        with pytest.raises(ValueError, match=r"another command is writing .*out\.tmp; wait"):
+            new_folder(tmp_path / "far" / "out").__enter__()
+    assert content(tmp_path / "far" / "out") == {"a": "1"}
+    assert [path.name for path in (tmp_path / "far").iterdir()] == ["out"]
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "other") as folder:
+        (folder / "a").write_text("1")
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="late exists already"), new_folder(tmp_path / "late") as folder:
+        (tmp_path / "late").mkdir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "late"]
+
+
+def test_what_a_killed_command_left_is_replaced(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from pathlib import Path
+from exchange.weights_only import new_folder
+with new_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").write_text("written")
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "out")]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        with pytest.raises(ValueError, match="another command is writing"):
+            new_folder(tmp_path / "out").__enter__()
+        process.send_signal(signal.SIGKILL)
+    assert content(tmp_path / "out.tmp")["half"] == "written"
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("1")
+    assert content(tmp_path / "out") == {"a": "1"} and not (tmp_path / "out.tmp").exists()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "out.tmp"
+    mine.mkdir()
+    (mine / "thesis").write_text("years of work")
+    if kind == "folder":
+        mine.rename(other)
+    elif kind == "file":
+        other.write_text("years of work")
+    else:
+        other.symlink_to(mine)
+    with pytest.raises(ValueError, match=r"out\.tmp is in the way"):
+        new_folder(tmp_path / "out").__enter__()
+    assert (other if kind == "file" else other / "thesis").read_text() == "years of work"

@@ -1,26 +1,33 @@
-"""Megatron-core's checkpoints without megatron-core: against its listings, torch's own reader, and orders by hand."""
+"""Megatron-core's checkpoints without megatron-core: against its listings, torch's own reader, and orders by hand; as
+others write them, or damaged; and what is never run."""
 
 from __future__ import annotations
 
+import argparse
+import os
+import pickle
 import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
+from data.tokenizer import train_tokenizer
+from exchange import megatron_files
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.megatron import export as export_file
-from exchange.megatron import writing
-from exchange.megatron.arguments import arguments_of, as_shell, settings_of
-from exchange.megatron.export import export_megatron
-from exchange.megatron.importing import import_megatron
-from exchange.megatron.names import extra_states, parameters
-from exchange.megatron.reading import MegatronFolder
+from exchange.hf_export import sequence_length
+from exchange.megatron import export_megatron, import_megatron
+from exchange.megatron_files import MegatronFolder, PieceWriter
+from exchange.megatron_model import arguments_of, as_shell, extra_states, parameters, settings_of
+from exchange.tokenizer import tokenizer_of
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.checkpoint.metadata import METADATA, read_metadata
 from models.hybrid import build_model
-from scripts import export_megatron as export_script
-from scripts import import_megatron as import_script
 from tests.exchange.megatron_cases import (
     CASES,
     CONFIGS,
@@ -33,6 +40,7 @@ from tests.exchange.megatron_cases import (
 from tests.training.harness import alone
 
 __all__ = ["checkpoints"]
+Change = Callable[[dict[str, Tensor], dict[str, Any]], Any]
 
 
 def test_keys_are_those_that_megatron_saves(golden: dict[str, Any]) -> None:
@@ -90,11 +98,13 @@ def test_stacked_and_numbered_layers(checkpoints: dict[str, Checkpoint], tmp_pat
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_there_and_back(case: str, checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+def test_there_and_back(case: str, checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: Any) -> None:
     """The same masters from FP32, the same BF16 weights from BF16; and the same settings, without a word."""
+    monkeypatch.setattr(megatron_files, "FILE_BYTES", 50_000)
     checkpoint = checkpoints[case]
     for dtype in (torch.float32, torch.bfloat16):
         export_megatron(checkpoint, tmp_path / f"{dtype}", dtype=dtype)
+        assert len(list((tmp_path / f"{dtype}" / ITERATION).glob("*.distcp"))) > 2
         settings = import_megatron(tmp_path / f"{dtype}", tmp_path / f"back {dtype}", CONFIGS)
         back = open_checkpoint(tmp_path / f"back {dtype}", CONFIGS)
         assert back.weights_only and settings["name"] == f"{dtype}"
@@ -109,33 +119,8 @@ def test_there_and_back(case: str, checkpoints: dict[str, Checkpoint], tmp_path:
         first, again = (read_by_torch(tmp_path / f"{word}{dtype}" / ITERATION) for word in ("", "again "))
         assert first.keys() == again.keys() and all(torch.equal(first[key], again[key]) for key in first)
         assert {v.dtype for k, v in first.items() if k.endswith(("A_log", ".D", "dt_bias"))} <= {torch.float32}
-
-
-def test_large_tensors_go_in_parts(
-    checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoint = checkpoints["hybrid"]
-    export_megatron(checkpoint, tmp_path / "whole")
-    most = 0
-    read = Checkpoint.tensor
-
-    def tensor(self: Checkpoint, name: str, rows: slice | None = None) -> Tensor:
-        nonlocal most
-        result = read(self, name, rows)
-        if "in_proj" not in name and "conv" not in name:  # which are cut anew
-            most = max(most, result.numel())
-        return result
-
-    monkeypatch.setattr(Checkpoint, "tensor", tensor)
-    monkeypatch.setattr(export_file, "_PART", 1000)
-    monkeypatch.setattr(writing, "FILE_BYTES", 50_000)
-    export_megatron(checkpoint, tmp_path / "parts")
-    assert 0 < most <= 1000
-    assert len(list((tmp_path / "parts" / ITERATION).glob("*.distcp"))) > 5
-    whole, parts = (read_by_torch(tmp_path / name / ITERATION) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
-    opened = MegatronFolder(tmp_path / "parts")
-    assert torch.equal(opened.tensor("output_layer.weight", rows=7), whole["output_layer.weight"][:7].float())
+    opened, whole = MegatronFolder(tmp_path / "torch.float32"), checkpoint.tensor("head.weight")
+    assert torch.equal(opened.tensor("output_layer.weight", rows=7), whole[:7])
 
 
 def test_arguments_say_what_the_model_is() -> None:
@@ -145,13 +130,8 @@ def test_arguments_say_what_the_model_is() -> None:
         assert told["num_query_heads"] == 4 and told["num_kv_heads"] == 2 and told["head_dim"] == 24
         assert told["norm_eps"] == model.norm_eps and told["rope"] == model.rope
         assert told.get("mamba_num_groups") == (2 if "M" in model.pattern else None)
-    with_defaults = {
-        "num_attention_heads": 8,
-        "hidden_size": 512,
-        "num_query_groups": 1,
-        "group_query_attention": False,
-    }
-    assert settings_of(with_defaults) == {"num_query_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+    few = {"num_attention_heads": 8, "hidden_size": 512, "num_query_groups": 1, "group_query_attention": False}
+    assert settings_of(few) == {"num_query_heads": 8, "num_kv_heads": 8, "head_dim": 64}
 
 
 def test_flags_survive_a_shell(tmp_path: Path) -> None:
@@ -163,6 +143,7 @@ def test_flags_survive_a_shell(tmp_path: Path) -> None:
     assert flags[flags.index("--hybrid-override-pattern") + 1] == "M-*-M-"
     assert flags[flags.index("--num-layers") + 1] == "6" and "--squared-relu" in flags and "--bf16" in flags
     assert flags[flags.index("--make-vocab-size-divisible-by") + 1] == "4"  # 300 rows
+    assert not {"--swiglu", "--layernorm-epsilon", "--add-bias-linear"} & {*flags}
 
 
 @pytest.mark.parametrize(
@@ -182,39 +163,184 @@ def test_models_that_megatron_has_not(case: str, overrides: list[str], layers: A
 
 
 def test_nothing_half_written(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
-    checkpoint = checkpoints["hybrid"]
-    (tmp_path / "there").mkdir()
-    with pytest.raises(ValueError, match="exists already"):
-        export_megatron(checkpoint, tmp_path / "there")
-    with pytest.raises(ValueError, match="inside the checkpoint"):
-        export_megatron(checkpoint, checkpoint.folder / "out")
-
     def full(done: int, total: int) -> None:
         if done > total / 2:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        export_megatron(checkpoint, tmp_path / "out", progress=full)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+        export_megatron(checkpoints["hybrid"], tmp_path / "out", progress=full)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ours = write_checkpoint(tmp_path / "ours", config_of("transformer"))
-    assert export_script.main([str(ours), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    said = capsys.readouterr().out
-    assert "100,160 parameters in 9 tensors" in said and 'pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load' in said
-    assert "no tokenizer: the run knew of none" in said
-    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "0"
-    assert "GPTModel" in (tmp_path / "out" / "README.md").read_text()
-    assert export_script.main([str(ours), str(tmp_path / "out")]) == 2
-    refusal = f"export_megatron.py: {tmp_path / 'out'} exists already; name another folder, or remove it\n"
-    assert capsys.readouterr().err == refusal
-    arguments = [str(tmp_path / "out"), str(tmp_path / "back"), "--name", "mine"]
-    assert import_script.main(arguments) == 0
-    assert "mine; its settings are in" in capsys.readouterr().out
-    assert "num_kv_heads: 2" in (tmp_path / "back.yaml").read_text()
-    assert import_script.main(arguments) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    (ours / "__0_0.distcp").write_bytes(bytes((ours / "__0_0.distcp").stat().st_size))
-    assert export_script.main([str(ours), str(tmp_path / "again")]) == 2
-    assert "SHA-256" in capsys.readouterr().err and not (tmp_path / "again").exists()
+def foreign(folder: Path, checkpoint: Checkpoint, change: Change) -> Path:
+    """A folder of another writer, with an optimizer's tensors and objects beside the model's."""
+    export_megatron(checkpoint, folder, dtype=torch.float32)
+    iteration = folder / ITERATION
+    tensors = read_by_torch(iteration)
+    arguments = arguments_of(checkpoint.config.model, 64, bf16=False)
+    change(tensors, arguments)
+    for path in [*iteration.glob("*.distcp"), iteration / METADATA]:
+        path.unlink()
+    with PieceWriter(iteration) as writer:
+        for key, values in tensors.items():
+            writer.add(key, values.shape, [0] * values.dim(), values)
+            writer.add(f"optimizer.state.exp_avg.{key}", values.shape, [0] * values.dim(), values)
+        writer.add_object("rng_state/shard_0.0_1.1", {"seed": 1})
+        writer.finish()
+    common = {"args": argparse.Namespace(**arguments), "iteration": 30} if arguments else {"iteration": 30}
+    torch.save(common, iteration / "common.pt")
+    return folder
+
+
+def add(key: str, *shape: int) -> Change:
+    return lambda tensors, _: tensors.update({key: torch.zeros(shape)})
+
+
+def argument(**changes: Any) -> Change:
+    return lambda _, arguments: arguments.update(changes)
+
+
+def rename(old: str, new: str) -> Change:
+    def change(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
+        for key in [key for key in tensors if key.startswith(old)]:
+            tensors[new + key.removeprefix(old)] = tensors.pop(key)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors, _: tensors.pop("output_layer.weight"), "untie-embeddings-and-output-weights"),
+        (lambda tensors, _: tensors.pop("decoder.layers.4.mixer.D"), "has no decoder.layers.4.mixer.D"),
+        (add("decoder.layers.1.mlp.linear_fc1.bias", 96), "linear_fc1.bias: no model here has such a tensor"),
+        (add("decoder.layers.1.mlp.linear_fc1.weight", 192, 64), "a gate"),
+        (add("decoder.layers.1.mlp.linear_fc1.weight", 97, 64), r"is \[97, 64\] there, \[96, 64\]"),
+        (add("decoder.layers.1.self_attention.x", 1), "layer 1 has mlp, self_attention"),
+        (rename("decoder.layers.1.mlp", "decoder.layers.1.cross_attention"), "layer 1 has cross_attention"),
+        (argument(swiglu=True), "swiglu=True; models here have False"),
+        (argument(position_embedding_type="learned_absolute"), "position_embedding_type=learned_absolute"),
+        (argument(num_attention_heads=5), "num_query_heads=5"),
+        (argument(num_attention_heads="4"), "num_attention_heads='4' is no number above 0"),
+        (add("decoder.layers.0.mixer.A_log", 0), "those of no model"),
+        (argument(num_attention_heads=None), "add model.num_query_heads=..."),
+        (lambda tensors, arguments: arguments.clear(), "add model.norm_eps=... model.num_query_heads=... model.num_kv"),
+        (lambda tensors, _: tensors.update({"output_layer.weight": torch.zeros(300, 64).long()}), "torch.int64; FP32"),
+    ],
+)
+def test_what_is_no_model_of_ours(
+    change: Change, words: str, checkpoints: dict[str, Checkpoint], tmp_path: Path
+) -> None:
+    folder = foreign(tmp_path / "theirs", checkpoints["hybrid"], change)
+    with pytest.raises(ValueError, match=words) as raised:
+        import_megatron(folder, tmp_path / "back", CONFIGS)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("latest_checkpointed_iteration.txt", b"soon", "says 'soon'; give the iter_"),
+        ("latest_checkpointed_iteration.txt", b"7", "iter_0000007 is missing"),
+        ("latest_checkpointed_iteration.txt", None, "no metadata.json, so it is none of --ckpt-format"),
+        (f"{ITERATION}/metadata.json", b'{"sharded_backend": "zarr"}', "its format is zarr"),
+        (f"{ITERATION}/.metadata", b"x", ".metadata is not readable"),
+        (f"{ITERATION}/common.pt", b"x", "common.pt is not readable"),
+        (f"{ITERATION}/__0_0.distcp", b"x", "embedding.word_embeddings.weight is not readable"),
+        (f"{ITERATION}/__0_0.distcp", None, "__0_0.distcp is missing"),
+    ],
+)
+def test_damaged_folders(
+    name: str, content: bytes | None, words: str, checkpoints: dict[str, Checkpoint], tmp_path: Path
+) -> None:
+    export_megatron(checkpoints["hybrid"], tmp_path / "theirs")
+    path = tmp_path / "theirs" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=words) as raised:
+        import_megatron(tmp_path / "theirs", tmp_path / "back", CONFIGS)
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_what_arguments_do_not_tell(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    """Overrides do."""
+    checkpoint = checkpoints["hybrid"]
+    folder = foreign(tmp_path / "theirs", checkpoint, lambda tensors, arguments: arguments.clear())
+    told = {"norm_eps": 1e-5, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 24, "rope": "false"}
+    overrides = [f"model.{key}={value}" for key, value in {**told, "mamba_num_groups": 2}.items()]
+    import_megatron(folder, tmp_path / "one", CONFIGS, overrides=overrides)
+    back = open_checkpoint(tmp_path / "one", CONFIGS)
+    assert replace(back.config.model, name="tiny", mamba_chunk_size=16) == replace(
+        checkpoint.config.model, nvfp4_bf16_blocks=back.config.model.nvfp4_bf16_blocks
+    )
+    assert all(torch.equal(back.tensor(name), checkpoint.tensor(name)) for name in back.tensors)
+    with pytest.raises(ValueError, match=r"give model.key=value"):
+        import_megatron(folder, tmp_path / "two", CONFIGS, overrides=["train.steps=3"])
+
+
+def test_padded_vocabularies_are_cut_and_the_length_of_sequences_travels(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path
+) -> None:
+    def pad(tensors: dict[str, Tensor], arguments: dict[str, Any]) -> None:
+        arguments["max_position_embeddings"] = 8191
+        for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            tensors[key] = torch.cat([tensors[key], torch.ones(84, 64)])
+
+    checkpoint = checkpoints["transformer"]
+    folder = foreign(tmp_path / "theirs", checkpoint, pad)
+    assert import_megatron(folder, tmp_path / "all", CONFIGS)["vocab_size"] == 384
+    import_megatron(folder, tmp_path / "cut", CONFIGS, overrides=["model.vocab_size=300"])
+    back = open_checkpoint(tmp_path / "cut", CONFIGS)
+    assert torch.equal(back.tensor("head.weight"), checkpoint.tensor("head.weight"))
+    assert sequence_length(back) == 8191
+    with pytest.raises(ValueError, match=r"word_embeddings.weight is \[384, 64\] there, \[400, 64\]"):
+        import_megatron(folder, tmp_path / "more", CONFIGS, overrides=["model.vocab_size=400"])
+
+
+def test_tokenizers_travel(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(["some words, and some more words"] * 20, 290)
+    export_megatron(checkpoints["transformer"], tmp_path / "out", tokenizer=tokenizer)
+    import_megatron(tmp_path / "out" / ITERATION, tmp_path / "one", CONFIGS)
+    found = tokenizer_of(open_checkpoint(tmp_path / "one", CONFIGS))
+    assert found is not None and found.fingerprint() == tokenizer.fingerprint()
+
+    bare = foreign(tmp_path / "theirs", checkpoints["transformer"], lambda tensors, arguments: None)
+    import_megatron(bare, tmp_path / "none", CONFIGS)
+    assert tokenizer_of(open_checkpoint(tmp_path / "none", CONFIGS)) is None
+    given = tmp_path / "out" / "tokenizer" / "tokenizer.json"
+    import_megatron(bare, tmp_path / "given", CONFIGS, tokenizer=given)
+    identity = open_checkpoint(tmp_path / "given", CONFIGS).manifest.identity
+    assert identity["data.tokenizer"] == tokenizer.fingerprint()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has neither tokenizer"):
+        import_megatron(bare, tmp_path / "two", CONFIGS, tokenizer=tmp_path / "empty")
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+class _Theirs(dict):
+    """A class that this process does not know, filled like a dictionary."""
+
+
+def test_no_pickle_is_run(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    """Objects of others are left out, whatever they would do."""
+    export_megatron(checkpoints["hybrid"], tmp_path / "theirs")
+    iteration, exploded = tmp_path / "theirs" / ITERATION, tmp_path / "exploded"
+    common = torch.load(iteration / "common.pt", weights_only=False)
+    torch.save({**common, "rerun": _Bomb(exploded), "more": _Theirs(a=_Bomb(exploded))}, iteration / "common.pt")
+    metadata: Metadata = pickle.loads((iteration / METADATA).read_bytes())
+    metadata.mcore_data = {"a": _Theirs(b=1), "c": [_Bomb(exploded)]}
+    (iteration / METADATA).write_bytes(pickle.dumps(metadata))
+    import_megatron(tmp_path / "theirs", tmp_path / "back", CONFIGS)
+    assert not exploded.exists()
+    with pytest.raises(DamagedCheckpointError, match="which no checkpoint holds"):
+        read_metadata((iteration / METADATA).read_bytes())
+    pickle.loads((iteration / METADATA).read_bytes())
+    assert exploded.exists()

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from exchange.checkpoint import open_checkpoint
-from exchange.megatron.arguments import arguments_of
-from exchange.megatron.export import export_megatron
-from exchange.megatron.importing import import_megatron
+from exchange.megatron import export_megatron, import_megatron
+from exchange.megatron_model import arguments_of
 from tests.exchange import megatron_core as theirs
 from tests.exchange.megatron_cases import CASES, CONFIGS, config_of, our_logits, some_tokens, write_checkpoint
 from tests.training.harness import launch

@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from exchange.architectures import sections_of
+from exchange.hf_export import NVFP4Encoder
 from exchange.nvfp4 import (
+    LAYOUTS,
     TrainedPlan,
     choose_plan,
-    inverse_tensor_scale,
+    decoded,
+    layout_of,
     multiplied_weight,
-    refusal,
     reordered,
-    tensor_scale,
     trained_plan,
     trained_weight,
 )
@@ -28,6 +30,7 @@ from megatron_fp4.config.schema import Config
 from megatron_fp4.precision.plan import Plan
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from models.attention import qkv_order
 from models.hybrid import build_model
 from models.initialization import initialize
@@ -105,7 +108,7 @@ def test_exported_weights_are_what_the_gemm_multiplies(case, mesh):
         values = without_padding(operand.values.float(), groups, masters[name].shape[0])
         padded += len(values) < len(operand.values)
         assert torch.equal(block_values(made.codes, made.scales), values), name
-        assert torch.equal(tensor_scale(made), operand.scale), name
+        assert torch.equal(made.decode_scale(), operand.scale), name
         asked, scale = multiplied_weight(masters[name], row, dtype)
         assert torch.equal(asked, values) and torch.equal(scale, operand.scale), name
         # Not the master, and not nothing.
@@ -145,7 +148,7 @@ def switched(*overrides: str) -> tuple[Plan, Plan | None]:
 @pytest.mark.parametrize(
     ("overrides", "tensor", "problem"),
     [
-        (["precision=bf16"], 1, "no linear of this checkpoint was trained with NVFP4 weights (all its linears are in"),
+        (["precision=bf16"], 1, "no linear was trained with NVFP4 weights (all its linears are in"),
         (MXFP4, 1, "(its weights are in mxfp4); export BF16 weights (--format hf)"),
         (["precision.fprop.weight.rounding=stochastic"], 1, "fprop.weight.rounding=stochastic draws"),
         (["precision.fprop.rht=16"], 1, "fprop.rht=16 multiplies transformed weights"),
@@ -155,34 +158,27 @@ def switched(*overrides: str) -> tuple[Plan, Plan | None]:
 def test_what_has_no_weights_as_trained_is_refused(overrides, tensor, problem):
     plans = switched(*overrides)
     with pytest.raises(ValueError) as error:
-        choose_plan(plans, None, torch.bfloat16, tensor)
+        choose_plan(plans, None, torch.bfloat16, tensor, "now")
     assert problem in str(error.value) and "\n" not in str(error.value)
 
 
-def test_one_rank_has_one_tensor_scale_whatever_amax_says():
-    plans = switched("precision=nvfp4", "precision.amax=shard")
-    assert choose_plan(plans, None, torch.bfloat16, 1).fp4()
-
-
-def test_behind_a_switch():
+def test_after_a_switch():
     to_bf16 = switched("precision=nvfp4", "precision.switch.when=4", "train.steps=8", "train.global_batch_size=8")
-    assert len(choose_plan(to_bf16, None, torch.bfloat16, 1).fp4()) == 8
-    with pytest.raises(ValueError, match=r"behind the precision switch \(before step 5\).*of before the switch"):
-        choose_plan(to_bf16, 4, torch.bfloat16, 1)
+    assert len(choose_plan(to_bf16, None, torch.bfloat16, 1, "now").fp4()) == 8
+    with pytest.raises(ValueError, match=r"after the precision switch \(before step 5\).*an earlier checkpoint"):
+        choose_plan(to_bf16, 4, torch.bfloat16, 1, "now")
     left = choose_plan(to_bf16, 4, torch.bfloat16, 1, "before")
     assert left.before_switch and len(left.fp4()) == 8
-    with pytest.raises(ValueError, match="--plan before: this checkpoint is not behind a precision switch"):
+    with pytest.raises(ValueError, match="--plan before: this checkpoint is not after a precision switch"):
         choose_plan(to_bf16, None, torch.bfloat16, 1, "before")
-    with pytest.raises(ValueError, match="--plan then is not one of now, before"):
-        choose_plan(to_bf16, None, torch.bfloat16, 1, "then")
 
 
-def test_behind_a_switch_of_the_backward_pass_weights_are_in_the_blocks_of_now(mesh):
+def test_after_a_switch_of_the_backward_pass_weights_are_in_the_blocks_of_now(mesh):
     plans = switched(
         "precision=nvfp4", "precision.switch.when=4", "precision.switch.scope=backward", "train.steps=8",
         "train.global_batch_size=8",
     )  # fmt: skip
-    before, after = (choose_plan(plans, at, torch.bfloat16, 1).fp4() for at in (None, 4))
+    before, after = (choose_plan(plans, at, torch.bfloat16, 1, "now").fp4() for at in (None, 4))
     name = "blocks.1.mixer.up_proj"
     assert before[name].recipe.fprop.right.block == (16, 16) and after[name].recipe.fprop.right.block == (1, 16)
     weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(1))
@@ -199,9 +195,10 @@ def test_the_two_tensor_scales_are_one_division_each():
         weight = torch.randn(112, 64, generator=torch.Generator().manual_seed(seed))
         made = trained_weight(weight, row, torch.bfloat16)
         amax = weight.bfloat16().float().abs().max()
-        assert torch.equal(tensor_scale(made), amax / torch.tensor(2688.0))
-        assert torch.equal(inverse_tensor_scale(made), torch.tensor(2688.0) / amax)
-        inverted += bool(tensor_scale(made).reciprocal() != inverse_tensor_scale(made))
+        assert torch.equal(made.decode_scale(), amax / torch.tensor(2688.0))
+        inverse = LAYOUTS["compressed-tensors"].stored_scale(made.amax, made.scale_max)
+        assert torch.equal(inverse, torch.tensor([2688.0]) / amax)
+        inverted += bool(made.decode_scale().reciprocal() != inverse)
     assert inverted  # so that it matters
 
 
@@ -213,11 +210,6 @@ def test_a_weight_that_is_not_finite_is_refused():
         weight[3, 5] = bad
         with pytest.raises(ValueError, match=r"blocks\.1\.mixer\.up_proj has NaN or inf in its weight"):
             trained_weight(weight, row, torch.bfloat16)
-
-
-def test_no_refusal_for_what_is_shipped():
-    for name in ("nvfp4", "nvfp4_all_the_way", "nvfp4_best", "nvfp4_nemotron_3"):
-        assert refusal(TrainedPlan(switched(f"precision={name}")[0], torch.bfloat16, tensor=2)) is None
 
 
 def checkpoint(config: Config, saved: Plan, **changes: object) -> Any:
@@ -247,3 +239,111 @@ def test_a_large_weight_is_quantized_in_parts_without_a_difference(monkeypatch):
         monkeypatch.undo()
         assert torch.equal(parts.codes, whole.codes) and parts.amax == whole.amax
         assert torch.equal(parts.scales.view(torch.uint8), whole.scales.view(torch.uint8))
+
+
+def encoder(layout: str, calibrated: bool = False) -> NVFP4Encoder:
+    config = composed(*HYBRID, "precision=nvfp4")
+    trained = choose_plan(switched("precision=nvfp4"), None, torch.bfloat16, 1, "now")
+    amax = {name: torch.tensor(3.0 + i) for i, name in enumerate(trained.fp4())} if calibrated else None
+    return NVFP4Encoder(LAYOUTS[layout], trained, sections_of(config.model), amax)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_tensors_are_those_that_were_announced(layout, calibrated):
+    """And of q, k and v, one tensor scale, of weights and inputs alike."""
+    made, generator = encoder(layout, calibrated), torch.Generator().manual_seed(1)
+    for name, parts in sections_of(composed(*HYBRID).model).items():
+        width = [size for size in parts[0].shape[1:] if size > 1]
+        ours = torch.randn(sum(part.shape[0] for part in parts), *width, generator=generator)
+        found, announced = made.tensors(name, parts, ours), made.stored(name, parts)
+        both = [[(n, t.dtype, t.shape) for n, t in tensors.items()] for tensors in (found, announced)]
+        assert both[0] == both[1]
+        if name.endswith("qkv_proj.weight"):
+            for scale in (LAYOUTS[layout].weight_scale, LAYOUTS[layout].input_scale):
+                values = [t for n, t in found.items() if n.endswith(f".{scale}")]
+                assert len(values) == (3 if calibrated or "weight" in scale else 0)
+                assert all(torch.equal(value, values[0]) for value in values)
+
+
+def test_the_numbers_of_the_layouts():
+    weight = quantize_nvfp4(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)), four_over_six=True)
+    found = LAYOUTS["modelopt"].tensors("m", weight, torch.tensor(5.0))
+    types = {"m.weight": torch.uint8, "m.weight_scale": torch.float8_e4m3fn}
+    types |= {"m.weight_scale_2": torch.float32, "m.input_scale": torch.float32}
+    assert {name: tensor.dtype for name, tensor in found.items()} == types and found["m.weight"].shape == (32, 32)
+    assert torch.equal(found["m.weight_scale_2"], weight.amax / torch.tensor(1536.0))
+    assert torch.equal(found["m.input_scale"], torch.tensor(5.0) / torch.tensor(2688.0))
+    found = LAYOUTS["compressed-tensors"].tensors("m", weight, torch.tensor(5.0))
+    assert [*found] == ["m.weight_packed", "m.weight_scale", "m.weight_global_scale", "m.input_global_scale"]
+    assert torch.equal(found["m.weight_global_scale"], torch.tensor([1536.0]) / weight.amax)
+    assert torch.equal(found["m.input_global_scale"], torch.tensor([2688.0 / 5]))
+
+
+def test_what_modelopts_configuration_says():
+    made = encoder("modelopt")
+    quantization = made.config_entries()["quantization_config"]
+    assert quantization["quant_method"] == "modelopt" and quantization["quant_algo"] == "W4A16_NVFP4"
+    group = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    assert quantization["config_groups"] == {"group_0": {"weights": group, "targets": ["Linear"]}}
+    blocks = ("0.mixer.conv1d", "4.mixer.conv1d", "4.mixer.in_proj", "4.mixer.out_proj", "5.mixer.down_proj")
+    layers = [f"backbone.layers.{name}" for name in (*blocks, "5.mixer.up_proj")]
+    assert quantization["ignore"] == [*layers, "lm_head"]
+    (beside,) = made.extra_files().items()
+    assert beside[0] == "hf_quant_config.json"
+    assert json.loads(beside[1])["quantization"] == {
+        "quant_algo": "W4A16_NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": quantization["ignore"],
+    }
+    measured = encoder("modelopt", calibrated=True).config_entries()["quantization_config"]
+    assert measured["quant_algo"] == "NVFP4"
+    assert measured["config_groups"]["group_0"]["input_activations"] == group
+
+
+def test_what_compressed_tensors_configuration_says():
+    """Its own classes take it, and find the schemes W4A16 and W4A4."""
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.quant_scheme import NVFP4
+
+    same = {"num_bits", "type", "strategy", "group_size", "symmetric", "dynamic"}
+    for calibrated in (False, True):
+        made = encoder("compressed-tensors", calibrated)
+        parsed = QuantizationConfig.model_validate(made.config_entries()["quantization_config"])
+        assert made.extra_files() == {} and parsed.format == "nvfp4-pack-quantized"
+        scheme = parsed.config_groups["group_0"]
+        found = [scheme.weights, scheme.input_activations] if calibrated else [scheme.weights]
+        for part, wanted in zip(found, NVFP4.values(), strict=False):
+            assert part.model_dump(include=same) == wanted.model_dump(include=same)
+        assert calibrated or scheme.input_activations is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_module_is_excluded_if_and_only_if_it_has_no_codes(layout):
+    """In a model of more than ten layers, by the rules of all readers: names, wildcards, substrings, expressions."""
+    plan = ["precision=nvfp4", "precision.bf16_blocks.names=['blocks.1.*']", "precision.bf16_blocks.last=0"]
+    config = composed(*HYBRID, "model.pattern='------------'", *plan)
+    trained = TrainedPlan(plans_of(config)[0], torch.bfloat16)
+    made = NVFP4Encoder(LAYOUTS[layout], trained, sections_of(config.model))
+    excluded = made.config_entries()["quantization_config"]
+    assert not any(LAYOUTS[layout].excludes(excluded, module) for module in made.quantized)
+    assert all(LAYOUTS[layout].excludes(excluded, module) for module in made.excluded)
+    assert made.excluded == [*(f"backbone.layers.1.mixer.{end}" for end in ("up_proj", "down_proj")), "lm_head"]
+    assert len(made.quantized) == 22 and "backbone.layers.10.mixer.up_proj" in made.quantized
+    excluded["ignore"].append("backbone.layers.1" if layout == "modelopt" else r"re:.*layers\.1.*")
+    assert LAYOUTS[layout].excludes(excluded, "backbone.layers.11.mixer.up_proj")
+
+
+def test_the_two_decoders_agree_and_refuse_other_shapes():
+    """Every byte of codes and every scale."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16)[None].expand(2, -1).contiguous()
+    scales = torch.arange(512).remainder(256).to(torch.uint8)[None].expand(2, -1).contiguous()
+    stored = scales.view(torch.float8_e4m3fn)
+    mine, other = decoded(codes, stored), block_values(codes, stored)
+    assert torch.equal(mine.nan_to_num(7.0), other.nan_to_num(7.0)) and mine.isnan().any()
+    for bad in ((codes.int(), scales), (codes, scales.float()), (codes, stored[:, :5].contiguous())):
+        with pytest.raises(ValueError, match=r"scales are|and scales"):
+            decoded(*bad)
+    with pytest.raises(ValueError, match="quant_method is 'awq', not one of modelopt, compressed-tensors"):
+        layout_of({"quantization_config": {"quant_method": "awq"}})

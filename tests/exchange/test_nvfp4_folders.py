@@ -14,16 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.indexed import IndexedDataset
+from exchange.architectures import ours_of, sections_of
 from exchange.checkpoint import load_model, open_checkpoint
-from exchange.hf.architectures import architecture_of
-from exchange.hf.sections import ours_of
-from exchange.nvfp4 import multiplied_weight, trained_plan
-from exchange.nvfp4_layouts import LAYOUTS
+from exchange.nvfp4 import LAYOUTS, multiplied_weight, trained_plan
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
 from pretrain import CONFIGS
-from scripts import check_export, export_hf
+from scripts import convert
 from tests.composing import plans_of
 from tests.exchange.decoding import block_values
 from tests.exchange.trained import HYBRID, TRANSFORMER, train
@@ -51,7 +49,7 @@ def checkpoints(runs: dict[str, Path]) -> Iterator[dict[str, Path]]:
 
 def export(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
     """What the command says."""
-    given = export_hf.main([str(argument) for argument in arguments])
+    given = convert.main(["export-hf", *(str(argument) for argument in arguments)])
     output = capsys.readouterr()
     assert given == code, output
     assert not output.err or code
@@ -59,7 +57,7 @@ def export(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0
 
 
 def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    code = check_export.main([str(argument) for argument in arguments])
+    code = convert.main(["check", *(str(argument) for argument in arguments)])
     output = capsys.readouterr()
     return code, output.out + output.err
 
@@ -78,7 +76,7 @@ def test_a_folder_holds_what_training_multiplied_with(name, form, checkpoints, t
     assert code == 0 and table.count(" equal\n") == 7, table
     layout, tensors = LAYOUTS[form.removeprefix("nvfp4-")], weights(tmp_path / "out")
     trained = trained_plan(checkpoint, plans_of(checkpoint.config))
-    sections = architecture_of(checkpoint.config.model).sections(checkpoint.config.model)
+    sections = sections_of(checkpoint.config.model)
     assert len(trained.fp4()) == len(trained.plan.rows) - 2  # those of the last block
     for linear, row in trained.fp4().items():
         values, scale = multiplied_weight(checkpoint.tensor(f"{linear}.weight"), row, torch.bfloat16)
@@ -108,11 +106,11 @@ TAMPERED: dict[str, tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], obj
     ),
     "an ulp of a tensor scale": (
         "modelopt", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight_scale_2"].view(torch.int32).add_(1),
-        "backbone.layers.1.mixer.up_proj.weight_scale_2 is",
+        "backbone.layers.1.mixer.up_proj.weight_scale_2: 1 of 1 elements differ",
     ),
     "an inverted tensor scale": (
         "compressed-tensors", lambda t, _: t["backbone.layers.1.mixer.up_proj.weight_global_scale"].reciprocal_(),
-        "backbone.layers.1.mixer.up_proj.weight_global_scale is",
+        "backbone.layers.1.mixer.up_proj.weight_global_scale: 1 of 1 elements differ",
     ),
     "q's tensor scale": (
         "modelopt", lambda t, _: t["backbone.layers.2.mixer.q_proj.weight_scale_2"].mul_(2),
@@ -171,13 +169,13 @@ def test_the_check_finds_what_is_changed(checkpoints, tmp_path, capsys):
         (folder / "config.json").write_text(json.dumps(config))
         code, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
         assert line in table and code == (4 if line else 0), (what, table)
-    for content, line in (("{}", "does not say what is quantized here"), (None, "hf_quant_config.json is missing")):
+    for content in ("{}", None):
         folder = tmp_path / "modelopt"
         (folder / "hf_quant_config.json").unlink()
         if content is not None:
             (folder / "hf_quant_config.json").write_text(content)
         code, table = compared(capsys, folder, checkpoints["hybrid"], "--no-tokenizer")
-        assert line in table and code == 4, table
+        assert "hf_quant_config.json is missing or does not say what is quantized" in table and code == 4, table
 
 
 @pytest.mark.slow
@@ -232,14 +230,14 @@ def test_transformers_loads_the_folder_of_compressed_tensors(name, checkpoints, 
 
     export(capsys, checkpoints[name], tmp_path / "out", "--format", "nvfp4-compressed-tensors")
     checkpoint, tensors = open_checkpoint(checkpoints[name], CONFIGS), weights(tmp_path / "out")
-    sections = architecture_of(checkpoint.config.model).sections(checkpoint.config.model)
+    sections = sections_of(checkpoint.config.model)
     ours = load_model(checkpoint)
     tokens = torch.randint(290, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         masters = ours(tokens)
         for parameter, values in ours.named_parameters():
             published = {part.name: _as_compressed_tensors(tensors, part.name) for part in sections[parameter]}
-            values.to_local().copy_(ours_of(sections[parameter], published, tuple(values.shape)))
+            values.to_local().copy_(ours_of(sections[parameter], published))
         expected = ours(tokens)
         fp32 = AutoModelForCausalLM.from_pretrained(
             tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
@@ -309,8 +307,8 @@ def inputs_by_hand(folder: Path, samples: int) -> dict[str, Tensor]:
 
 NVFP4, MEASURED = "--format nvfp4", "--format nvfp4 --activations calibrated"
 REFUSED = {
-    "behind the switch": (2, NVFP4, "is behind the precision switch (before step 2)"),
-    "before what": (1, f"{NVFP4} --plan before", "this checkpoint is not behind a precision switch; leave it out"),
+    "behind the switch": (2, NVFP4, "is after the precision switch (before step 2)"),
+    "before what": (1, f"{NVFP4} --plan before", "this checkpoint is not after a precision switch; leave it out"),
     "a plan of BF16": (1, "--plan before", "--plan is for NVFP4; add --format nvfp4, or leave it out"),
     "a type": (1, f"{NVFP4} --dtype float32", "with --format nvfp4 all else is bfloat16; leave it out"),
     "nothing measured": (1, f"{NVFP4} --calibrate-samples 3", "is for --activations calibrated; add that"),
@@ -326,7 +324,7 @@ def test_refusals_are_one_line_and_leave_nothing(checkpoints, tmp_path, capsys):
     for what, (step, options, line) in REFUSED.items():
         folder = step_1.with_name(f"step_0000000{step}")
         said = export(capsys, folder, tmp_path / "out", *options.split(), code=2)
-        assert line in said and said.startswith("export_hf.py: ") and said.count("\n") == 1, (what, said)
+        assert line in said and said.startswith("convert.py export-hf: ") and said.count("\n") == 1, (what, said)
         assert list(tmp_path.iterdir()) == [], what
     said = export(capsys, step_1.with_name("step_00000002"), tmp_path / "out", "--format", "nvfp4", "--plan", "before")
     code, table = compared(capsys, tmp_path / "out", step_1.with_name("step_00000002"), "--plan", "before")
@@ -336,9 +334,12 @@ def test_refusals_are_one_line_and_leave_nothing(checkpoints, tmp_path, capsys):
     said = export(capsys, step_1, tmp_path / "out", "--format", "nvfp4", "--activations", "calibrated", code=2)
     assert "exists already; name another folder" in said
     code, table = compared(capsys, tmp_path / "out", step_1, "--plan", "before")
-    assert code == 2 and "not behind a precision switch" in table
+    assert code == 2 and "not after a precision switch" in table
     code, table = compared(capsys, tmp_path, step_1)
-    assert code == 2 and table == f"check_export.py: {tmp_path} has no config.json; give an exported folder\n"
+    assert (
+        code == 2
+        and table == f"convert.py check: {tmp_path}/config.json is missing; give the folder of a Hugging Face model\n"
+    )
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from exchange.hf.tokenizer_files import tokenizer_files
+from exchange.tokenizer import tokenizer_files
 
 CORPUS = [line for line in Path(__file__).read_text().splitlines() if line.strip() and "<|" not in line] * 3
 # GPT-4's, shortened: contractions, words, up to three digits, punctuation, spaces.
@@ -88,7 +88,7 @@ def test_a_folder_keeps_its_configuration(tmp_path: Path) -> None:
 
 def test_a_conversion_that_changes_ids_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     other = train_tokenizer(["other text"], 258)
-    monkeypatch.setattr("exchange.hf.tokenizer_files._from_tiktoken", lambda *_: other.content)
+    monkeypatch.setattr("exchange.tokenizer._from_tiktoken", lambda *_: other.content)
     with pytest.raises(ValueError, match=r"tiktoken:mine encodes .Hello.* otherwise .*--no-tokenizer") as caught:
         tokenizer_files(ranks(), 128)
     assert "\n" not in str(caught.value) and isinstance(other, HuggingFaceTokenizer)
@@ -98,6 +98,6 @@ def test_a_converter_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*_: object) -> str:
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("exchange.hf.tokenizer_files._from_sentence_piece", fails)
+    monkeypatch.setattr("exchange.tokenizer._from_sentence_piece", fails)
     with pytest.raises(ValueError, match=r"cannot be converted .*\(two lines\); export with --no-tokenizer"):
         tokenizer_files(pieces("bpe", True, "identity"), 128)

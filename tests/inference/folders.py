@@ -10,8 +10,7 @@ import torch
 
 from data.tokenizer import HuggingFaceTokenizer, train_tokenizer
 from exchange.checkpoint import Checkpoint, open_checkpoint
-from exchange.hf.encoder import PlainEncoder
-from exchange.hf.export import export_hf
+from exchange.hf_export import PlainEncoder, export_hf
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh, init_distributed, leave_distributed

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from exchange.hf.encoder import PlainEncoder
-from exchange.hf.export import export_hf
+from exchange.hf_export import PlainEncoder, export_hf
 from inference.generation import Request, Settings, generate
 from megatron_fp4.parallel.mesh import ParallelMesh
 from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of

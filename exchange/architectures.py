@@ -1,0 +1,324 @@
+"""Our models as architectures of transformers: name, shape and row order of every tensor, and config.json both ways.
+
+nemotron_h   hybrids of Mamba-2, attention without positions, and squared-ReLU FFNs
+arcee        Transformers with RoPE, grouped queries and squared-ReLU FFNs; a layer there is two blocks here
+
+Names and meaning are those of transformers 5.23. nemotron_h knows FFN blocks since 5.6, and every version that does
+reads `hybrid_override_pattern`, whose letters are ours. It clamps dt = softplus(dt + dt_bias) below at `time_step_min`
+(5.4 to 5.10: at `time_step_limit`, whose default is no clamp), though not where one token is decoded. Training here has
+no clamp, so time_step_min is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp4.config.schema import ModelConfig
+from models.attention import qkv_order
+from models.mamba2 import mamba_conv_order, mamba_in_proj_order
+
+NEMOTRON_H, ARCEE = "nemotron_h", "arcee"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A published tensor made of rows of one of our parameters: our packed projections stand group by group, published
+    ones section by section.
+
+    name, shape: as published. rows: int64, our row of each of its rows; None if it is the whole of ours in our order.
+    fp32: never written in a smaller type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: Tensor | None = None
+    fp32: bool = False
+
+    @property
+    def module(self) -> str:
+        """The published name of the module whose weight it is."""
+        return self.name.removesuffix(".weight")
+
+    def published(self, ours: Tensor) -> Tensor:
+        """Of our whole parameter: this tensor, contiguous, in the dtype and with the columns of ours."""
+        return (ours if self.rows is None else ours[self.rows]).contiguous()
+
+
+Sections = Mapping[str, Sequence[Section]]
+"""Our parameter -> the published tensors that it becomes."""
+
+
+def in_sections(names: Sequence[str], sizes: Sequence[int], order: Tensor, width: int) -> list[Section]:
+    """Sections of `sizes` rows each, `width` columns, of a parameter whose rows are `published[order]`."""
+    rows = order.argsort().split(list(sizes))
+    return [Section(name, (size, width), at) for name, size, at in zip(names, sizes, rows, strict=True)]
+
+
+def ours_of(sections: Sequence[Section], published: Mapping[str, Tensor]) -> Tensor:
+    """The inverse of `Section.published`: our parameter, FP32, from the published tensors by name."""
+    shape = shape_of(sections)
+    ours = torch.empty(shape)
+    for section in sections:
+        values = published[section.name].to(torch.float32)
+        if section.rows is None:
+            ours.copy_(values.view(shape))
+        else:
+            ours[section.rows] = values.view(-1, *shape[1:])
+    return ours
+
+
+def shape_of(sections: Sequence[Section]) -> torch.Size:
+    """The shape of our parameter: all rows, and the columns, without the singleton of a convolution."""
+    rows, columns = sum(section.shape[0] for section in sections), sections[0].shape[1:]
+    return torch.Size((rows, *(size for size in columns if size != 1 or len(columns) == 1)))
+
+
+def architecture_of(config: ModelConfig) -> str:
+    """The architecture that computes what `config` computes. Raises ValueError, with the reason, if there is none."""
+    if not (config.rope and "*" in config.pattern):
+        return NEMOTRON_H
+    problem = None
+    if config.pattern != "*-" * (config.num_blocks // 2):
+        problem = f"model.pattern={config.pattern}, and layers of {ARCEE} are attention and FFN in turn (*-*-...)"
+    elif config.hidden_dim % config.num_query_heads:
+        problem = (
+            f"model.hidden_dim={config.hidden_dim} is not a multiple of model.num_query_heads="
+            f"{config.num_query_heads}, which transformers asks of {ARCEE}"
+        )
+    if problem:
+        raise ValueError(
+            f"no architecture of transformers is this model, so there is nothing to export it as: model.rope=true, and "
+            f"attention of {NEMOTRON_H} knows no positions; {problem}"
+        )
+    return ARCEE
+
+
+def sections_of(config: ModelConfig) -> dict[str, list[Section]]:
+    """The published tensors of each of our parameters. Raises ValueError as `architecture_of` does."""
+    is_arcee = architecture_of(config) == ARCEE
+    hidden, vocab, root = config.hidden_dim, config.vocab_size, "model" if is_arcee else "backbone"
+    embedding, norm = ("embed_tokens", "norm") if is_arcee else ("embeddings", "norm_f")
+    # lm_head is always written: nemotron_h does not tie weights, whatever its configuration says.
+    return {
+        "embedding.weight": [Section(f"{root}.{embedding}.weight", (vocab, hidden))],
+        **(_arcee_blocks(config) if is_arcee else _nemotron_h_blocks(config)),
+        "final_norm.weight": [Section(f"{root}.{norm}.weight", (hidden,))],
+        "head.weight": [Section("lm_head.weight", (vocab, hidden))],
+    }
+
+
+def _arcee_blocks(config: ModelConfig) -> dict[str, list[Section]]:
+    hidden, found = config.hidden_dim, dict[str, list[Section]]()
+    for layer in range(config.num_blocks // 2):
+        attention, ffn, theirs = f"blocks.{2 * layer}", f"blocks.{2 * layer + 1}", f"model.layers.{layer}"
+        found |= {
+            f"{attention}.norm.weight": [Section(f"{theirs}.input_layernorm.weight", (hidden,))],
+            **_attention(config, f"{attention}.mixer", f"{theirs}.self_attn"),
+            f"{ffn}.norm.weight": [Section(f"{theirs}.post_attention_layernorm.weight", (hidden,))],
+            **_ffn(config, f"{ffn}.mixer", f"{theirs}.mlp"),
+        }
+    return found
+
+
+def _nemotron_h_blocks(config: ModelConfig) -> dict[str, list[Section]]:
+    found = dict[str, list[Section]]()
+    mixers = {"M": _mamba, "*": _attention, "-": _ffn}
+    for block, letter in enumerate(config.pattern):
+        ours, theirs = f"blocks.{block}", f"backbone.layers.{block}"
+        found[f"{ours}.norm.weight"] = [Section(f"{theirs}.norm.weight", (config.hidden_dim,))]
+        found |= mixers[letter](config, f"{ours}.mixer", f"{theirs}.mixer")
+    return found
+
+
+def _attention(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Section]]:
+    hidden = config.hidden_dim
+    q_dim, kv_dim = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    names = [f"{theirs}.{part}_proj.weight" for part in "qkv"]
+    return {
+        f"{ours}.qkv_proj.weight": in_sections(names, (q_dim, kv_dim, kv_dim), qkv_order(config), hidden),
+        f"{ours}.out_proj.weight": [Section(f"{theirs}.o_proj.weight", (hidden, q_dim))],
+    }
+
+
+def _ffn(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Section]]:
+    hidden, ffn = config.hidden_dim, config.ffn_dim
+    return {
+        f"{ours}.up_proj.weight": [Section(f"{theirs}.up_proj.weight", (ffn, hidden))],
+        f"{ours}.down_proj.weight": [Section(f"{theirs}.down_proj.weight", (hidden, ffn))],
+    }
+
+
+def _mamba(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Section]]:
+    hidden, inner, heads = config.hidden_dim, config.mamba_inner_dim, config.mamba_num_heads
+    channels = inner + 2 * config.mamba_num_groups * config.mamba_state_dim
+    in_proj, conv = mamba_in_proj_order(config).argsort(), mamba_conv_order(config).argsort()
+    return {
+        f"{ours}.in_proj.weight": [Section(f"{theirs}.in_proj.weight", (inner + channels + heads, hidden), in_proj)],
+        f"{ours}.conv.weight": [Section(f"{theirs}.conv1d.weight", (channels, 1, config.mamba_conv_width), conv)],
+        f"{ours}.conv.bias": [Section(f"{theirs}.conv1d.bias", (channels,), conv)],
+        **{f"{ours}.ssm.{n}": [Section(f"{theirs}.{n}", (heads,), fp32=True)] for n in ("A_log", "D", "dt_bias")},
+        f"{ours}.norm.weight": [Section(f"{theirs}.norm.weight", (inner,))],
+        f"{ours}.out_proj.weight": [Section(f"{theirs}.out_proj.weight", (hidden, inner))],
+    }
+
+
+@dataclass(frozen=True)
+class _ConfigKeys:
+    """How an architecture's config.json relates to ours. keys: our setting -> its key. fixed: what it must have, or
+    leave out, for a model to be ours. defaults: what transformers takes a key for that is not there."""
+
+    keys: Mapping[str, str]
+    fixed: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "num_query_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "init_std": "initializer_range",
+}
+_CONFIGS = {
+    ARCEE: _ConfigKeys(
+        {**_COMMON, "norm_eps": "rms_norm_eps"},
+        {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False},
+        {
+            "vocab_size": 32000,
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "initializer_range": 0.02,
+        },
+    ),
+    NEMOTRON_H: _ConfigKeys(
+        {
+            **_COMMON,
+            "norm_eps": "layer_norm_epsilon",
+            "mamba_num_heads": "mamba_num_heads",
+            "mamba_head_dim": "mamba_head_dim",
+            "mamba_num_groups": "n_groups",
+            "mamba_state_dim": "ssm_state_size",
+            "mamba_conv_width": "conv_kernel",
+            "mamba_chunk_size": "chunk_size",
+        },
+        {
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_bias": False,
+            "mamba_proj_bias": False,
+            "use_conv_bias": True,
+            "tie_word_embeddings": False,
+            "residual_in_fp32": False,
+            "num_nextn_predict_layers": 0,
+            "sliding_window": None,
+        },
+        {
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "chunk_size": 128,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+        },
+    ),
+}
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says of the model. Raises ValueError as `architecture_of` does."""
+    name = architecture_of(config)
+    known = _CONFIGS[name]
+    described = {
+        "model_type": name,
+        **{theirs: getattr(config, ours) for ours, theirs in known.keys.items()},
+        **{key: value for key, value in known.fixed.items() if value is not None},
+        "attention_dropout": 0.0,
+    }
+    if name == ARCEE:
+        return described | {
+            "architectures": ["ArceeForCausalLM"],
+            "num_hidden_layers": config.num_blocks // 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+            "rope_theta": config.rope_base,  # the only place where transformers before 5.0 and engines with it look
+            "use_cache": True,
+        }
+    inner, hidden = config.mamba_inner_dim, config.hidden_dim
+    return described | {
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": config.pattern,
+        "num_hidden_layers": config.num_blocks,
+        **({"expand": inner // hidden} if inner % hidden == 0 else {}),
+        "time_step_min": 0.0,
+        "time_step_max": 0.1,
+        "time_step_floor": 1e-4,
+        "hidden_dropout": 0.0,
+        "rescale_prenorm_residual": True,
+        # Without attention, transformers' cache does not know how long it is, and a forward pass with one fails.
+        "use_cache": "*" in config.pattern,
+    }
+
+
+def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Our `model` settings of a config.json. Raises ValueError for what we have not, naming key and value."""
+    name = found.get("model_type")
+    if name not in _CONFIGS:
+        raise ValueError(f"model_type={name} cannot be imported; {', '.join(_CONFIGS)} can")
+    known = _CONFIGS[name]
+    config = {**known.defaults, **found}
+    for key, value in known.fixed.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key}={config[key]}, where only {value} can be imported")
+    if name == ARCEE:
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"rope_parameters.rope_type={kind}, where only default can be imported")
+        heads = config["num_attention_heads"]
+        config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+        config["head_dim"] = config.get("head_dim") or config["hidden_size"] // heads
+        theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+        special = {"pattern": "*-" * config["num_hidden_layers"], "rope": True, "rope_base": float(theta)}
+    else:
+        # JSON has no infinity: transformers writes {"__float__": "Infinity"}.
+        given = config.get("time_step_limit") or (0.0, math.inf)
+        limits = [float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in given]
+        if limits != [0.0, math.inf]:
+            raise ValueError(f"time_step_limit={limits}; training here does not clamp the step sizes of Mamba-2")
+        special = {"pattern": _pattern(config), "rope": False}
+    return special | {ours: config[theirs] for ours, theirs in known.keys.items() if config.get(theirs) is not None}
+
+
+_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+
+
+def _pattern(config: Mapping[str, Any]) -> str:
+    """Of a nemotron_h; its letters are checked with the model."""
+    types = config.get("layers_block_type") or config.get("layer_types")
+    if types is None:
+        if not isinstance(pattern := config.get("hybrid_override_pattern"), str):
+            raise ValueError("neither hybrid_override_pattern nor layers_block_type says which blocks there are")
+        return pattern
+    if unknown := [kind for kind in types if kind not in _LETTERS]:
+        raise ValueError(f"layers_block_type has {unknown[0]!r}; {', '.join(_LETTERS)} are known")
+    return "".join(_LETTERS[kind] for kind in types)

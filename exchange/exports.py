@@ -1,0 +1,360 @@
+"""Exports of a run while it trains: `checkpoint.export_interval`, `checkpoint.export_at_end`.
+
+    run.dir/exports/
+      step_00000400/       whole; `made_from.json` in it says of which checkpoint
+      step_00000600.tmp/   being written, or broken off
+      step_00000400.1/     was made of another checkpoint of that step, or in another format
+
+An export is made of a checkpoint that is whole on the disk: after the save has been reported, the first rank starts
+`scripts/convert.py export-hf` as a process of its own, with the lowest priority, without a GPU and streaming from the
+disk, and trains on. One is written at a time, and one waits; if a third becomes due, the one that waits is left out. As
+long as a checkpoint is to be exported `checkpoint.keep` does not remove it. Nothing that fails here ends a run.
+
+A finished run waits for its exports; one that stops, or is killed, ends the process. A start makes what is due of the
+checkpoints that it finds and has no export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from exchange.architectures import architecture_of
+from exchange.nvfp4 import TrainedPlan, refusal
+from megatron_fp4.checkpoint import files
+from megatron_fp4.checkpoint.saves import SaveReport
+from megatron_fp4.config.schema import CheckpointConfig, Config, ConfigError
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.training.schedule import WSDSchedule
+from megatron_fp4.training.trainer import Callback, Step
+
+logger = logging.getLogger(__name__)
+
+FOLDER, RECORD = "exports", "made_from.json"
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "convert.py"
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "bf16": ("--dtype", "bfloat16"),
+    "fp32": ("--dtype", "float32"),
+    "nvfp4": ("--format", "nvfp4"),
+    "nvfp4-compressed-tensors": ("--format", "nvfp4-compressed-tensors"),
+}
+"""`checkpoint.export_format` -> what scripts/convert.py is told."""
+_PATIENCE = 5.0
+# What a launcher tells a rank, which the export is not.
+_OF_RANKS = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_\w+|MASTER_\w+|TORCHELASTIC_\w+)"
+)
+
+
+def check_exports(config: Config, plans: tuple[Plan, Plan | None]) -> None:
+    """Raise ConfigError for exports that a run cannot make, or settings of exports that do nothing.
+
+    plans: of the run, before and after the precision switch.
+    """
+    settings, steps = config.checkpoint, config.train.steps
+    interval, chosen = settings.export_interval, settings.export_format
+    if interval > steps:
+        raise ConfigError(
+            f"checkpoint.export_interval={interval} does nothing in a run of train.steps={steps}; give {steps} or "
+            "less, or checkpoint.export_at_end=true"
+        )
+    if not interval and not settings.export_at_end:
+        if chosen != CheckpointConfig().export_format:
+            raise ConfigError(
+                f"checkpoint.export_format={chosen} does nothing without exports; give checkpoint.export_interval or "
+                "checkpoint.export_at_end=true"
+            )
+        return
+    key = f"checkpoint.export_interval={interval}" if interval else "checkpoint.export_at_end=true"
+    if importlib.util.find_spec("safetensors") is None or importlib.util.find_spec("huggingface_hub") is None:
+        raise ConfigError(f'{key} needs packages of an extra: pip install "megatron_fp4[hf]", or leave it out')
+    try:
+        architecture_of(config.model)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if not chosen.startswith("nvfp4"):
+        return
+    if problem := refusal(_trained(config, plans[0])):
+        raise ConfigError(f"checkpoint.export_format={chosen}: {problem}; give checkpoint.export_format=bf16")
+    last = last_exportable(config, plans)
+    if last is not None and (settings.export_at_end or interval > last):
+        first = steps if settings.export_at_end else interval
+        raise ConfigError(
+            f"checkpoint.export_format={chosen}: step {first} is after the precision switch (before step {last + 1}), "
+            f"which ends NVFP4 in the forward pass; give checkpoint.export_format=bf16, or an interval of at most "
+            f"{last} without export_at_end"
+        )
+
+
+def last_exportable(config: Config, plans: tuple[Plan, Plan | None]) -> int | None:
+    """The last step whose checkpoint has what `checkpoint.export_format` wants; None if all have, or if a measurement
+    decides."""
+    after, switch = plans[1], config.precision.switch
+    if not config.checkpoint.export_format.startswith("nvfp4") or after is None or _trained(config, after).fp4():
+        return None
+    step = WSDSchedule.of(config).switch_step(switch.when)
+    return None if step is None or step >= config.train.steps else step
+
+
+def _trained(config: Config, plan: Plan) -> TrainedPlan:
+    return TrainedPlan(plan, getattr(torch, config.precision.compute_dtype), config.parallel.tensor)
+
+
+class Exports(Callback):
+    """The exports of a run; the first rank makes them. last: the last step whose checkpoint can be exported
+    (`last_exportable`); None: all can."""
+
+    def __init__(self, last: int | None = None) -> None:
+        self._last = last
+        self._wanted: set[int] = set()
+        self._waiting: list[int] = []
+        self._running: tuple[int, _Process] | None = None
+
+    def lacking(self, done: int) -> list[str]:
+        """Exports that are still to be made."""
+        return [f"its export of step {step}" for step in self._missing(done)]
+
+    def start(self, done: int) -> None:
+        """Make what is missing of the checkpoints up to `done` steps."""
+        self.trainer.checkpointer.saves.needed = self.protected
+        for step in self._missing(done):
+            self._wanted.add(step)
+            self._waiting.append(step)
+        self._poll()
+
+    def after_step(self, step: Step) -> None:
+        """What is to be exported is to be saved."""
+        step.save = step.save or self.due(step.done)
+
+    def on_checkpoint(self, done: int) -> None:
+        """Keep it until it is exported, if that is due."""
+        if self._is_first_rank and self.due(done):
+            self._wanted.add(done)
+
+    def saved(self, reports: Sequence[SaveReport]) -> None:
+        """Export what is due of it; waits for nothing."""
+        for report in reports:
+            if report.step not in self._wanted:
+                continue
+            if report.error is not None:
+                self._wanted.discard(report.step)
+                continue
+            for step in self._waiting:
+                self._failed(step, "left out, because exports take longer than checkpoint.export_interval gives them")
+            self._waiting = [report.step]
+        self._poll()
+
+    def finish(self, done: int, stop: Callable[[], bool]) -> bool:
+        """Wait for all exports of a finished run; of one that has stopped, end what is being written. A collective of
+        training's own group, by which ranks wait for the first one."""
+        if not (self._settings.export_interval or self._settings.export_at_end):
+            return True
+        trainer, pause, said = self.trainer, 0.02, False
+        trainer.progress.at(done, "export")
+        while True:
+            self._poll()
+            left = [*([self._running[0]] if self._running else []), *self._waiting]
+            flags = [float(bool(left)), float(done < trainer.config.train.steps or stop())]
+            agreed = torch.tensor(flags, device=trainer.mesh.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+            working, stopping = agreed.tolist()
+            if not working:
+                self._prune()
+                return True
+            if stopping:
+                self.close()
+                return False
+            if left and not said:
+                steps = ", ".join(map(str, left))
+                trainer.log.console.text(f"waiting for exports of steps: {steps}; a request to stop ends that")
+                said = True
+            trainer.progress.alive()
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
+    def close(self) -> None:
+        """End what is being written, for the next start to make."""
+        broken_off, self._waiting = self._waiting, []
+        if self._running is not None:
+            step, process = self._running
+            self._running = None
+            process.kill()
+            folder = self._folder(step)
+            shutil.rmtree(folder.with_name(f"{folder.name}.tmp"), ignore_errors=True)
+            broken_off = [step, *broken_off]
+        for step in broken_off:
+            self._failed(step, "broken off by the end of this start; the next one makes it")
+
+    def due(self, step: int) -> bool:
+        """Whether the checkpoint of `step` steps is to be exported; the same on all ranks."""
+        interval, steps = self._settings.export_interval, self.trainer.config.train.steps
+        if step == 0 or (self._last is not None and step > self._last):
+            return False
+        return (self._settings.export_at_end and step == steps) or (interval > 0 and step % interval == 0)
+
+    def protected(self) -> set[str]:
+        """The names of checkpoints that are still to be exported. Any thread may ask."""
+        return {files.folder_name(step) for step in self._wanted.copy()}
+
+    @property
+    def _settings(self) -> CheckpointConfig:
+        return self.trainer.config.checkpoint
+
+    @property
+    def _is_first_rank(self) -> bool:
+        return self.trainer.mesh.rank == 0
+
+    @property
+    def _checkpoints(self) -> Path:
+        return Path(self.trainer.config.run.dir).absolute() / "checkpoints"
+
+    def _folder(self, step: int) -> Path:
+        return self._checkpoints.with_name(FOLDER) / files.folder_name(step)
+
+    def _missing(self, start: int) -> list[int]:
+        """Steps whose checkpoint is there and has no export made of it. A folder without a record of what it was made
+        of is somebody's own, and counts."""
+        steps = map(files.step_of, files.list_checkpoints(self._checkpoints)) if self._is_first_rank else ()
+        found = []
+        for step in sorted(step for step in steps if step <= start and self.due(step)):
+            record, made = self._record(step), self._folder(step)
+            with contextlib.suppress(OSError, ValueError):
+                if made.is_dir() and not (made / RECORD).exists():
+                    continue
+                if record is None or json.loads((made / RECORD).read_bytes()) == record:
+                    continue
+            found.append(step)
+        return found
+
+    def _record(self, step: int) -> dict[str, Any] | None:
+        """What an export says of itself; None if there is no checkpoint to make it of."""
+        try:
+            manifest = (self._checkpoints / files.folder_name(step) / files.MANIFEST).read_bytes()
+        except OSError:
+            return None
+        digest = hashlib.sha256(manifest).hexdigest()
+        return {"step": step, "manifest_sha256": digest, "format": self._settings.export_format}
+
+    def _poll(self) -> None:
+        """Take note of an export that has ended, and start one that waits."""
+        if self._running is not None and self._running[1].ended:
+            (step, process), self._running = self._running, None
+            error = process.close()
+            try:
+                if error is None:
+                    files.write_file(self._folder(step) / RECORD, json.dumps(self._record(step), indent=1) + "\n")
+            except OSError as failure:
+                error = str(failure)
+            if error is not None:
+                self._failed(step, error)
+            else:
+                self._wanted.discard(step)
+                self.trainer.log.exported(step, self._folder(step), self._settings.export_format, process.seconds)
+        while self._running is None and self._waiting:
+            step = self._waiting.pop(0)
+            try:
+                _move_aside(self._folder(step))
+                self._running = step, _Process(self._arguments(step))
+            except OSError as error:
+                self._failed(step, str(error))
+
+    def _failed(self, step: int, error: str) -> None:
+        self._wanted.discard(step)
+        # In the folder of an installed package, its command is what a shell has.
+        is_installed = (SCRIPT.parents[2] / "command.py").is_file()
+        command = ["megatron-fp4", "convert"] if is_installed else ["python", str(SCRIPT)]
+        self.trainer.log.export_failed(step, error, shlex.join([*command, *self._arguments(step)]))
+
+    def _arguments(self, step: int) -> list[str]:
+        checkpoint = self._checkpoints / files.folder_name(step)
+        return ["export-hf", str(checkpoint), str(self._folder(step)), *OPTIONS[self._settings.export_format]]
+
+    def _prune(self) -> None:
+        """Remove the checkpoints that were kept for their exports alone; no save is on its way."""
+        self._wanted.clear()
+        if self._is_first_rank:
+            try:
+                newest = self._checkpoints / (files.read_pointer(self._checkpoints) or "")
+                files.prune(self._checkpoints, self._settings.keep, just_made=newest)
+            except OSError as error:
+                logger.warning("old checkpoints under %s could not be removed: %s", self._checkpoints, error)
+
+
+class _Process:
+    """scripts/convert.py with the lowest priority, without a GPU and without what a launcher tells ranks, in the run's
+    own working directory, where the paths of its configuration are true. Raises OSError if it cannot be started."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        environment = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
+        paths = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        self._began = time.monotonic()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(SCRIPT), *arguments, "--beside", str(os.getpid())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a signal from the terminal is for the run to obey
+            )
+        except OSError:
+            self._output.close()
+            raise
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._began
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has come to its end."""
+        return self._process.poll() is not None
+
+    def close(self) -> str | None:
+        """After its end: why there is no export, by its last line; None if there is one."""
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - 4096))
+        lines = [line.strip() for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
+        self._output.close()
+        if (code := self._process.returncode) == 0:
+            return None
+        return lines[-1] if lines else f"it ended with code {code} and said nothing"
+
+    def kill(self) -> None:
+        """End it, and what it has started."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PATIENCE)
+                break
+        self._output.close()
+
+
+def _move_aside(folder: Path) -> None:
+    """Give another export of that step a number."""
+    number = 0
+    while os.path.lexists(folder if number == 0 else folder.with_name(f"{folder.name}.{number}")):
+        number += 1
+    if number:
+        os.rename(folder, folder.with_name(f"{folder.name}.{number}"))

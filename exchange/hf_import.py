@@ -1,0 +1,167 @@
+"""A Hugging Face folder as a checkpoint that a run can begin from (weights_only.py)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import load_tokenizer
+from exchange.architectures import Section, Sections, from_hf, ours_of, sections_of, shape_of
+from exchange.hf_export import CARD, CONFIG, GENERATION, HUGGING_FACE, INDEX, SINGLE, SPECIAL_IDS
+from exchange.tokenizer import TOKENIZER_FILES
+from exchange.weights_only import NewTensor, write_weights_only
+from megatron_fp4.config.compose import compose_config
+from models.pattern import check_model
+
+_KEPT = (CONFIG, GENERATION, CARD, INDEX, *TOKENIZER_FILES, "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_TYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+
+
+class Shards:
+    """The tensors of a folder by name. files: file -> the tensors in it.
+
+    Raises ValueError, naming folder and file, for files that are missing, damaged or do not hold what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        weight_map: dict[str, str] = {}
+        files = [SINGLE]
+        if (folder / INDEX).is_file():
+            try:
+                weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+                files = list(dict.fromkeys(weight_map.values()))
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ValueError(f"{folder / INDEX} is not readable ({error}); fetch the folder again") from error
+        elif not (folder / SINGLE).is_file():
+            raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a model in safetensors")
+        self.files: dict[str, list[str]] = {}
+        for name in files:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise ValueError(f"{folder / INDEX} names {name!r}, which is not a file beside it")
+            with self._opened(name) as file:
+                self.files[name] = list(file.keys())
+        self._file_of = {tensor: name for name, tensors in self.files.items() for tensor in tensors}
+        for tensor, name in weight_map.items():
+            if self._file_of.get(tensor) != name:
+                raise ValueError(f"{folder / name} does not hold {tensor}, which {INDEX} says it does; fetch it again")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._file_of)
+
+    def stored(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Type and shape, without reading the values."""
+        with self._opened(self._file_of[name]) as file:
+            part = file.get_slice(name)
+            if (kind := part.get_dtype()) not in _TYPES:
+                raise ValueError(f"{self.folder}: {name} is of type {kind}; {', '.join(_TYPES)} are known")
+            return _TYPES[kind], tuple(part.get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """The values, as they are stored."""
+        with self._opened(self._file_of[name]) as file:
+            return file.get_tensor(name)
+
+    def _opened(self, name: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / name
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing, which {INDEX} names; fetch the folder again") from None
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not readable ({error}); fetch the folder again") from error
+
+
+def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | None = None) -> dict[str, Any]:
+    """Write `checkpoint`, which must not exist, from the model in `folder`; returns its `model` settings.
+
+    name: what `model.name` becomes; None: the folder's. Weights become FP32 masters, exactly.
+    Raises ValueError, one line that names file, key or tensor, for what is not such a folder or not one of our models.
+    """
+    content = read_config(folder)
+    try:
+        settings = {"name": name or folder.resolve().name, **from_hf(content)}
+        config = compose_config([], config_dir)
+        config = replace(config, model=replace(config.model, **settings))
+        check_model(config.model)
+    except ValueError as error:  # ConfigError is one, pydantic's another, of several lines
+        raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG} does not describe a model ({error!r}); fetch the folder again") from error
+    if content.get("quantization_config"):
+        raise ValueError(f"{folder / CONFIG} has a quantization_config; import the folder of the weights in 16 bits")
+    tensors, sections, vocab_size = Shards(folder), sections_of(config.model), config.model.vocab_size
+    dtypes = _check(folder, tensors, sections)
+    has_tokenizer = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
+    tokenizer = load_tokenizer(folder) if has_tokenizer else None
+    if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} ids and the model only {vocab_size}; fetch the folder "
+            "again, or take its tokenizer away"
+        )
+    kept = {name: (folder / name).read_bytes() for name in _KEPT if (folder / name).is_file()}
+    length = content.get("max_position_embeddings")
+    write_weights_only(
+        checkpoint,
+        config,
+        (NewTensor(ours, tuple(shape_of(p)), partial(_load, tensors, p)) for ours, p in sections.items()),
+        imported={
+            "format": HUGGING_FACE,
+            "from": folder.resolve().name,
+            "model_type": content["model_type"],
+            "sequence_length": length if type(length) is int and length > 0 else None,
+            "special_ids": {key: content[key] for key in SPECIAL_IDS if key in content},
+            "dtypes": {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
+            "shards": tensors.files,
+            "files": sorted(kept),
+        },
+        tokenizer=None if tokenizer is None else tokenizer.fingerprint(),
+        extra_files=kept,
+    )
+    return settings
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder. Raises ValueError if it is not there or not readable."""
+    path = folder / CONFIG
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is missing; give the folder of a Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable ({error}); fetch the folder again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object; fetch the folder again")
+    return content
+
+
+def _check(folder: Path, tensors: Shards, sections: Sections) -> dict[str, torch.dtype]:
+    """The type of each tensor, once all that the model needs are there, of the right shapes, and no others."""
+    dtypes, names = {}, set(tensors.names)
+    for part in (part for parts in sections.values() for part in parts):
+        if part.name not in names:
+            raise ValueError(f"{folder} has no tensor {part.name}, which its {CONFIG} asks for")
+        dtype, shape = tensors.stored(part.name)
+        if shape != part.shape:
+            raise ValueError(f"{folder}: {part.name} is {list(shape)}, {list(part.shape)} by its {CONFIG}")
+        if dtype not in _FLOATS.values():
+            raise ValueError(f"{folder}: {part.name} is {dtype}; weights in 16 or 32 bits can be imported")
+        dtypes[part.name] = dtype
+    if unknown := sorted(names - dtypes.keys()):
+        raise ValueError(f"{folder} has a tensor {unknown[0]}, which a model of its {CONFIG} does not have")
+    return dtypes
+
+
+def _load(tensors: Shards, parts: list[Section]) -> Tensor:
+    return ours_of(parts, {part.name: tensors.tensor(part.name) for part in parts})

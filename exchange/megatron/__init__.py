@@ -1,1 +1,0 @@
-"""Megatron-core's distributed checkpoints (`torch_dist`) of the same models, both ways."""

@@ -1,0 +1,283 @@
+"""Our models as Megatron-core has them: the tensors of its distributed checkpoints, and Megatron-LM's arguments.
+
+A model of the pattern `*-*-...` is Megatron's GPTModel, each `*-` one of its layers; any other is its MambaModel, each
+letter one of its layers. Names are those of `sharded_state_dict` of megatron-core 0.16, which are the same with
+Transformer Engine's layers and with its own (where the norm before a projection is a module, its key is mapped):
+
+    embedding.word_embeddings.weight, output_layer.weight
+    decoder.layers.    of GPT: all layers of a kind as one tensor with the layer as first axis (or, with
+                       non_homogeneous_layers, as below)
+    decoder.layers.i.  of Mamba, i counts letters:
+        mixer.in_proj.layer_norm_weight, mixer.in_proj.weight.{z,x,B,C,dt}, mixer.conv1d.{weight,bias}.{x,B,C},
+        mixer.{A_log,D,dt_bias}, mixer.norm.weight, mixer.out_proj.weight
+        self_attention.linear_qkv.{layer_norm_weight,weight}, self_attention.linear_proj.weight
+        mlp.linear_fc1.{layer_norm_weight,weight}, mlp.linear_fc2.weight
+    decoder.final_layernorm.weight (GPT), decoder.final_norm.weight (Mamba)
+
+The rows of linear_qkv are, for each KV head, its query heads, its key, its value: our own order. The sections of
+in_proj and of the convolution are tensors of their own, because each rank has a part of each.
+
+Arguments are named as in Megatron-LM's namespace (core_v0.16.1, megatron/training/arguments.py), which a checkpoint
+keeps in `common.pt` and `--use-checkpoint-args` takes from there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from exchange.architectures import Section, in_sections, shape_of
+from megatron_fp4.config.schema import ModelConfig
+from models.mamba2 import mamba_conv_order, mamba_in_proj_order
+
+Layers = Literal["stacked", "numbered"]
+"""Whether a GPTModel's layers are one tensor or several. A MambaModel's are numbered."""
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+FINAL_NORMS = {"gpt": "decoder.final_layernorm.weight", "mamba": "decoder.final_norm.weight"}
+SCRIPTS = {"gpt": "pretrain_gpt.py", "mamba": "pretrain_mamba.py"}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One of our parameters. sections: Megatron's tensors of it, without the axis of the layers. layer: its place on
+    that axis, and how many there are; None if there is no such axis."""
+
+    name: str
+    sections: list[Section]
+    layer: tuple[int, int] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Ours."""
+        return tuple(shape_of(self.sections))
+
+    def stored_shape(self, section: Section) -> tuple[int, ...]:
+        """Of the whole tensor in the checkpoint."""
+        return section.shape if self.layer is None else (self.layer[1], *section.shape)
+
+
+def model_class(config: ModelConfig) -> Literal["gpt", "mamba"]:
+    """Which of Megatron's models computes what `config` computes."""
+    return "gpt" if re.fullmatch(r"(\*-)+", config.pattern) else "mamba"
+
+
+def parameters(config: ModelConfig, layers: Layers = "stacked") -> Iterator[Parameter]:
+    """All parameters of the model, in its order."""
+    vocabulary = (config.vocab_size, config.hidden_dim)
+    yield Parameter("embedding.weight", [Section(EMBEDDING, vocabulary)])
+    for block, (prefix, layer) in enumerate(_places(config, layers)):
+        for name, sections in _BLOCKS[config.pattern[block]](config, prefix).items():
+            yield Parameter(f"blocks.{block}.{name}", sections, layer)
+    yield Parameter("final_norm.weight", [Section(FINAL_NORMS[model_class(config)], (config.hidden_dim,))])
+    yield Parameter("head.weight", [Section(HEAD, vocabulary)])
+
+
+def extra_states(config: ModelConfig, layers: Layers = "stacked") -> list[str]:
+    """The keys of the modules' extra states, which Megatron asks for by default and which are empty without FP8's
+    delayed scaling."""
+    modules = {
+        "M": ("mixer.in_proj", "mixer.out_proj"),
+        "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+        "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    }
+    keys = []
+    for block, (prefix, layer) in enumerate(_places(config, layers)):
+        number, count = layer or (0, 1)
+        keys += [f"{prefix}{m}._extra_state/shard_{number}_{count}" for m in modules[config.pattern[block]]]
+    final = FINAL_NORMS[model_class(config)].removesuffix("weight")
+    return [*keys, f"{final}_extra_state/shard_0_1", "output_layer._extra_state/shard_0_1"]
+
+
+def _places(config: ModelConfig, layers: Layers) -> Iterator[tuple[str, tuple[int, int] | None]]:
+    """Of each block: the prefix of its keys, and its place on the axis of stacked layers."""
+    for block in range(len(config.pattern)):
+        if model_class(config) == "mamba":
+            yield f"decoder.layers.{block}.", None
+        elif layers == "numbered":
+            yield f"decoder.layers.{block // 2}.", None
+        else:
+            yield "decoder.layers.", (block // 2, len(config.pattern) // 2)
+
+
+def _mamba(config: ModelConfig, theirs: str) -> dict[str, list[Section]]:
+    hidden, inner, heads = config.hidden_dim, config.mamba_inner_dim, config.mamba_num_heads
+    state, width = config.mamba_num_groups * config.mamba_state_dim, config.mamba_conv_width
+    theirs = f"{theirs}mixer."
+    names = [f"{theirs}in_proj.weight.{section}" for section in ("z", "x", "B", "C", "dt")]
+    in_proj = in_sections(names, (inner, inner, state, state, heads), mamba_in_proj_order(config), hidden)
+    channels = (inner, state, state)
+    rows = mamba_conv_order(config).argsort().split(channels)
+
+    def conv(kind: str, *columns: int) -> list[Section]:
+        parts = zip(("x", "B", "C"), channels, rows, strict=True)
+        return [Section(f"{theirs}conv1d.{kind}.{part}", (size, *columns), at) for part, size, at in parts]
+
+    return {
+        "norm.weight": [Section(f"{theirs}in_proj.layer_norm_weight", (hidden,))],
+        "mixer.in_proj.weight": in_proj,
+        "mixer.conv.weight": conv("weight", 1, width),
+        "mixer.conv.bias": conv("bias"),
+        **{f"mixer.ssm.{n}": [Section(f"{theirs}{n}", (heads,), fp32=True)] for n in ("A_log", "D", "dt_bias")},
+        "mixer.norm.weight": [Section(f"{theirs}norm.weight", (inner,))],
+        "mixer.out_proj.weight": [Section(f"{theirs}out_proj.weight", (hidden, inner))],
+    }
+
+
+def _attention(config: ModelConfig, theirs: str) -> dict[str, list[Section]]:
+    hidden, query = config.hidden_dim, config.num_query_heads * config.head_dim
+    packed = query + 2 * config.num_kv_heads * config.head_dim
+    theirs = f"{theirs}self_attention."
+    return {
+        "norm.weight": [Section(f"{theirs}linear_qkv.layer_norm_weight", (hidden,))],
+        "mixer.qkv_proj.weight": [Section(f"{theirs}linear_qkv.weight", (packed, hidden))],
+        "mixer.out_proj.weight": [Section(f"{theirs}linear_proj.weight", (hidden, query))],
+    }
+
+
+def _mlp(config: ModelConfig, theirs: str) -> dict[str, list[Section]]:
+    hidden, ffn = config.hidden_dim, config.ffn_dim
+    theirs = f"{theirs}mlp."
+    return {
+        "norm.weight": [Section(f"{theirs}linear_fc1.layer_norm_weight", (hidden,))],
+        "mixer.up_proj.weight": [Section(f"{theirs}linear_fc1.weight", (ffn, hidden))],
+        "mixer.down_proj.weight": [Section(f"{theirs}linear_fc2.weight", (hidden, ffn))],
+    }
+
+
+_BLOCKS = {"M": _mamba, "*": _attention, "-": _mlp}
+
+# What MambaMixer has fixed: setting -> value.
+_FIXED = {"norm_eps": 1e-5, "mamba_conv_width": 4}
+
+
+def check_fits(config: ModelConfig) -> None:
+    """Raise ValueError, naming key and value, for what Megatron's model of this kind cannot be told."""
+    for key, value in _FIXED.items() if "M" in config.pattern else ():
+        if getattr(config, key) != value:
+            raise ValueError(
+                f"model.{key}={getattr(config, key)}: Megatron's Mamba-2 mixer has {value}, which no argument changes"
+            )
+    if config.rope and config.rope_base != int(config.rope_base):
+        raise ValueError(f"model.rope_base={config.rope_base}: Megatron's --rotary-base is a whole number")
+
+
+def arguments_of(config: ModelConfig, sequence_length: int, bf16: bool) -> dict[str, Any]:
+    """What makes Megatron-LM build this model. bf16: in which type it trains it."""
+    kind = model_class(config)
+    arguments: dict[str, Any] = {
+        "num_layers": len(config.pattern) // (2 if kind == "gpt" else 1),
+        "hidden_size": config.hidden_dim,
+        "ffn_hidden_size": config.ffn_dim,
+        "num_attention_heads": config.num_query_heads,
+        "group_query_attention": True,
+        "num_query_groups": config.num_kv_heads,
+        "kv_channels": config.head_dim,
+        "squared_relu": True,
+        "swiglu": False,
+        "disable_bias_linear": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.norm_eps,
+        "layernorm_epsilon": config.norm_eps,
+        "apply_layernorm_1p": False,
+        "untie_embeddings_and_output_weights": True,
+        "position_embedding_type": "rope" if config.rope else "none",
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "padded_vocab_size": config.vocab_size,
+        # Then Megatron pads it no further, as long as the tensor-parallel size divides what is left.
+        "make_vocab_size_divisible_by": min(config.vocab_size & -config.vocab_size, 128),
+        "seq_length": sequence_length,
+        "max_position_embeddings": sequence_length,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "init_method_std": config.init_std,
+        "bf16": bf16,
+        "ckpt_format": "torch_dist",
+    }
+    if config.rope:
+        arguments["rotary_base"] = int(config.rope_base)
+    if kind == "mamba":
+        arguments |= {
+            "hybrid_override_pattern": config.pattern,
+            "is_hybrid_model": True,
+            "mamba_num_heads": config.mamba_num_heads,
+            "mamba_head_dim": config.mamba_head_dim,
+            "mamba_num_groups": config.mamba_num_groups,
+            "mamba_state_dim": config.mamba_state_dim,
+            "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+        }
+    return arguments
+
+
+def as_shell(arguments: Mapping[str, Any]) -> str:
+    """Megatron-LM's flags as a bash array `MEGATRON_ARGS`: a pattern has stars, which a shell must not look up."""
+    lines = []
+    for name, value in arguments.items():
+        if value is False or value is None or name == "layernorm_epsilon":  # which has no flag
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        lines.append(f"  {shlex.join(['--' + name.replace('_', '-'), *map(str, values)])}\n")
+    return f"MEGATRON_ARGS=(\n{''.join(lines)})\n"
+
+
+# Argument -> the values with which a model here computes the same.
+_WANTED: dict[str, tuple[Any, ...]] = {
+    "squared_relu": (True,),
+    "swiglu": (False,),
+    "quick_geglu": (False,),
+    "normalization": ("RMSNorm",),
+    "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "position_embedding_type": ("none", "rope"),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None,),
+    "use_rope_scaling": (False,),
+    "no_rope_freq": (None,),
+    "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "multi_latent_attention": (False,),
+    "window_size": (None,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (None,),
+    "num_experts": (None,),
+    "mtp_num_layers": (None, 0),
+    "untie_embeddings_and_output_weights": (True,),
+}
+
+
+def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a ModelConfig that Megatron's arguments tell and shapes do not; those that it does not name are
+    missing. Raises ValueError, naming argument and value, if its model computes what none here does."""
+    for name, wanted in _WANTED.items():
+        if name in arguments and arguments[name] not in wanted:
+            able = " or ".join(map(str, wanted))
+            raise ValueError(f"Megatron's {name}={arguments[name]}; models here have {able}, and nothing else")
+
+    def number(name: str, kind: type) -> Any:
+        value = arguments.get(name)
+        if value is not None and (type(value) not in (int, kind) or not value > 0):
+            raise ValueError(f"Megatron's {name}={value!r} is no number above 0; the checkpoint is damaged")
+        return value
+
+    heads, hidden = number("num_attention_heads", int), number("hidden_size", int)
+    found: dict[str, Any] = {
+        "num_query_heads": heads,
+        "num_kv_heads": heads if arguments.get("group_query_attention") is False else number("num_query_groups", int),
+        "head_dim": number("kv_channels", int) or (hidden // heads if heads and hidden else None),
+        "mamba_num_groups": number("mamba_num_groups", int),
+        "norm_eps": number("norm_epsilon", float) or number("layernorm_epsilon", float),
+        "init_std": number("init_method_std", float),
+    }
+    if "position_embedding_type" in arguments:
+        found["rope"] = arguments["position_embedding_type"] == "rope"
+        base = number("rotary_base", float)
+        found["rope_base"] = None if base is None else float(base)
+    return {name: value for name, value in found.items() if value is not None}

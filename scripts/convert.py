@@ -1,0 +1,352 @@
+"""Checkpoints out of and into the formats of others.
+
+    python scripts/convert.py export-hf runs/8b exported/8b                   the newest checkpoint of a run, in BF16
+    python scripts/convert.py export-hf runs/8b/checkpoints/step_00002000 exported/8b --format nvfp4
+    python scripts/convert.py check exported/8b runs/8b                       bit for bit what the checkpoint trained
+    python scripts/convert.py import-hf exported/8b checkpoints/8b            to begin a run from
+    python scripts/convert.py export-megatron runs/8b exported/megatron_8b    what Megatron-LM loads
+    python scripts/convert.py import-megatron /data/megatron/8b checkpoints/8b
+
+`COMMAND --help` says what each does. What is written appears when it is whole.
+Exit code: 0 done, 2 refused, with one line on stderr; of `check` 4 if something differs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__" and "--beside" in sys.argv[1:-1]:
+    # Before torch is imported, which takes seconds. A run starts this beside it (exchange/exports.py): at the lowest
+    # priority, and ended by the kernel when the run ends, which may be killed without a chance to do it.
+    import ctypes
+    import signal
+
+    at = sys.argv.index("--beside")
+    parent = sys.argv[at + 1]
+    del sys.argv[at : at + 2]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG of linux/prctl.h
+    if str(os.getppid()) != parent:  # it was gone before the line above
+        os._exit(1)
+    os.nice(19)
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from exchange.architectures import sections_of
+from exchange.calibration import calibrated_inputs
+from exchange.check import Folder, FolderCheck
+from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.hf_export import SHARD_BYTES, NVFP4Encoder, PlainEncoder, export_again, export_hf, is_hf_import
+from exchange.hf_import import import_hf
+from exchange.megatron import export_megatron, import_megatron, start_command
+from exchange.nvfp4 import LAYOUTS, PLANS, trained_plan
+from exchange.tokenizer import tokenizer_of
+from exchange.weights_only import check_output
+from megatron_fp4.checkpoint.files import DamagedCheckpointError
+from megatron_fp4.config.compose import config_from_saved
+from megatron_fp4.runtime.closed_pipe import end_without_reader
+from megatron_fp4.training.build import plans_of
+from models import provider as models
+from pretrain import CONFIGS
+
+FORMATS = {
+    "nvfp4": LAYOUTS["modelopt"],
+    "nvfp4-modelopt": LAYOUTS["modelopt"],
+    "nvfp4-compressed-tensors": LAYOUTS["compressed-tensors"],
+}
+_SAMPLES = 64
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = parse(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, OSError, DamagedCheckpointError) as error:
+        print(f"convert.py {options.command}: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(run: Callable[[Any], int], name: str) -> argparse.ArgumentParser:
+        text = run.__doc__ or ""
+        added = commands.add_parser(
+            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        added.set_defaults(run=run)
+        return added
+
+    for name, run in (("export-hf", export_hf_command), ("export-megatron", export_megatron_command)):
+        part = command(run, name)
+        part.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
+        part.add_argument("output", type=Path, help="the folder to write, which must not exist")
+        _add_tokenizer(part)
+        if name == "export-megatron":
+            dtypes = "of the weights (default bfloat16); A_log, D and dt_bias are always float32"
+            part.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help=dtypes)
+            layers = "of a GPTModel: one tensor for all of them (default), or one each, as with non_homogeneous_layers"
+            part.add_argument("--layers", choices=("stacked", "numbered"), default="stacked", help=layers)
+            continue
+        formats = "hf: weights in --dtype (the default). nvfp4: in the layout of ModelOpt, or of compressed-tensors"
+        part.add_argument("--format", choices=("hf", *FORMATS), default="hf", help=formats)
+        part.add_argument(
+            "--dtype", choices=("bfloat16", "float32", "float16"), help="of the weights (default bfloat16)"
+        )
+        size = f"size of a safetensors file at most (default {SHARD_BYTES / 2**30:g})"
+        part.add_argument("--shard-gib", type=_size, help=size)
+        group = part.add_argument_group("NVFP4, the weights of linears that were trained in it")
+        group.add_argument("--plan", choices=PLANS, help="before: after a precision switch, by the plan before it")
+        activations = "calibrated: with a measured scale for each input (default bf16)"
+        group.add_argument("--activations", choices=("bf16", "calibrated"), help=activations)
+        samples = f"held-out sequences to measure with (default {_SAMPLES})"
+        group.add_argument("--calibrate-samples", type=int, help=samples)
+        where = "where the run's data is now, to measure with"
+        group.add_argument("--data-override", action="append", metavar="KEY=VALUE", help=where)
+
+    for name, run in (("import-hf", import_hf_command), ("import-megatron", import_megatron_command)):
+        part = command(run, name)
+        part.add_argument("folder", type=Path, help="folder of the model")
+        part.add_argument("checkpoint", type=Path, help="the checkpoint to write, which must not exist")
+        part.add_argument("--name", help="model.name of it (default: the folder's name)")
+        if name == "import-megatron":
+            what = "model.key=value: what neither shapes nor arguments tell"
+            part.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=what)
+            kept = "the model's tokenizer, a folder or a file, to be kept (default: the one of an export of ours)"
+            part.add_argument("--tokenizer", type=Path, metavar="PATH", help=kept)
+
+    part = command(check_command, "check")
+    part.add_argument("folder", type=Path, help="the exported folder")
+    part.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
+    part.add_argument("--plan", choices=PLANS, default="now", help="as it was exported (export-hf --plan)")
+    _add_tokenizer(part)
+    return parser.parse_args(arguments)
+
+
+def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--tokenizer", help="where the run's tokenizer is now, if not where its configuration says")
+    group.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer out")
+
+
+def _size(text: str) -> float:
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: give a size above 0")
+    return size
+
+
+def export_hf_command(options: argparse.Namespace) -> int:
+    """Write a Hugging Face folder: `AutoModelForCausalLM.from_pretrained` and serving engines load it.
+
+    Hybrids become `nemotron_h`, Transformers with RoPE `arcee`. The checkpoint may be of any mesh; one process reads it
+    tensor by tensor, after every file has been compared with its SHA-256. An imported checkpoint without --dtype
+    becomes again the folder that it was, byte for byte.
+    """
+    _check_export_options(options)
+    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
+    check_output(options.output, checkpoint.folder)
+    if is_hf_import(checkpoint) and options.format == "hf" and options.dtype is None:
+        changes = {"tokenizer": options.tokenizer, "no-tokenizer": options.no_tokenizer, "shard-gib": options.shard_gib}
+        if given := [name for name, value in changes.items() if value]:
+            raise ValueError(
+                f"--{given[0]}: without --dtype an import becomes the folder that it was, byte for byte; add --dtype, "
+                "or leave it out"
+            )
+        checkpoint.verify()
+        export_again(checkpoint, options.output, progress=Progress())
+    else:
+        tokenizer = _tokenizer(options, checkpoint)
+        encoder = PlainEncoder(getattr(torch, options.dtype or "bfloat16"))
+        if options.format != "hf":
+            encoder = _nvfp4_encoder(options, checkpoint)
+        shard_bytes = SHARD_BYTES if options.shard_gib is None else int(options.shard_gib * 2**30)
+        export_hf(
+            checkpoint,
+            options.output,
+            encoder=encoder,
+            tokenizer=tokenizer,
+            shard_bytes=shard_bytes,
+            progress=Progress(),
+        )
+    _say_written(options.output, checkpoint, began)
+    return 0
+
+
+def _check_export_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for an option that would do nothing."""
+    of_calibration = {"--calibrate-samples": options.calibrate_samples, "--data-override": options.data_override}
+    of_nvfp4 = {"--plan": options.plan, "--activations": options.activations, **of_calibration}
+    used = [name for name, value in of_nvfp4.items() if value is not None]
+    if options.format == "hf" and used:
+        raise ValueError(f"{used[0]} is for NVFP4; add --format nvfp4, or leave it out")
+    if options.format != "hf" and options.dtype is not None:
+        raise ValueError(f"--dtype {options.dtype}: with --format {options.format} all else is bfloat16; leave it out")
+    if options.activations != "calibrated" and (measured := [name for name in used if name in of_calibration]):
+        raise ValueError(f"{measured[0]} is for --activations calibrated; add that, or leave it out")
+    for override in options.data_override or ():
+        if not override.lstrip("+~").startswith("data."):
+            raise ValueError(f"--data-override {override} is not of the data; give data.KEY=VALUE")
+
+
+def _nvfp4_encoder(options: argparse.Namespace, checkpoint: Checkpoint) -> NVFP4Encoder:
+    """Measures the activations if it is to. Raises ValueError."""
+    trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan or PLANS[0])
+    amax = None
+    if options.activations == "calibrated":
+        samples = _SAMPLES if options.calibrate_samples is None else options.calibrate_samples
+        config = config_from_saved(checkpoint.trainer["config"], options.data_override or [], CONFIGS)
+        measured = calibrated_inputs(checkpoint, trained, config, samples)
+        amax = measured.input_amax
+        print(
+            f"calibrated on {measured.sequences} held-out sequences, {measured.tokens:,} tokens (loss "
+            f"{measured.loss:.4f}): inputs reach {min(amax.values()):.3g} to {max(amax.values()):.3g}"
+        )
+    others = list(trained.others().values())
+    for form in sorted(set(others)):
+        print(f"linears trained in {form}, which this format does not have: {others.count(form)}, written in bfloat16")
+    return NVFP4Encoder(FORMATS[options.format], trained, sections_of(checkpoint.config.model), amax)
+
+
+def export_megatron_command(options: argparse.Namespace) -> int:
+    """Write what Megatron-LM loads: Megatron-core's distributed checkpoint (`torch_dist`).
+
+    A model of the pattern `*-*-...` becomes a GPTModel, any other a MambaModel. The checkpoint may be of any mesh, and
+    Megatron loads the result on any mesh. OUTPUT gets the weights without optimizer state, the model as Megatron-LM's
+    flags (megatron_args.sh), the run's tokenizer and a README.md.
+    """
+    checkpoint, began = open_checkpoint(options.checkpoint, CONFIGS), time.monotonic()
+    check_output(options.output, checkpoint.folder)
+    tokenizer = _tokenizer(options, checkpoint)
+    checkpoint.verify()
+    dtype = getattr(torch, options.dtype)
+    export_megatron(
+        checkpoint, options.output, dtype=dtype, layers=options.layers, tokenizer=tokenizer, progress=Progress()
+    )
+    _say_written(options.output, checkpoint, began)
+    if dtype != torch.float32:
+        print("the FP32 masters were rounded to bfloat16; --dtype float32 keeps them")
+    print(start_command(checkpoint, options.output, tokenizer is not None))
+    return 0
+
+
+def import_hf_command(options: argparse.Namespace) -> int:
+    """Make a checkpoint of a Hugging Face folder, from which a run begins.
+
+        torchrun ... pretrain.py ... checkpoint.initialize_from=checkpoints/8b data.tokenizer=checkpoints/8b
+
+    `nemotron_h` (with `-`, `M` and `*` blocks) and `arcee` folders in safetensors. Weights become FP32 masters,
+    exactly; the tokenizer and the other small files are kept in the checkpoint. The model's settings are printed, and
+    written as CHECKPOINT.yaml, to be a file of configs/model.
+    """
+    return _import(options, lambda: import_hf(options.folder, options.checkpoint, CONFIGS, name=options.name))
+
+
+def import_megatron_command(options: argparse.Namespace) -> int:
+    """Make a checkpoint, from which a run begins, of what Megatron-LM saved with `--ckpt-format torch_dist`.
+
+    The folder is what `--save` named, or an iter_* folder in it, of any mesh: a GPTModel or a MambaModel with squared
+    ReLU, RMSNorm, no biases, and an embedding and a head of their own. Its optimizer state is left out. The model is
+    what shapes and the arguments in common.pt say; `--set model.key=value` adds what they do not, and
+    `--set model.vocab_size=N` cuts the rows that Megatron padded with. Weights become FP32 masters, exactly. The
+    model's settings are printed, and written as CHECKPOINT.yaml, to be a file of configs/model.
+    """
+    return _import(
+        options,
+        lambda: import_megatron(
+            options.folder,
+            options.checkpoint,
+            CONFIGS,
+            name=options.name,
+            overrides=options.set,
+            tokenizer=options.tokenizer,
+        ),
+    )
+
+
+def _import(options: argparse.Namespace, make: Callable[[], dict[str, Any]]) -> int:
+    described = options.checkpoint.with_name(f"{options.checkpoint.name}.yaml")
+    if described.exists():
+        raise ValueError(f"{described} exists already; name another checkpoint, or remove it")
+    settings = make()
+    text = yaml.safe_dump(settings, sort_keys=False)
+    described.write_text(text)
+    print(f"{options.checkpoint}: {settings['name']}; its settings are in {described}:\n{text}", end="")
+    return 0
+
+
+def check_command(options: argparse.Namespace) -> int:
+    """Compare an exported folder with the checkpoint that it was made from, bit for bit.
+
+    Of a folder in plain types: every tensor, and the fields of config.json. Of one in NVFP4: also that codes and scales
+    decode to what the GEMMs of training multiplied with, that exactly the linears without codes are excluded, and that
+    q, k and v have one tensor scale. And the tokenizer, if the run has one. If something differs, the files of the
+    checkpoint are compared with their SHA-256 last. Exit code 4 if something differs.
+    """
+    folder, checkpoint = Folder(options.folder), open_checkpoint(options.checkpoint, CONFIGS)
+    if folder.layout is None and options.plan != "now":
+        raise ValueError(f"--plan {options.plan}: {folder.path} has no NVFP4 weights; leave it out")
+    is_nvfp4 = folder.layout is not None
+    trained = trained_plan(checkpoint, plans_of(checkpoint.config, models), options.plan) if is_nvfp4 else None
+    tokenizer = None if options.no_tokenizer else tokenizer_of(checkpoint, options.tokenizer)
+    print(f"{folder.path}: {folder.title}, against {checkpoint.folder}", flush=True)
+    differing = 0
+    for finding in FolderCheck(folder, checkpoint, trained, tokenizer).findings():
+        first, *more = finding.problems or [""]
+        verdict = f"DIFFERS: {first}{f' (and {len(more)} more)' if more else ''}" if first else "equal"
+        differing += bool(first)
+        print(f"  {finding.what:<24}{finding.extent:<28}{verdict}", flush=True)
+    if differing:
+        checkpoint.verify()  # that it is not its files that are damaged
+    if tokenizer is None:
+        print(f"  {'tokenizer':<24}{'':<28}not compared")
+    return 4 if differing else 0
+
+
+def _tokenizer(options: argparse.Namespace, checkpoint: Checkpoint) -> Any:
+    if options.no_tokenizer:
+        return None
+    tokenizer = tokenizer_of(checkpoint, options.tokenizer)
+    if tokenizer is None:
+        print("no tokenizer: the run knew of none; --tokenizer PATH adds one")
+    return tokenizer
+
+
+def _say_written(output: Path, checkpoint: Checkpoint, began: float) -> None:
+    size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    print(
+        f"{output}: {checkpoint.config.model.name} after step {checkpoint.step}, {size / 2**20:,.1f} MiB in "
+        f"{time.monotonic() - began:.1f} s"
+    )
+
+
+class Progress:
+    """A line on a terminal."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._shown:
+            end = "\n" if done >= total else "\r"
+            print(f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    end_without_reader()
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,244 @@
+"""What scripts/convert.py refuses: exit code 2, one line that says what to do, and every file as it was. And what it
+says when it has worked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data.tokenizer import train_tokenizer
+from exchange.weights_only import NewTensor, write_weights_only
+from megatron_fp4.checkpoint import files
+from megatron_fp4.parallel.mesh import ParallelMesh
+from scripts import convert
+from tests.exchange.megatron_cases import config_of, write_checkpoint
+from tests.exchange.models import CASES, checkpoint_of, strong_model, tensors_of
+
+Change = Callable[[Path], Any]
+SHARD, INDEX, FIRST = "__0_0.distcp", "model.safetensors.index.json", "model-00001-of-*.safetensors"
+
+
+def nothing(folder: Path) -> None: ...
+
+
+def flip(name: str) -> Change:
+    def change(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def cut(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (path,) = folder.glob(name)
+        os.truncate(path, path.stat().st_size - 7)
+
+    return change
+
+
+def remove(name: str) -> Change:
+    return lambda folder: [path.unlink() for path in folder.glob(name)]
+
+
+def manifest(**changes: Any) -> Change:
+    return lambda folder: files.write_manifest(folder, replace(files.read_manifest(folder), **changes))
+
+
+def trainer(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Another trainer.json, with a manifest that agrees with it."""
+
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / "trainer.json").read_text())
+        change(content)
+        record = files.write_file(folder / "trainer.json", json.dumps(content))
+        old = files.read_manifest(folder)
+        files.write_manifest(folder, replace(old, files={**old.files, "trainer.json": record}))
+
+    return apply
+
+
+def model_setting(name: str, value: Any) -> Change:
+    return trainer(lambda content: content["config"]["model"].update({name: value}))
+
+
+def damaged_run(folder: Path) -> None:
+    """The folder becomes a run's, with the checkpoint in it, which is not whole."""
+    moved = folder.rename(folder.with_name("moved"))
+    (folder / "checkpoints").mkdir(parents=True)
+    moved.rename(folder / "checkpoints" / "step_00000004")
+    cut("manifest.json")(folder / "checkpoints" / "step_00000004")
+
+
+def somebodys_own(folder: Path) -> None:
+    folder.with_name("out.tmp").mkdir()
+    (folder.with_name("out.tmp") / "thesis.txt").write_text("mine")
+
+
+def index_names(shard: Any) -> Change:
+    def change(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"]["lm_head.weight"] = shard
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+HUGGING_FACE = trainer(lambda content: content.update(imported={"format": "hugging_face"}))
+OTHER = "{it} {out} --tokenizer {tmp}/other/tokenizer.json"
+# What is done to a copy of a good folder; arguments, where {it}, {out} and {tmp} stand for that folder, the output and
+# the test's own folder; words of the line.
+EXPORT: list[tuple[Change, str, str]] = [
+    (manifest(format=3), "{it} {out}", "has format 3, this version reads 1 to 2; use the"),
+    (remove(SHARD), "{it} {out}", f"{SHARD} is missing; give another checkpoint"),
+    (cut(SHARD), "{it} {out}", f"{SHARD} has"),
+    (flip(SHARD), "{it} {out}", f"{SHARD} has changed since it was written"),
+    (flip(".metadata"), "{it} {out}", ".metadata has changed"),
+    (flip("manifest.json"), "{it} {out}", "is damaged: manifest.json"),
+    (remove("manifest.json"), "{it} {out}", "neither a checkpoint nor a run with checkpoints"),
+    (trainer(dict.clear), "{it} {out}", "trainer.json does not describe a run"),
+    (shutil.rmtree, "{it} {out}", "is not a folder; give a checkpoint"),
+    (damaged_run, "{it} {out}", "no checkpoint that is whole (step_00000004: manifest.json is not"),
+    (model_setting("pattern", "M-E*M-"), "{it} {out}", "'E' at position 2"),
+    (model_setting("rope", True), "{it} {out}", "no architecture of transformers"),
+    (model_setting("ffn_dim", 80), "{it} {out}", "up_proj.weight is [48, 32] there, [80, 32]"),
+    (model_setting("pattern", "M-*-"), "{it} {out}", "no such tensor"),
+    (nothing, OTHER, "not the tokenizer of the run"),
+    (manifest(identity={}), OTHER, "320 ids and the model only 300"),
+    (HUGGING_FACE, "{it} {out} --shard-gib 1", "--shard-gib: without --dtype"),
+    (nothing, "{it} {out} --tokenizer {tmp}/none.json", "none.json"),
+    (nothing, "{it} {tmp}/other", "other exists already; name another folder"),
+    (lambda folder: folder.with_name("out").symlink_to("nowhere"), "{it} {out}", "out exists already"),
+    (lambda folder: folder.with_name("out").write_text("mine"), "{it} {out}/model", "out"),
+    (nothing, "{it} {it}/hf", "lies inside the checkpoint"),
+    (somebodys_own, "{it} {out}", "out.tmp is in the way"),
+]
+IMPORT: list[tuple[Change, str, str]] = [
+    (remove("config.json"), "{it} {out}", "config.json is missing; give the folder of a Hugging Face model"),
+    (cut("config.json"), "{it} {out}", "config.json is not readable"),
+    (remove(FIRST), "{it} {out}", "is missing, which"),
+    (cut(FIRST), "{it} {out}", "is not readable"),
+    (remove("model*"), "{it} {out}", "neither model.safetensors nor"),
+    (cut(INDEX), "{it} {out}", f"{INDEX} is not readable"),
+    (index_names(5), "{it} {out}", "names 5, which is not a file beside it"),
+    (index_names("../out.safetensors"), "{it} {out}", "which is not a file beside it"),
+    (lambda folder: (folder / "tokenizer.json").write_text("{"), "{it} {out}", "tokenizer.json"),
+    (lambda f: shutil.copy(f.with_name("other") / "tokenizer.json", f), "{it} {out}", "320 ids and the model only"),
+    (somebodys_own, "{it} {out}", "out.tmp is in the way"),
+]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, mesh: ParallelMesh) -> Path:
+    """A checkpoint of a run with a tokenizer (`checkpoint`), its export in two shards (`folder`), another tokenizer."""
+    root = tmp_path_factory.mktemp("good")
+    texts = [f"{number} words {number * 7} and more of them, {number**3}" for number in range(400)]
+    (root / "other").mkdir()
+    own = train_tokenizer(texts, 300)
+    own.save(root / "tokenizer.json")
+    train_tokenizer(texts, 320).save(root / "other" / "tokenizer.json")
+    made = checkpoint_of(root / "plain", CASES["hybrid"], tensors_of(strong_model(CASES["hybrid"], mesh)))
+    tensors = [NewTensor(name, tuple(shape), lambda n=name: made.tensor(n)) for name, shape in made.tensors.items()]  # type: ignore[misc]
+    extra = {"tokenizer.json": (root / "tokenizer.json").read_bytes()}
+    kept: dict[str, Any] = {"tokenizer": own.fingerprint(), "extra_files": extra}
+    write_weights_only(root / "checkpoint", made.config, tensors, imported={"from": "a test"}, **kept)
+    shutil.rmtree(root / "plain")
+    arguments = ["--dtype", "float32", "--shard-gib", str(60_000 / 2**30)]
+    assert convert.main(["export-hf", str(root / "checkpoint"), str(root / "folder"), *arguments]) == 0
+    return root
+
+
+def state(folder: Path) -> dict[str, str]:
+    """Every file and link below a folder, with its content."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        kind = os.readlink(path) if path.is_symlink() else "folder"
+        found[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else kind
+    return found
+
+
+def refused(command: str, arguments: str, words: str, it: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = state(it.parent)
+    given = [part.format(it=it, out=it.with_name("out"), tmp=it.parent) for part in arguments.split()]
+    assert convert.main([command, *given]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"convert.py {command}: ") and words in line and not printed.out, printed
+    assert state(it.parent) == before
+
+
+@pytest.fixture
+def mine(good: Path, tmp_path: Path) -> Path:
+    """A copy of everything that may be harmed."""
+    return Path(shutil.copytree(good, tmp_path / "mine"))
+
+
+@pytest.mark.parametrize(("change", "arguments", "words"), EXPORT)
+def test_an_export_is_refused(
+    change: Change, arguments: str, words: str, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(mine / "checkpoint")
+    refused("export-hf", arguments, words, mine / "checkpoint", capsys)
+
+
+@pytest.mark.parametrize(("change", "arguments", "words"), IMPORT)
+def test_an_import_is_refused(
+    change: Change, arguments: str, words: str, mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(mine / "folder")
+    refused("import-hf", arguments, words, mine / "folder", capsys)
+
+
+@contextmanager
+def room(num_bytes: int) -> Iterator[None]:
+    """No file may become larger: what a full disk is to a writer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_nothing(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with room(20_000):
+        refused("export-hf", "{it} {out}", "make room", mine / "checkpoint", capsys)
+        refused("import-hf", "{it} {out}", "File too large", mine / "folder", capsys)
+
+
+@pytest.mark.parametrize("size", ["inf", "nan", "0", "-1", "x"])
+def test_sizes_of_shards_are_sizes(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        convert.main(["export-hf", "checkpoint", "out", f"--shard-gib={size}"])
+    assert "give a size above 0" in capsys.readouterr().err
+
+
+def test_megatron_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = write_checkpoint(tmp_path / "ours", config_of("transformer"))
+    assert convert.main(["export-megatron", str(ours), str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert 'pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load' in printed and "no tokenizer: the run knew of none" in printed
+    assert "the FP32 masters were rounded to bfloat16; --dtype float32 keeps them" in printed
+    assert convert.main(["export-megatron", str(ours), str(tmp_path / "exact"), "--dtype", "float32"]) == 0
+    assert "rounded" not in capsys.readouterr().out
+    assert "GPTModel" in (tmp_path / "out" / "README.md").read_text()
+    arguments = ["import-megatron", str(tmp_path / "out"), str(tmp_path / "back"), "--name", "mine"]
+    assert convert.main([*arguments, "--set", "model.init_std=0.5"]) == 0
+    assert "mine; its settings are in" in capsys.readouterr().out
+    described = (tmp_path / "back.yaml").read_text()
+    assert "num_kv_heads: 2" in described and "init_std: 0.5" in described
+    assert convert.main(arguments) == 2 and capsys.readouterr().err.count("\n") == 1
+    flip(SHARD)(ours)
+    assert convert.main(["export-megatron", str(ours), str(tmp_path / "again")]) == 2
+    assert "SHA-256" in capsys.readouterr().err and not (tmp_path / "again").exists()
