@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import pretrain
-from pretrain import CONFIGS
 from exchange import exports
 from exchange.checkpoint import open_checkpoint
+from pretrain import CONFIGS
 from tests.exchange.test_exports import stand_in
 from tests.spiked_run import FAST, small_corpus
 from tests.test_pretrain import SMALL, losses, records
@@ -79,7 +79,7 @@ def test_a_stop_ends_the_wait_and_the_next_start_makes_the_export(
 ) -> None:
     run_dir, script = tmp_path / "run", stand_in(tmp_path)
     stopping = tmp_path / "stopping.py"
-    stop = f"import pathlib\npathlib.Path({str(run_dir / 'STOP')!r}).touch()\npathlib.Path(sys.argv[2], 'hang').touch()\n"
+    stop = f"from pathlib import Path\nPath({str(run_dir / 'STOP')!r}).touch()\nPath(sys.argv[2], 'hang').touch()\n"
     stopping.write_text(script.read_text().replace("import json", f"{stop}import json", 1))
     monkeypatch.setattr(exports, "SCRIPT", stopping)
     printed = start(END, code=75)

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from exchange.nvfp4 import trained_weight
-from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.plan import PlannedLinear
+from megatron_fp4.precision.rng import StepState
 from models.pattern import linear_shapes
 from tests.distributed.hybrid import LAYOUTS, MODEL, NVFP4, micro_batches, operand, sharded_model, watched_gemms, whole
 from tests.exchange.decoding import block_values
