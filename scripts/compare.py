@@ -115,21 +115,40 @@ def compare_starts(options: argparse.Namespace) -> None:
         print(draw_starts(*found, options.picture))
 
 
+def try_recipes(options: argparse.Namespace) -> int:
+    """The command `try`, on every rank; returns the exit code."""
+    from analysis.trying import try_recipes
+    from megatron_fp4.checkpoint.files import DamagedCheckpointError
+    from megatron_fp4.checkpoint.sync import CheckpointError
+    from megatron_fp4.config.launcher import place_in_run
+    from megatron_fp4.parallel.mesh import leave_distributed
+    from megatron_fp4.precision.verify import SelfTestError
+    from megatron_fp4.runtime.errors import ExitCode
+    from pretrain import CONFIGS
+
+    try:
+        try_recipes(options, CONFIGS)
+        return ExitCode.FINISHED
+    except (ValueError, OSError, DamagedCheckpointError, CheckpointError, SelfTestError) as error:
+        if place_in_run().rank == 0:
+            print(f"compare.py: {error}", file=sys.stderr, flush=True)
+        return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED
+    finally:
+        leave_distributed()
+
+
 def main(arguments: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = parse(arguments)
     try:
         from megatron_fp4.logging.pictures import check_target
 
-        for target in (getattr(options, name, None) for name in ("picture", "final")):
+        pictures = ("picture", "final") if options.command == "try" else ("picture", "final", "output")
+        for target in (getattr(options, name, None) for name in pictures):
             if target is not None:
                 check_target(target)
         if options.command == "try":
-            from scripts.trial.command import try_recipes
-
             return try_recipes(options)
-        if getattr(options, "output", None) is not None:
-            check_target(options.output)
         {"runs": compare_runs, "recipes": compare_recipes, "starts": compare_starts}[options.command](options)
     except (OSError, ValueError, ImportError) as error:
         print(f"compare.py: {error}", file=sys.stderr)

@@ -39,7 +39,7 @@ BELOW = {
     "models": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel", "planning")},
     "exchange": {*FLOORS, "megatron_fp4/training/spine", "models", "data", "megatron_fp4/__version__"},
     "inference": {*FLOORS, "megatron_fp4/training/spine", "models", "data", "exchange"},
-    "analysis": {*FLOORS},
+    "analysis": {*FLOORS, "megatron_fp4/training/spine", "models", "data", "exchange"},
 }
 
 

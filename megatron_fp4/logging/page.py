@@ -40,6 +40,7 @@ from megatron_fp4.logging.pictures import (
 )
 from megatron_fp4.logging.run_folder import RunFolder, open_run, open_runs
 from megatron_fp4.logging.words import short_number, short_time
+from megatron_fp4.runtime.revision import revision
 
 UNKNOWN = "unknown"
 _SIZE, _MOST_EVENTS = (5.4, 3.3), 200
@@ -74,7 +75,7 @@ td { font-variant-numeric: tabular-nums; overflow-wrap: break-word; max-width: 3
 @media print { nav { display: none; } .figures { grid-template-columns: 1fr 1fr; } }
 </style></head><body>
 <h1>{{ names }}</h1>
-<p class="note">{{ folders }}; written {{ moment }} by megatron_fp4 {{ version }}</p>
+<p class="note">{{ folders }}; written {{ moment }} by megatron_fp4 {{ version }} ({{ commit }})</p>
 <nav>{% for section in sections %}<a href="#s{{ loop.index }}">{{ section.title }}</a>{% endfor %}</nav>
 {% for section in sections %}
 <section id="s{{ loop.index }}"><h2>{{ section.title }}</h2>
@@ -156,6 +157,7 @@ def page(runs: Sequence[RunFolder], defaults: Mapping[str, Any], baseline: RunFo
             folders=", ".join(str(run.path) for run in runs),
             moment=time.strftime("%Y-%m-%d %H:%M %Z"),
             version=__version__,
+            commit=revision(),
             sections=[section for section in sections if section["figures"] or section["parts"] or section["note"]],
         )
     )
@@ -206,6 +208,7 @@ def _facts(run: RunFolder) -> Iterator[tuple[str, str]]:
     yield "quantized", UNKNOWN if quantized is None else f"{quantized} linears{flops}"
     yield "optimizer", str(facts.get("optimizer", UNKNOWN))
     yield "seed", str(run.setting("run", "seed"))
+    yield "commit", str(facts.get("commit", UNKNOWN))
     yield "ranks", str(facts.get("world_size", UNKNOWN))
     yield "goodput", UNKNOWN if found is None else str(found)
     for field, form in {

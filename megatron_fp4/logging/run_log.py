@@ -28,6 +28,7 @@ from megatron_fp4.logging.files import (
 )
 from megatron_fp4.logging.goodput import TimeLedger
 from megatron_fp4.logging.metrics import MetricsWriter, StepMetrics, known_run_id
+from megatron_fp4.runtime.revision import revision
 from megatron_fp4.training.spikes import Spike
 
 
@@ -89,7 +90,7 @@ class RunLog:
             active=self.active,
         )
         self._wandb_run_id = self.metrics.wandb_run_id
-        self.metrics.run(start, **facts)
+        self.metrics.run(start, commit=revision(), **facts)
         self._record_times()
         for event, details in self._found:
             self.metrics.event(start, event, **details)

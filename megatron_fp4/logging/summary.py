@@ -1,9 +1,11 @@
-"""The end of a run: its summary and picture, and what a run that was killed at its end lacks."""
+"""The end of a run: its summary, its picture and what to do next; and what a run that was killed at its end lacks."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +60,27 @@ def summarize(
     names = (METRICS_FILE, PICTURE_FILE, "config.yaml", "plan.yaml", SUMMARY_FILE, "checkpoints", "exports")
     files = f"{run_dir}: {', '.join(name for name in names if (run_dir / name).exists())}"
     console.table(facts_table("Finished", {**facts, "files": files}))
+    console.text("\n    ".join(["What to do next:", *next_steps(config)]))
+
+
+def next_steps(config: Config) -> list[str]:
+    """Commands for a run that has finished, as one types them in the current folder."""
+    run_dir, known = Path(config.run.dir), config.data.kind == "builtin" or config.data.tokenizer is not None
+    run, scripts = shlex.quote(str(run_dir)), Path(__file__).resolve().parents[2] / "scripts"
+    prompt = shlex.quote((config.validation.prompts or ["Once"])[0]) if known else "1 --raw"
+    exported = shlex.quote(os.path.join("exported", run_dir.resolve().name))
+    commands = [f"generate {run} --prompt {prompt}", f"convert export-hf {run} {exported}"]
+    others = [
+        path.parent
+        for path in sorted(run_dir.resolve().parent.glob(f"*/{SUMMARY_FILE}"), key=lambda path: -path.stat().st_mtime)
+        if path.parent != run_dir.resolve() and _steps(path) == config.train.steps
+    ]
+    if others:
+        commands.append(f"compare runs {shlex.quote(os.path.relpath(others[0]))} {run}")
+    if not scripts.is_dir():
+        return [f"megatron-fp4 {command}" for command in commands]
+    words = (command.split(" ", 1) for command in commands)
+    return [f"python {shlex.quote(os.path.relpath(scripts / f'{name}.py'))} {rest}" for name, rest in words]
 
 
 def _draw(run_dir: Path, baseline: str | None) -> None:
@@ -121,10 +144,14 @@ def _missing(run_dir: Path, steps: int, validates: bool) -> Missing:
             saved |= record.get("event") == "checkpoint"
             if record["kind"] == "validation" and record.get("losses"):
                 losses = {name: math.nan if loss is None else loss for name, loss in record["losses"].items()}
-    try:
-        summarized = json.loads((run_dir / SUMMARY_FILE).read_text())["steps"] == steps
-    except (OSError, ValueError, KeyError, TypeError):
-        summarized = False
     files = [PICTURE_FILE] if trained and not (run_dir / PICTURE_FILE).is_file() else []
-    files += [] if summarized else [SUMMARY_FILE]
+    files += [] if _steps(run_dir / SUMMARY_FILE) == steps else [SUMMARY_FILE]
     return Missing(not saved, validates and not losses, tuple(files), losses)
+
+
+def _steps(summary: Path) -> int | None:
+    """How many steps a summary is of; None if it cannot be read."""
+    try:
+        return int(json.loads(summary.read_text())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -55,6 +55,7 @@ from megatron_fp4.precision.backend_support import agreed_backend
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.runtime.errors import ExitCode, PrintedAtOnce
 from megatron_fp4.runtime.progress import Progress
+from megatron_fp4.runtime.revision import revision
 from megatron_fp4.runtime.stop_conditions import StopConditions
 from megatron_fp4.training.build import (
     backend_of,
@@ -340,6 +341,7 @@ class Trainer:
         """What a resume needs besides model and optimizer: JSON types, the same on all ranks."""
         return {
             "version": __version__,
+            "commit": revision(),
             "loader": self.data.loader.state_dict(),
             **{callback.name: callback.state_dict() for callback in self.callbacks if callback.name},
             "plan": self.precision.plan.as_dict(),

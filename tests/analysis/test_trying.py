@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import pretrain
+from analysis import trying
 from analysis.trials import Trial
 from data.indexed import IndexedDatasetWriter
 from megatron_fp4.config.compose import config_from_saved
@@ -24,7 +25,6 @@ from megatron_fp4.training import trainer
 from megatron_fp4.training.step import StepResult
 from pretrain import CONFIGS
 from scripts import compare
-from scripts.trial import branch, command
 from tests.training.harness import launch
 
 pytestmark = pytest.mark.slow
@@ -92,8 +92,8 @@ def test_losses_are_those_of_branches_to_the_last_bit(
         models.append(weakref.ref(run.model))
         return run
 
-    Trainer = branch.Trainer
-    with mock.patch.object(branch, "Trainer", watched):
+    Trainer = trying.Trainer
+    with mock.patch.object(trying, "Trainer", watched):
         tried = _tried(checkpoint, tmp_path / "a.json", "bf16", WEIGHTS, "nvfp4", "--validate", "--skip", "1")
     assert len(models) == 3
     assert tried["trials"]["bf16"]["losses"] == _losses(run_dir)
@@ -108,8 +108,7 @@ def test_losses_are_those_of_branches_to_the_last_bit(
     assert first[2] == f"{100 * mean:+.2f}% (no interval)"
 
     # Another order, and a key for all: the seed of rounding is the run's, whatever was tried before.
-    with mock.patch.object(command, "release"):  # collecting garbage takes longer than training
-        again = _tried(checkpoint, tmp_path / "b.json", "nvfp4", "bf16", "train.max_skipped_steps=7")
+    again = _tried(checkpoint, tmp_path / "b.json", "nvfp4", "bf16", "train.max_skipped_steps=7")
     for name in ("nvfp4", "bf16"):
         assert again["trials"][name]["losses"] == tried["trials"][name]["losses"]
     assert _state(run_dir) == before
@@ -127,7 +126,7 @@ def test_the_same_command_goes_on_with_what_is_missing(
         trained.append(config.precision.name)
         return Trial([5.0 + len(trained), 4.0], [0.1, 0.1])
 
-    with mock.patch.object(command, "branch", counted), mock.patch.object(command, "release"):
+    with mock.patch.object(trying, "train", counted):
         with pytest.raises(KeyboardInterrupt):
             compare.main(["try", str(checkpoint), "bf16", "mxfp8", "mxfp4", "--steps", "2", "--output", str(output)])
         first = json.loads(output.read_text())
@@ -160,7 +159,7 @@ def test_a_checkpoint_that_a_recipe_has_shaped_is_said(
     checkpoint = shutil.copytree(trunk[1] / "checkpoints" / "step_00000003", tmp_path / "step_00000003")
     trainer = json.loads((checkpoint / "trainer.json").read_text())
     said = "its run trains in mxfp8, to which its weights have come to fit"
-    with mock.patch.object(command, "branch", lambda *_: Trial([5.0, 4.0], [0.1, 0.1])):
+    with mock.patch.object(trying, "train", lambda *_: Trial([5.0, 4.0], [0.1, 0.1])):
         assert compare.main(["try", str(checkpoint), "bf16", "nvfp4", "--steps", "2"]) == 0
         assert said not in capsys.readouterr().out
         shaped = config_from_saved(trainer["config"], ["precision=mxfp8", "precision.switch.when=never"], CONFIGS)
@@ -180,7 +179,7 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
     (switched / "trainer.json").write_text(json.dumps(trainer))
     checkpoint, steps = str(run_dir / "checkpoints" / "step_00000003"), ["--steps", "2"]
     (folder := tmp_path / "folder.png").mkdir()
-    with mock.patch.object(command, "branch", side_effect=AssertionError("trained")):
+    with mock.patch.object(trying, "train", side_effect=AssertionError("trained")):
         for arguments, expected in (
             ([str(tmp_path / "none"), "bf16", "nvfp4"], "is not a folder"),
             ([str(run_dir), "bf16", "nvfp4"], "steps 7 to 66 lie beyond the run's end (train.steps=6)"),
@@ -193,12 +192,11 @@ def test_wrong_input_is_one_line_before_anything_is_trained(
             ([checkpoint, "bf16", "a=precision='x", *steps], "quote as in a shell"),
             ([checkpoint, "bf16", "a=precision=nvfp4 data.seed=7", *steps], "data.seed would differ from bf16's"),
             ([checkpoint, "bf16", "a=precision=nvfp4 run.seed=7", *steps], "give data.seed=1234 as"),
-            ([checkpoint, "bf16", "nvfp4", "run.seed=7", *steps], "checkpoint.allow_mismatch=true"),
             ([checkpoint, "bf16", "a=precision=nvfp4 precision.bf16_blocks.file=none.yaml", *steps], "none.yaml"),
             ([checkpoint, "bf16", "nvfp4", "--against", "mxfp4", *steps], "no recipe has this name"),
             ([checkpoint, "bf16", "nvfp4", "--steps", "0"], "at least one step must count"),
             ([checkpoint, "bf16", "nvfp4", "--steps", "2", "--skip", "2"], "at least one step must count"),
-            ([str(switched), "bf16", "nvfp4", *steps], "behind the precision switch of its run (before step 3)"),
+            ([str(switched), "bf16", "nvfp4", *steps], "after the precision switch of its run (before step 3)"),
             ([checkpoint, "bf16", "nvfp4", *steps, "--output", str(tmp_path)], "it is a folder; name a file"),
             ([checkpoint, "bf16", "nvfp4", *steps, "--output", f"{tmp_path}/none/a.json"], "none; make it"),
             ([checkpoint, "bf16", "nvfp4", *steps, "--picture", "gaps.txt"], "gaps.txt is no name of a picture"),
@@ -222,9 +220,9 @@ def _on_ranks(rank: int, overrides: list[str], folder: str) -> tuple[list[float]
     tried = Path(folder) / "tried.json"
     with (
         mock.patch.object(pretrain, "init_distributed", lambda *_: torch.device("cpu")),
-        mock.patch.object(command, "init_distributed", lambda *_: torch.device("cpu")),
+        mock.patch.object(trying, "init_distributed", lambda *_: torch.device("cpu")),
         mock.patch.object(pretrain, "leave_distributed", lambda: None),
-        mock.patch.object(command, "leave_distributed", lambda: None),
+        mock.patch("megatron_fp4.parallel.mesh.leave_distributed", lambda: None),
     ):
         assert pretrain.main([*split, "precision=nvfp4", "precision.switch.when=never", f"run.dir={folder}/run"]) == 0
         arguments = [f"{folder}/run/checkpoints/step_00000001", "nvfp4", "bf16", "--steps", "1"]
@@ -254,7 +252,6 @@ def test_spikes_and_steps_that_are_not_finite(
     with (
         mock.patch.object(trainer, "train_step", side_effect=steps),
         mock.patch.object(trainer.Trainer, "roll_back", autospec=True, return_value=3) as roll_back,
-        mock.patch.object(command, "release"),
     ):
         assert compare.main(["try", checkpoint, "bf16", "nvfp4", *settings]) == 0
     assert [call.args[1:] for call in roll_back.call_args_list] == [(5,)]

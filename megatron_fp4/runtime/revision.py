@@ -1,0 +1,31 @@
+"""Which code runs: what runs, checkpoints, exports and reports carry."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from megatron_fp4 import __version__
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def revision() -> str:
+    """The commit of the checkout, `0123456789ab`; if its files were changed, `0123456789ab+` and eight digits of a hash
+    of the changes; without git, `version 0.2.0`."""
+    if not (_ROOT / ".git").exists():  # a folder above may be another repository
+        return f"version {__version__}"
+    try:
+        commit, changes = _git("rev-parse", "--short=12", "HEAD").decode().strip(), _git("diff", "HEAD")
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return f"version {__version__}"
+    return f"{commit}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
+
+
+def _git(*arguments: str) -> bytes:
+    # A checkout of another user, as in a container, is refused by git unless it is named safe.
+    command = ["git", "-c", f"safe.directory={_ROOT}", *arguments]
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, check=True, timeout=10).stdout
