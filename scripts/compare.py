@@ -130,7 +130,7 @@ def try_recipes(options: argparse.Namespace) -> int:
         try_recipes(options, CONFIGS)
         return ExitCode.FINISHED
     except (ValueError, OSError, DamagedCheckpointError, CheckpointError, SelfTestError) as error:
-        if place_in_run().rank == 0:
+        if not place_in_run().rank:
             print(f"compare.py: {error}", file=sys.stderr, flush=True)
         return ExitCode.WRONG_NUMBERS if isinstance(error, SelfTestError) else ExitCode.REFUSED
     finally:

@@ -30,6 +30,7 @@ SPINE = ("trainer", "callbacks", "check")
 BELOW = {
     **{room: set(FLOORS[:i]) for i, room in enumerate(FLOORS)},
     "megatron_fp4/quantization": set(),
+    "megatron_fp4/runtime": {*FLOORS[:4], "megatron_fp4/__version__"},
     "megatron_fp4/logging": {*FLOORS[:8], "megatron_fp4/__version__"},
     "megatron_fp4/training/spine": {*FLOORS, "megatron_fp4/checks", "megatron_fp4/__version__"},
     # Checking a configuration asks the rooms that know what fits.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from megatron_fp4.config.schema import Config, ConfigError, LoggingConfig, RunCo
 from megatron_fp4.logging.page import write_report
 from megatron_fp4.logging.pictures import QUANTITIES, plot_heatmap, plot_loss, smooth, thinned, validation_gaps
 from megatron_fp4.logging.run_folder import check_baseline, named_run, open_run
+from megatron_fp4.logging.summary import next_steps
+from tests.programs import ROOT
 
 DEFAULTS = {"train": {"steps": 300, "lr": 0.1}, "new": {"a": 1}}
 MARKUP = '"><script>alert(1)</script>$\\frac$'
@@ -192,3 +198,22 @@ def test_a_baseline_that_is_none_is_refused(tmp_path: Path, baseline: str, expec
         check_baseline(config)
     if given.endswith("/none"):  # once the run has begun, no picture is worth it
         check_baseline(Config(run=RunConfig(dir=str(write_run(here))), logging=LoggingConfig(baseline=given)))
+
+
+def test_what_to_do_next_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of the checkout, from the current folder, for a folder whose name has a space; the run beside it that
+    has as many steps is the one to compare with."""
+    for name, steps in (("with space", 40), ("beside", 40), ("shorter", 30)):
+        (write_run(tmp_path / "runs" / name) / "summary.json").write_text(json.dumps({"steps": steps}))
+    monkeypatch.chdir(tmp_path)
+    config = Config(run=RunConfig(dir="runs/with space"), train=replace(Config().train, steps=40))
+    generate, convert, compare = map(shlex.split, next_steps(config))
+    for command in (generate, convert, compare):
+        assert command[0] == "python" and Path(command[1]).resolve().parent == ROOT / "scripts"
+    assert generate[2:] == ["runs/with space", "--prompt", "Once"]
+    assert convert[2:] == ["export-hf", "runs/with space", "exported/with space"]
+    assert compare[2:] == ["runs", "runs/beside", "runs/with space"]
+    done = subprocess.run([sys.executable, *compare[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "| with space |" in done.stdout
+    own = replace(config, data=replace(config.data, kind="indexed"))
+    assert shlex.split(next_steps(own)[0])[3:] == ["--prompt", "1", "--raw"]
