@@ -43,7 +43,7 @@ from megatron_fp4.precision.linear import LinearCall, LinearContext, quantized_l
 from megatron_fp4.precision.recipe import SLOTS_OF, Recipe, rounded_to_nearest
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.transformer_engine import TransformerEngineBackend, not_installed
-from megatron_fp4.precision.verify import RECIPES, actual_parts, difference, expected_parts
+from megatron_fp4.precision.verify import RECIPES, difference, operand_fault
 from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.runtime.closed_pipe import end_without_reader
@@ -66,6 +66,11 @@ class Comparison:
     errors: dict[str, float] = field(default_factory=dict)
     transformed: int = 0
     moved: int = 0
+
+    def note(self, what: str, fault: str) -> None:
+        """Keep a difference, if there is one."""
+        if fault:
+            self.differences[what] = fault
 
     @property
     def agrees(self) -> bool:
@@ -104,8 +109,7 @@ def compare_fp8(x: Tensor, w: Tensor, dy: Tensor, *, power_of_two: bool = True) 
     mine = ours(x, w, dy, FP8 if power_of_two else FP8_FP32_SCALES, TransformerEngineBackend())
     peer = theirs(x, w, dy, _block_scaling(power_of_two))
     for name in mine:
-        if fault := difference(mine[name].to(torch.bfloat16), peer[name].to(torch.bfloat16)):
-            found.differences[name] = fault
+        found.note(name, difference(mine[name].to(torch.bfloat16), peer[name].to(torch.bfloat16)))
     return found
 
 
@@ -172,7 +176,7 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
         makers = call.prepare(columns, rows, tensor)
         for source, same, suffix, amax, make, slot in (
             (tensor, tensor, "", "global_amax_row", makers[0], columns),
-            (turned, reference["transformed"], "_t", "global_amax_col", makers[1], rows),
+            (tensor.t(), reference["transformed"], "_t", "global_amax_col", makers[1], rows),
         ):
             quantized = quantize_nvfp4(same, NVFP4[slot].block)
             parts = {
@@ -181,18 +185,13 @@ def compare_nvfp4(x: Tensor, w: Tensor, dy: Tensor) -> Comparison:
                 "amax": (quantized.amax.view(1), reference[amax].view(1)),
             }
             assert make is not None
-            made = make()
-            quantized = quantize_nvfp4(source, NVFP4[slot].block)
-            actual = actual_parts(made, slice(None))
-            for part, expected in expected_parts(quantized, made).items():
-                parts[f"emulated {part}"] = (actual[part], expected)
-            for part, (actual_part, expected_part) in parts.items():
-                if fault := difference(actual_part, expected_part.view(actual_part.dtype)):
-                    found.differences[f"{name} {slot.name} {part}"] = fault
+            found.note(f"{name} {slot.name} emulated", operand_fault(make(), source, call.request(slot)))
+            for part, (actual, expected) in parts.items():
+                found.note(f"{name} {slot.name} {part}", difference(actual, expected.view(actual.dtype)))
     for name, product in peer.items():
-        expected = product.to(torch.float64)
+        exact = product.to(torch.float64)
         rounded = mine[name].to(torch.bfloat16).to(torch.float64)
-        found.errors[name] = ((rounded - expected).norm() / expected.norm()).item()
+        found.errors[name] = ((rounded - exact).norm() / exact.norm()).item()
     return found
 
 

@@ -15,6 +15,7 @@ codes: 0 all agrees, 1 something does not, 2 the arguments are wrong.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 from dataclasses import dataclass, field, replace
@@ -24,12 +25,13 @@ import torch
 from data import provider as data
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.schema import Config, ConfigError
-from megatron_fp4.precision.backend import Backend, BackendOperand
+from megatron_fp4.precision.backend import Backend
 from megatron_fp4.precision.backend_support import BACKENDS, choose_backend, recipes_by_key
-from megatron_fp4.precision.linear import LinearCall, LinearContext
-from megatron_fp4.precision.recipe import GEMMS, SLOTS_OF, OperandSlot, Recipe, recipe_from_config
-from megatron_fp4.precision.rng import StepState
-from megatron_fp4.precision.verify import Case, Draws, Finding, check, fairness, sample_tensors, transformed
+from megatron_fp4.precision.emulated import operand_rows
+from megatron_fp4.precision.fairness import Draws, fairness
+from megatron_fp4.precision.linear import LinearCall
+from megatron_fp4.precision.recipe import GEMMS, SLOTS_OF, Recipe, recipe_from_config
+from megatron_fp4.precision.verify import Case, Finding, check, drawn_operands, sample_tensors
 from megatron_fp4.runtime.closed_pipe import end_without_reader
 from megatron_fp4.training.build import plans_of
 from megatron_fp4.training.check import check as check_config
@@ -185,31 +187,17 @@ def prove(proof: Proof, backend: Backend, cases: list[Case], device: torch.devic
 def fairness_of(backend: Backend, case: Case, device: torch.device) -> dict[str, tuple[float, float]]:
     """Bias and spread (see `fairness`) of the operands that round stochastically to NVFP4."""
     x, w, dy = sample_tensors(case, device)
-    plain = LinearCall(
-        LinearContext("prove", case.recipe, StepState(seed=7), backend, num_groups=case.num_groups), w, x
-    )
-    tensors = {"activation": x, "weight": plain.pad_rows(w), "gradient": plain.pad(dy)}
-    found = {}
+    call = LinearCall(case.context(backend), w, x)
+    tensors, found = {"activation": x, "weight": call.pad_rows(w), "gradient": call.pad(dy)}, {}
     for name, slots in SLOTS_OF.items():
         tensor = tensors[name][:_FAIRNESS_ROWS]
-        for index, slot in enumerate(slots):
+        draw = functools.partial(drawn_operands, backend, replace(case, num_groups=1), name, tensor, w)
+        for slot in slots:
             operand = case.recipe[slot]
-            if operand.rounding != "stochastic" or operand.format != "nvfp4":
-                continue
-
-            def make(
-                step: int,
-                slots: tuple[OperandSlot, OperandSlot] = slots,
-                index: int = index,
-                tensor: torch.Tensor = tensor,
-            ) -> BackendOperand:
-                context = LinearContext("prove", case.recipe, StepState(seed=7, step=step), backend)
-                made = LinearCall(context, w, x).prepare(*slots, tensor)[index]
-                assert made is not None
-                return made()
-
-            rows = transformed(tensor.t() if index else tensor, plain, slot).contiguous()
-            found[slot.name] = fairness(rows, Draws(make, _FAIRNESS_DRAWS), operand)
+            if operand.rounding == "stochastic" and operand.format == "nvfp4":
+                rows = operand_rows(tensor, call.request(slot), slot.transposed).contiguous()
+                draws = Draws(lambda step, slot=slot, draw=draw: draw(step)[slot], _FAIRNESS_DRAWS)  # type: ignore[misc]
+                found[slot.name] = fairness(rows, draws, operand)
     return found
 
 

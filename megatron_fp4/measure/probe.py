@@ -224,13 +224,11 @@ class ProbedCall:
             return x, None
         # Of all tokens: x of a call is gathered, whether or not the linear quantizes slices. So are its draws.
         of = SLOTS_OF[slot.tensor][0]
-        request = replace(call.request(of), key=call.draws(of))
-        make, _ = call.backend.operands(
-            x, request, None, dtype=call.dtype, amax_group=call.context.amax_group(slot.tensor)
-        )
+        request = replace(call.request(of), key=call.draws(of), amax_group=call.context.amax_group(slot.tensor))
+        make, _ = call.backend.operands(x, request, None)
         assert make is not None
         made = make()
-        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `requantized_by`
+        return made.unpacked().to(torch.bfloat16), made.scale  # exact, as for `LinearCall.derived`
 
     def _operand(self, slot: OperandSlot, x: Tensor, count: int, unit: Tensor | None = None) -> None:
         """x: [rows, k] as the linear quantizes it, `count` elements no padding; in units of `unit`, as `_source`."""

@@ -52,7 +52,7 @@ from megatron_fp4.precision.emulated import CodesOfWeight, hang_codes
 from megatron_fp4.precision.fp32_gradients import accept_fp32_gradient, local_part
 from megatron_fp4.precision.recipe import FPROP_WEIGHT
 from megatron_fp4.quantization.elements import E4M3_MAX
-from megatron_fp4.quantization.square_blocks import RowBlocks
+from megatron_fp4.quantization.square_blocks import RowBlocks, block_maxima, quantize_rows
 from megatron_fp4.quantization.tensor import tensor_decode_scale
 
 if TYPE_CHECKING:
@@ -180,11 +180,6 @@ class GatheredWeight:
         self._aside: tuple[nn.Parameter | None, list[Tensor]] = (None, [])
 
     @property
-    def backend(self) -> Any:
-        """The linear's; one that packs shards while `as_codes`."""
-        return self.context.backend
-
-    @property
     def rows(self) -> Tensor:
         """This rank's, of the FP32 master, [rows, in]."""
         local: Tensor = self.param._sharded_local_tensor
@@ -207,7 +202,7 @@ class GatheredWeight:
         if codes:
             context = self.context
             group_rows = self.num_rows // context.num_groups
-            padded = self.backend.alignment(context.recipe).padded_group(group_rows, context.num_groups)
+            padded = context.backend.alignment(context.recipe).padded_group(group_rows, context.num_groups)
             form = context.recipe[FPROP_WEIGHT].format
             if form != self.all_blocks.format:  # of other sizes
                 if self.as_codes:
@@ -248,7 +243,7 @@ class GatheredWeight:
         device, columns = self.maxima.device, self.num_columns
         codes = torch.empty(self.chunk, columns // 2, dtype=torch.uint8, device=device)
         scales = torch.empty(self.chunk, columns // self.blocks.block, dtype=torch.uint8, device=device)
-        self.backend.pack_rows(self.rows, self.blocks, self.maxima, self.amax, (codes, scales), dtype=self.dtype)
+        quantize_rows(self.rows, self.blocks, self.maxima, self.amax, (codes, scales), dtype=self.dtype)
         return (codes, scales), None
 
     def fsdp_post_all_gather(
@@ -292,7 +287,7 @@ class GatheredCodes:
         """Decide, if anything changed, and measure, if the weights did. Collective then."""
         self.model._get_fsdp_state()._lazy_init()
         contexts = [weight.context for weight in self.weights]
-        deciding = [(context.recipe, context.backend, context.probe) for context in contexts]
+        deciding = [(context.recipe, context.backend, context.probe, context.watcher) for context in contexts]
         version = contexts[0].clock.weights_version
         changed = not _same(deciding, self._decided)
         if changed:
@@ -353,7 +348,7 @@ class _SharedMaxima:
         if not self.weights:
             return
         for weight in self.weights:
-            weight.maxima = weight.backend.rows_maxima(weight.rows, weight.blocks, weight.maxima, dtype=weight.dtype)
+            weight.maxima = block_maxima(weight.rows, weight.blocks, weight.maxima, dtype=weight.dtype)
         if self._message is None:
             self._lay_out()
         message, count = self._message, len(self.weights)

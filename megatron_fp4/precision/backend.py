@@ -1,16 +1,14 @@
-"""What a backend is: it makes the operands of GEMMs and multiplies them; the autograd function does the rest.
+"""What a backend is: it makes the operands of GEMMs and multiplies them; the linear does the rest.
 
 Three exist: `emulated` (exact arithmetic on any device), `transformer_engine` (native kernels of Blackwell and Hopper)
-and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's
-controller (`controller.py`) gives each linear its backend, which alone gets the operands that it made. What each cannot
-compute is in `refusals.py`.
+and `torch` (the emulation's codes, multiplied by Blackwell's tensor cores). The run's controller (switch.py) gives each
+linear its backend, which alone gets the operands that it made. backend_support.py says what each cannot compute.
 
-What kernels demand of the local sizes of a linear: the one description that padding, configuration and tests read.
-
-A linear multiplies x [tokens, inputs] and W [outputs, inputs]. Each of the three sizes is the dot product of one GEMM
-and a row of operands in the others, and a quantized operand comes in whole blocks in both directions: kernels load
-tiles of a block's size whichever way its scales lie. So one multiple holds for a format, a Hadamard transform adds its
-own along the dot product that it mixes, and tensor cores may want more (each backend says so in `alignment`).
+What kernels demand of a linear's sizes is in `Alignment`, which padding, `--check` and tests read. A linear multiplies
+x [tokens, inputs] and W [outputs, inputs]. Each of the three sizes is the dot product of one GEMM and a row of operands
+in the others, and a quantized operand comes in whole blocks in both directions: kernels load tiles of a block's size
+whichever way its scales lie. So one multiple holds for a format, a Hadamard transform adds its own along the dot
+product that it mixes, and tensor cores may want more (`Backend.alignment`).
 
     tokens, outputs    the linear pads them with zeros, which changes no code and no product
     inputs             what a user chose as a model's width; refused at configuration time where they do not divide
@@ -23,14 +21,14 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.overlapped import Gather
 from megatron_fp4.precision.recipe import Operand, OperandSlot, Recipe
 from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey
@@ -73,9 +71,9 @@ class Alignment:
 
 @functools.cache
 def block_alignment(recipe: Recipe) -> Alignment:
-    """What the blocks and transforms of `recipe` demand, whoever computes: whole ones.
+    """What the blocks and transforms of `recipe` demand of every backend: whole ones.
 
-    Raises ValueError for a format that nobody knows.
+    Raises ValueError for an unknown format.
     """
     tile = max((format_of(name).tile for name in recipe.formats), default=1)
     outputs = max(tile, recipe.dgrad.rht)
@@ -84,12 +82,14 @@ def block_alignment(recipe: Recipe) -> Alignment:
 
 @dataclass(frozen=True)
 class OperandRequest:
-    """What to make of a tensor for one GEMM.
+    """What to make of a tensor for one GEMM. Requests that ask for the same are equal.
 
     operand: format, block and rounding. rht: size of the Hadamard transform before it (input and result in BF16), 0 for
     none, and what its signs are: `fixed`, `none`, or `fresh`, drawn from `signs_key` then. key: of the draws of
-    stochastic rounding; None rounds to nearest. place: which operand it is, for whoever watches; requests that ask for
-    the same are equal.
+    stochastic rounding; None rounds to nearest. slot: which operand it is, for those who watch.
+    dtype: the compute dtype; the tensor may be FP32 where it is BF16, and counts as rounded then (weights).
+    amax_group: ranks that hold the other shards and share the maximum. keep: the operand is sent, or waits for the
+    backward pass, and so is as small as it can be.
     """
 
     operand: Operand
@@ -98,6 +98,9 @@ class OperandRequest:
     key: RoundingKey | None = None
     signs_key: RoundingKey | None = None
     slot: OperandSlot | None = field(default=None, compare=False)
+    dtype: torch.dtype = torch.bfloat16
+    amax_group: ProcessGroup | None = None
+    keep: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -153,76 +156,47 @@ class BackendOperand(Protocol):
 
     @property
     def decoded(self) -> Callable[[], QuantizedTensor] | None:
-        """Of native operands, whose codes and draws are another library's: gives codes and scales in our layout. None
-        of others, whose values are compared."""
+        """Gives codes and scales in our layout; None of operands that are values."""
 
 
-MakeOperand = Callable[[], BackendOperand]
+MakeOperand = Callable[[], Any]
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """What a linear asks of a backend.
 
-    name: as in `precision.backend`. accumulates: whether wgrad's GEMM adds to the gradient of earlier micro-batches
-    itself; that rounds once where a GEMM and an addition round twice. transposed: exchanges rows and columns of an
-    operand, so that codes made along one dimension serve a GEMM along the other; None where they cannot, because tensor
-    cores want scales along the dot product.
+    name: as in `precision.backend`. accumulates: wgrad's GEMM adds to the gradient of earlier micro-batches itself;
+    that rounds once where a GEMM and an addition round twice. transposes: operands have `transposed()`, which
+    exchanges rows and columns, so that codes made along one dimension serve a GEMM along the other; tensor cores want
+    scales along the dot product and cannot. joins: quantized operands that were made of slices of the tokens have
+    `gathered()`, which joins them. draws_ours: draws of stochastic rounding are those of our keys.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def accumulates(self) -> bool: ...
-
-    @property
-    def transposed(self) -> Callable[[Any], Any] | None: ...
+    name: str
+    accumulates = False
+    transposes = False
+    joins = False
+    draws_ours = True
 
     def alignment(self, recipe: Recipe) -> Alignment:
         """What its kernels demand of a linear's local sizes under `recipe`."""
+        return block_alignment(recipe)
 
+    def packs(self, request: OperandRequest) -> bool:
+        """Whether fprop's weight can be kept, and gathered by FSDP, as codes that are dgrad's too, as emulated.py
+        packs them."""
+        return False
+
+    @abstractmethod
     def operands(
-        self,
-        x: Tensor,
-        columns: OperandRequest | None,
-        rows: OperandRequest | None,
-        *,
-        dtype: torch.dtype,
-        keep_columns: bool = False,
-        keep_rows: bool = False,
-        amax_group: ProcessGroup | None = None,
-    ) -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """What makes `x` [n, m] an operand [n, k = m] (`columns`), and transposed an operand [m, k = n] (`rows`).
 
         Each is to be called once, the first before the second; what need not be made at once can wait for that.
-
-        dtype: the compute dtype; x may be FP32 where it is BF16, and counts as rounded then (weights). keep_columns,
-        keep_rows: the first, the second is to be sent or to wait for the backward pass, and so as small as it can be.
-        amax_group: ranks that hold the other shards and share the maximum.
         """
 
-    def joins(self, recipe: Recipe) -> bool:
-        """Whether operands of x and dy under `recipe`, made of slices of the tokens, can be joined (`gathered`)."""
-
-    def gathered(self, operand: Any, gather: Gather, *, transposed: bool) -> Callable[[], Any]:
-        """Starts to gather an operand that was made of this rank's slice of the tokens; what is returned waits, and
-        gives that of all tokens. transposed: the dot product runs over tokens. Only where it `joins`.
-        """
-
-    def packed_weight(
-        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
-    ) -> Any | None:
-        """The weight `w` [out, in] as fprop's operand that `transposed` makes dgrad's too, as small as it can be; None
-        where this backend has no such thing for `request`, and `operands` makes both.
-
-        w: as x of `operands`, without padding. rows: of each group of its rows without and with padding; what comes
-        back counts as padded.
-        """
-
-    def packs_shards(self, request: OperandRequest) -> bool:
-        """Whether FSDP may gather codes of fprop's weight, which then are dgrad's too; `EmulatedBackend` has what that
-        takes: `rows_maxima`, `pack_rows`, `gathered_weight`."""
-
+    @abstractmethod
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
     ) -> Tensor:
@@ -232,32 +206,6 @@ class Backend(Protocol):
         is their number, what is returned is contiguous.
         """
 
+    @abstractmethod
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""
-
-
-def requantized_by(
-    backend: Backend,
-    operand: BackendOperand,
-    request: OperandRequest,
-    *,
-    dtype: torch.dtype,
-    keep: bool = False,
-    amax_group: ProcessGroup | None = None,
-) -> MakeOperand:
-    """What makes by `backend` the operand [m, k = n] of what another one [n, m] stands for: of its transposed
-    `code * block scale`, which are exact in BF16; the other's tensor scale is multiplied on.
-
-    keep: as `keep_rows` of `Backend.operands`. Both are dataclasses with a `scale`.
-    """
-    values = operand.unpacked().to(torch.bfloat16)
-    _, make = backend.operands(values, None, request, dtype=dtype, keep_rows=keep, amax_group=amax_group)
-    assert make is not None
-
-    def made() -> Any:
-        own, factor = make(), operand.scale
-        if factor is None:
-            return own
-        return replace(own, scale=factor if own.scale is None else own.scale * factor)
-
-    return made

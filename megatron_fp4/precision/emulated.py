@@ -8,27 +8,18 @@ cast to BF16; that would round nearly all of them. E4M3 codes under power-of-two
 FP32 scales they need FP32 operands, or a GEMM that applies the scales block by block.
 
 Who computes: on a CPU, PyTorch. On an NVIDIA GPU of compute capability 8.0 or more, the kernels of
-`quantization/kernels` and cuBLAS; for operands that those do not make
-(four-over-six in square blocks, unusual transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on
-that device, slower by tens of times. The codes are the same bits everywhere; a warning says once why a device does
-without the kernels.
+`quantization/kernels` and cuBLAS; for operands that those do not make (four-over-six in square blocks, unusual
+transforms, stochastic FP8, FP32 activations), and on other GPUs, PyTorch on that device, slower by tens of times. The
+codes are the same bits everywhere; a warning says once why a device does without the kernels. The accumulation order of
+tensor cores is not imitated.
 
-What it chooses not to do: imitate a tensor core's accumulation order.
-
-An operand of an emulated GEMM: values or packed codes, and how it is turned, saved and gathered from ranks.
-
-A weight kept as 4-bit codes, as an operand of the emulation: 0.56 bytes a parameter where values take 2.
-
-fprop and dgrad multiply by one weight W [out, in] and its transpose. Square blocks rounded to nearest have the same
-codes along both dimensions (`quantization/square_blocks.py`), so one packed copy serves both, for all micro-batches of
-a step. A GEMM unpacks it to BF16 values, which are exact and gone behind it; a matrix product reads either orientation
-as it lies. Unpacking reads and writes 2.6 bytes an element, some percent of the time of a GEMM of thousands of tokens.
-
-Who makes the codes: `pack_weight` from the whole weight of this rank, or FSDP gathers the codes that ranks made of
-their shards (`parallel/gathered_codes.py`). Both are the same bits.
-
-On a CPU, and where the kernels do not run, values are kept instead (`keeps_codes`): unpacking is slow there in relation
-to the products. The numbers are the same.
+Weights are kept as 4-bit codes: 0.56 bytes a parameter where values take 2. fprop and dgrad multiply by one weight
+W [out, in] and its transpose. Square blocks rounded to nearest have the same codes along both dimensions
+(`quantization/square_blocks.py`), so one packed copy serves both, for all micro-batches of a step. A GEMM unpacks it to
+BF16 values, which are exact and gone after it. `packed_weight` makes the codes from the whole weight of this rank, or
+FSDP gathers those that ranks made of their shards (`parallel/gathered_codes.py`); both are the same bits. On a CPU, and
+where the kernels do not run, values are kept instead (`keeps_codes`): unpacking is slow there in relation to the
+products. The numbers are the same.
 """
 
 from __future__ import annotations
@@ -43,10 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_fp4.precision.backend import Alignment, OperandRequest, RowGroups, added, block_alignment
-from megatron_fp4.precision.overlapped import Gather
-from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization import cuda, square_blocks
+from megatron_fp4.precision.backend import Backend, OperandRequest, RowGroups, added
+from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Fused, Packed, Side
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.formats import FORMATS, format_of
@@ -59,6 +49,8 @@ from megatron_fp4.quantization.tensor import Encoded, tensor_decode_scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from megatron_fp4.precision.overlapped import Gather
 
 
 Packing = Callable[[Tensor, Tensor], Packed]
@@ -197,82 +189,56 @@ def keeps_codes(device: torch.device) -> bool:
     return cuda.gpu.available(device)
 
 
-def packs(request: OperandRequest) -> bool:
-    """Whether `quantization/square_blocks.py` makes this operand."""
-    operand, size = request.operand, BLOCKS.get(request.operand.format)
-    plain = not request.rht and request.key is None and not operand.four_over_six
-    return plain and operand.rounding == "nearest" and operand.block == (size, size)
+def packed_weight(w: Tensor, request: OperandRequest, group_rows: int, padded_group_rows: int) -> GemmOperand:
+    """The weight `w` [out, in], BF16 or FP32 that counts as rounded to BF16, as fprop's operand: its codes.
 
-
-def pack_weight(
-    w: Tensor, request: OperandRequest, group_rows: int, padded_group_rows: int, amax_group: ProcessGroup | None
-) -> tuple[PackedWeight, Tensor | None]:
-    """The weight `w` [out, in], BF16 or FP32 that counts as rounded to BF16, and the factor of its values.
-
-    group_rows, padded_group_rows: of its groups of rows, see `RowBlocks`. amax_group: ranks that hold the other shards
-    and share the maximum.
+    request: one that the backend `packs`. group_rows, padded_group_rows: of its groups of rows, see `RowBlocks`.
     """
     blocks = RowBlocks(request.operand.format, group_rows, padded_group_rows, 0, w.shape[0])
     maxima = block_maxima(w, blocks)
     amax = scale = None
     if blocks.format == "nvfp4":
-        # As integers NaN is the largest of all; as floats a reduction may lose it.
-        bits = maxima.view(torch.int32).amax()
-        if amax_group is not None:
-            dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=amax_group)
-        amax = bits.view(torch.float32)
+        amax = shared_amax(maxima.view(torch.int32).amax().view(torch.float32), request.amax_group)
         scale = tensor_decode_scale(amax, E4M3_MAX)
-    return PackedWeight(*quantize_rows(w, blocks, maxima, amax), WeightPacking(blocks)), scale
+    packed = PackedWeight(*quantize_rows(w, blocks, maxima, amax), WeightPacking(blocks))
+    return GemmOperand(packed, scale, quantized=True)
 
+
+def gathered_weight(gathered: CodesOfWeight) -> GemmOperand:
+    """The operand of a weight that FSDP gathered as codes: codes, or values where these are kept."""
+    packed = PackedWeight(gathered.codes, gathered.scales, WeightPacking(gathered.blocks))
+    values = packed if keeps_codes(gathered.codes.device) else packed.values()
+    return GemmOperand(values, gathered.scale, quantized=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- backend
 
 MakeOperand = Callable[[], GemmOperand]
 ScaledMatmul = Callable[[Tensor, Tensor, Tensor | None, torch.dtype, Tensor | None, RowGroups | None], Tensor]
 
 
-class EmulatedBackend:
+class EmulatedBackend(Backend):
     """Exact arithmetic in PyTorch, or by the fused kernels where these make the same codes."""
 
     name = "emulated"
-    accumulates = True
+    accumulates = transposes = joins = True
 
-    def alignment(self, recipe: Recipe) -> Alignment:
-        """Whole blocks are enough."""
-        return block_alignment(recipe)
+    def packs(self, request: OperandRequest) -> bool:
+        """Whether `quantization/square_blocks.py` makes this operand."""
+        operand, size = request.operand, BLOCKS.get(request.operand.format)
+        plain = not request.rht and request.key is None and not operand.four_over_six
+        return plain and operand.rounding == "nearest" and operand.block == (size, size)
 
     def operands(
-        self,
-        x: Tensor,
-        columns: OperandRequest | None,
-        rows: OperandRequest | None,
-        *,
-        dtype: torch.dtype,
-        keep_columns: bool = False,
-        keep_rows: bool = False,
-        amax_group: ProcessGroup | None = None,
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
         """By the fused kernels as far as they go, by PyTorch what is left."""
-        fused: tuple[MakeOperand | None, MakeOperand | None] = (None, None)
-        if dtype == torch.bfloat16:
-            fused = fused_operands(
-                x, columns, rows, pack_columns=keep_columns, pack_rows=keep_rows, amax_group=amax_group
-            )
-
-        def plain(request: OperandRequest, transposed: bool) -> GemmOperand:
-            rounded = x.to(dtype)
-            return quantize_operand(
-                rounded.t() if transposed else rounded,
-                request.operand,
-                rht=request.rht,
-                signs=transform_signs(request.rht, request.signs, request.signs_key, x.device) if request.rht else None,
-                key=request.key,
-                amax_group=amax_group,
-            )
-
-        makers: list[MakeOperand | None] = list(fused)
-        for i, request in enumerate((columns, rows)):
-            if request is not None and fused[i] is None:
-                makers[i] = functools.partial(plain, request, i == 1)
-        return makers[0], makers[1]
+        along_columns, along_rows = fused_operands(x, columns, rows)
+        if columns is not None and along_columns is None:
+            along_columns = functools.partial(quantize_operand, x, columns)
+        if rows is not None and along_rows is None:
+            along_rows = functools.partial(quantize_operand, x, rows, transposed=True)
+        return along_columns, along_rows
 
     def gemm(
         self,
@@ -284,53 +250,6 @@ class EmulatedBackend:
     ) -> Tensor:
         """a b^T, see `gemm`."""
         return gemm(a, b, out_dtype, total, rows)
-
-    def joins(self, recipe: Recipe) -> bool:
-        """All of them."""
-        return True
-
-    def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
-        """See `GemmOperand.gathered`."""
-        return operand.gathered(gather, transposed=transposed)
-
-    def transposed(self, operand: GemmOperand) -> GemmOperand:
-        """The same codes with rows and columns exchanged."""
-        return operand.transposed()
-
-    def packed_weight(
-        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
-    ) -> GemmOperand | None:
-        """Codes of the weight, where the kernels make and unpack them."""
-        if not (packs(request) and keeps_codes(w.device)):
-            return None
-        return GemmOperand(*pack_weight(w, request, *rows, amax_group), quantized=True)
-
-    def packs_shards(self, request: OperandRequest) -> bool:
-        """Whether codes of a weight's rows can be made rank by rank, and its operand of them."""
-        return packs(request)
-
-    def rows_maxima(self, x: Tensor, blocks: RowBlocks, out: Tensor | None, *, dtype: torch.dtype) -> Tensor:
-        """`square_blocks.block_maxima` of FP32 rows that count as rounded to `dtype`; into `out`, if given."""
-        return square_blocks.block_maxima(x, blocks, out, dtype=dtype)
-
-    def pack_rows(
-        self,
-        x: Tensor,
-        blocks: RowBlocks,
-        maxima: Tensor,
-        amax: Tensor | None,
-        out: tuple[Tensor, Tensor],
-        *,
-        dtype: torch.dtype,
-    ) -> None:
-        """`square_blocks.quantize_rows` of FP32 rows that count as rounded to `dtype`, into the first rows of `out`."""
-        square_blocks.quantize_rows(x, blocks, maxima, amax, out, dtype=dtype)
-
-    def gathered_weight(self, gathered: CodesOfWeight) -> GemmOperand:
-        """Codes, or values where these are kept."""
-        packed = PackedWeight(gathered.codes, gathered.scales, WeightPacking(gathered.blocks))
-        values = packed if keeps_codes(gathered.codes.device) else packed.values()
-        return GemmOperand(values, gathered.scale, quantized=True)
 
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: tuple[Packing | None, bool]) -> GemmOperand:
         """An operand again from its `tensors()` and its `layout`."""
@@ -351,39 +270,31 @@ def transform_signs(size: int, signs: str, key: RoundingKey | None, device: torc
 
 
 def fused_operands(
-    x: Tensor,
-    columns: OperandRequest | None,
-    rows: OperandRequest | None,
-    *,
-    pack_columns: bool = False,
-    pack_rows: bool = False,
-    amax_group: ProcessGroup | None = None,
+    x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
-    """What makes `x` [n, m] an operand [n, k = m] (`columns`), and transposed an operand [m, k = n] (`rows`).
+    """As `Backend.operands`; None for what the fused kernels do not make, on this device or at all.
 
     Measures x at once; the operands are made when they are asked for, so that the first need not live beside the
-    second. What the fused kernels do not make, on this device or at all, comes back as None: `quantize_operand` does.
-
-    x: BF16, or FP32 that is to count as rounded to BF16. pack_columns, pack_rows: keep the first, the
-    second as codes until its GEMM.
+    second.
     """
     first, second = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
-    of_columns, of_rows = fused_sides(x, first, second, amax_group)
+    group = next((request.amax_group for request in (columns, rows) if request is not None), None)
+    of_columns, of_rows = fused_sides(x, first, second, group)
     exchanged = False
     if rows is not None and second is None and codes_transpose(rows):
         # The 4-bit kernels make square blocks along the columns alone.
-        of_rows, _ = fused_sides(x, fused_side(x, rows, "columns"), None, amax_group)
+        of_rows, _ = fused_sides(x, fused_side(x, rows, "columns"), None, group)
         exchanged = True
 
     def along_columns() -> GemmOperand:
-        assert of_columns is not None
-        return GemmOperand(of_columns.along_columns(keep=pack_columns), of_columns.columns_scale, True)
+        assert of_columns is not None and columns is not None
+        return GemmOperand(of_columns.along_columns(keep=columns.keep), of_columns.columns_scale, True)
 
     def along_rows() -> GemmOperand:
-        assert of_rows is not None
+        assert of_rows is not None and rows is not None
         if exchanged:
             return GemmOperand(of_rows.along_columns(), of_rows.columns_scale, True).transposed()
-        return GemmOperand(of_rows.along_rows(keep=pack_rows), of_rows.rows_scale, True)
+        return GemmOperand(of_rows.along_rows(keep=rows.keep), of_rows.rows_scale, True)
 
     return None if of_columns is None else along_columns, None if of_rows is None else along_rows
 
@@ -397,7 +308,7 @@ def codes_transpose(request: OperandRequest) -> bool:
 
 def fused_side(x: Tensor, request: OperandRequest | None, along: str) -> Side | None:
     """The request as the fused kernels take it, or None if PyTorch has to do it."""
-    if request is None or not request.operand.quantized:
+    if request is None or not request.operand.quantized or request.dtype != torch.bfloat16:
         return None
     side = side_of(request)
     made = format_of(side.format).kernels(side, along) is not None
@@ -437,28 +348,30 @@ def fused_sides(
     return first, None if of_rows is None else of_rows(x, None, rows, amax_group=amax_group)
 
 
-def quantize_operand(
-    x: Tensor,
-    operand: Operand,
-    *,
-    rht: int = 0,
-    signs: Tensor | None = None,
-    key: RoundingKey | None = None,
-    amax_group: ProcessGroup | None = None,
-) -> GemmOperand:
-    """`x` [rows, k] as a GEMM operand, in PyTorch on any device.
-
-    rht, signs: size and FP32 signs of the Hadamard transform applied first (input and result in BF16), 0 for none.
-    key: of the draws of stochastic rounding; required if the operand rounds stochastically.
-    amax_group: ranks that hold the other shards of the tensor and share its maximum (nvfp4).
-    """
-    if rht:
-        x = random_hadamard_transform(x.to(torch.bfloat16), rht, signs)
-    if not operand.quantized:
-        return GemmOperand(x)
-    key = key if operand.drawn else None
-    encoded = encode_operand(x.to(torch.float32), operand, key, amax_group=amax_group)
+def quantize_operand(x: Tensor, request: OperandRequest, transposed: bool = False) -> GemmOperand:
+    """`x` [rows, k] (`transposed`: [k, rows]) as a GEMM operand, in PyTorch on any device."""
+    rows = operand_rows(x, request, transposed)
+    if not request.operand.quantized:
+        return GemmOperand(rows)
+    encoded = encode_request(rows, request)
     return GemmOperand(encoded.block_values().to(encoded.exact), encoded.decode_scale(), True)
+
+
+def operand_rows(x: Tensor, request: OperandRequest, transposed: bool = False) -> Tensor:
+    """What of `x` [rows, k] (`transposed`: [k, rows]) is quantized: rounded to the compute dtype, after the transform
+    (then BF16)."""
+    rows = x.to(request.dtype)
+    rows = rows.t() if transposed else rows
+    if not request.rht:
+        return rows
+    signs = transform_signs(request.rht, request.signs, request.signs_key, x.device)
+    return random_hadamard_transform(rows.to(torch.bfloat16), request.rht, signs)
+
+
+def encode_request(rows: Tensor, request: OperandRequest) -> Encoded:
+    """`rows` [rows, k] of `operand_rows` as a quantized operand's format has them."""
+    key = request.key if request.operand.drawn else None
+    return encode_operand(rows.to(torch.float32), request.operand, key, amax_group=request.amax_group)
 
 
 def encode_operand(

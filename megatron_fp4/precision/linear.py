@@ -4,60 +4,35 @@
     dgrad  dx = dy W       dy [tokens, out]  W^T [in, out]     -> dx [tokens, in]
     wgrad  dW = dy^T x     dy^T [out, tokens] x^T [in, tokens] -> dW [out, in], always FP32
 
-`reference.py` specifies what it computes; `LinearCall` has what one call needs: padding, keys, kept weights.
+`reference.py` specifies what it computes. Every operand is laid out with its dot product along the last dimension and
+quantized there. x and dy are quantized twice, once per GEMM that uses them, each time with its own tensor scale and
+(where rounding is stochastic) its own draws; 16x16-scaled weights once, since their transposed codes are those of the
+transposed weight.
 
-With sequence parallelism the messages of tensor parallelism are the function's own, beside the GEMMs that do not need
-them. A projection in (`context.in_tokens`) has x and dx as slices of the tokens on each rank, a projection out
-(`context.out_tokens`) y and dy; what lies inside, every rank has of all tokens:
+Tokens are padded with zeros to what the kernels demand (`backend.Alignment`), and so are output features, which come in
+`num_groups` equal groups (the heads of a packed projection): each group is padded by itself, so that block boundaries
+depend on the model alone, not on how many ranks share the weight.
 
-            projection in                                      projection out
-    forward   codes of x gathered  | x quantized for wgrad       fprop
-              fprop                                              y reduced, scattered | x quantized for wgrad
-    backward  x for wgrad gathered | dy quantized, dgrad         codes of dy for dgrad gathered | dy quantized for wgrad
-              dx reduced, scattered | wgrad                      codes of dy for wgrad gathered | dgrad
-                                                                 wgrad
-              (left of a bar the message, right of it what runs meanwhile)
-
-A slice is quantized before it is gathered, by the maximum of the whole tensor and with the draws of its place in it:
-its codes are those of the whole, a quarter of the bytes and each rank's share of the work. x waits for the backward
-pass as the rank's own slice. Slices that are no whole blocks, and backends that cannot join operands, gather first.
-
-The function takes the weight as a DTensor and returns its gradient as an FP32 one (precision/fp32_gradients.py). Where
-a backend's GEMM can add to a gradient, that of the second and later micro-batches goes into the weight's `.grad` from
+The function takes the weight as a DTensor and returns its gradient as an FP32 one (fp32_gradients.py). Where a
+backend's GEMM can add to a gradient, that of the second and later micro-batches goes into the weight's `.grad` from
 inside the function, which then returns None: `.backward()` sees no difference, `torch.autograd.grad` would.
 
-What one linear knows besides its tensors: its recipe, its backend, its shards, and who looks at it.
-
-One call of one linear: how each tensor becomes operands by the recipe.
-
-Every operand is laid out with its dot product along the last dimension and quantized there. x and dy are quantized
-twice, once per GEMM that uses them, each time with its own tensor scale and (where rounding is stochastic) its own
-draws; 16x16-scaled weights once, since their transposed codes are those of the transposed weight.
-
-Tokens are padded with zeros to what the kernels demand (precision/backend.py), and so are output features, which come
-in `num_groups` equal groups (the heads of a packed projection): each group is padded by itself, so that block
-boundaries depend on the model alone, not on how many ranks share the weight.
+overlapped.py has the linear of sequence parallelism, whose messages run beside its GEMMs.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import (
-    Backend,
-    BackendOperand,
-    MakeOperand,
-    OperandRequest,
-    RowGroups,
-    requantized_by,
-)
-from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, codes_of, transform_signs
+from megatron_fp4.precision import emulated
+from megatron_fp4.precision.backend import Backend, BackendOperand, MakeOperand, OperandRequest, RowGroups
+from megatron_fp4.precision.emulated import EMULATED, codes_of
 from megatron_fp4.precision.fp32_gradients import (
     accept_fp32_gradient,
     gradient_of,
@@ -65,7 +40,6 @@ from megatron_fp4.precision.fp32_gradients import (
     local_part,
     rounding_of,
 )
-from megatron_fp4.precision.overlapped import start_all_gather, start_reduce_scatter
 from megatron_fp4.precision.recipe import (
     BF16,
     DGRAD_GRADIENT,
@@ -79,8 +53,6 @@ from megatron_fp4.precision.recipe import (
     Recipe,
 )
 from megatron_fp4.precision.rng import StepState
-from megatron_fp4.quantization.elements import E2M1_MAX
-from megatron_fp4.quantization.formats import format_of
 from megatron_fp4.quantization.rounding import RoundingKey, rounding_key
 
 if TYPE_CHECKING:
@@ -88,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Looks at the calls of linears that it is attached to (measure/probe.py has one)."""
+    """Measures the calls of linears that it is attached to (measure/probe.py has one)."""
 
     def forward(self, call: Any, x: Tensor, y: Tensor) -> ObservedCall | None:
         """Sees a `LinearCall`, x [tokens, in] and the local result y [tokens, out]; returns who is to see the backward
@@ -99,28 +71,45 @@ class ObservedCall(Protocol):
     """Sees the backward pass of one call."""
 
     def backward(self, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
-        """dy [tokens, out], dx [tokens, in], dw [out, in], the local parts; None for what nobody needed."""
+        """dy [tokens, out], dx [tokens, in], dw [out, in], the local parts; None for what was not needed."""
+
+
+class Watcher(Protocol):
+    """Stands between a linear and its backend (verify.py has one)."""
+
+    def operands(
+        self,
+        x: Tensor,
+        requests: tuple[OperandRequest | None, OperandRequest | None],
+        makers: tuple[MakeOperand | None, MakeOperand | None],
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        """What makes the operands instead of the backend's `makers`."""
+
+    def product(
+        self, gemm: str, multiply: Callable[[], Tensor], sides: tuple[Any, Any], total: Tensor | None, rows: Any
+    ) -> Tensor:
+        """The backend's product, which `multiply` computes."""
 
 
 @dataclass
 class LinearContext:
     """What one linear needs to know besides its tensors. `name`, `recipe`, `clock` and `backend` are written by the
-    run's controller (precision/switch.py).
+    run's controller (switch.py).
 
     backend: who makes the operands and multiplies them.
     num_groups: equal groups of the local output features, each padded to whole blocks.
-    keep_padding: whoever takes the result passes over the padding of each group, and so does the gradient come back:
+    keep_padding: the caller of the result passes over the padding of each group, and so does the gradient come back:
         its zeros need not be taken out and put in again.
     in_offset, out_group_offset: where the local shard starts in the global tensor: input features, and output groups.
     in_shards, out_shards: ranks among which input or output features are sharded; None: not sharded.
     in_tokens, out_tokens: ranks that each hold a slice of the tokens of x and dx, or of y and dy; None: every rank has
-    all tokens.
+        all tokens.
     keeps_input: keep x itself for the backward pass and make wgrad's operand of it there, the same bits again. For
-    linears whose input somebody else keeps in any case, or can compute again. Else they keep the operand.
+        linears whose input is kept in any case, or can be computed again. Else they keep the operand.
     weight_cache: (what it was made for, fprop's operand, dgrad's operand); None: nothing is kept.
     keeps_rounded: whether a weight that is only rounded may be kept as well, which asks for a clock that advances.
-    probe: sees the calls of this linear; None: nobody looks. One that says `reads_weights = False` never asks a call
-        for its weight.
+    probe: measures the calls of this linear. One that says `reads_weights = False` never asks a call for its weight.
+    watcher: sees operands and products being made.
     """
 
     name: str = ""
@@ -136,17 +125,18 @@ class LinearContext:
     in_tokens: ProcessGroup | None = None
     out_tokens: ProcessGroup | None = None
     keeps_input: bool = False
-    weight_cache: tuple[Any, BackendOperand, BackendOperand] | None = None
+    weight_cache: tuple[Any, Any, Any] | None = None
     keeps_rounded: bool = True
     probe: Observer | None = None
+    watcher: Watcher | None = None
 
     @property
     def gathers_codes(self) -> bool:
         """Whether the linear needs nothing of its weight but codes that FSDP can gather."""
-        looks = self.probe is not None and getattr(self.probe, "reads_weights", True)
-        if looks or not same_weight_codes(self.recipe) or not self.recipe[FPROP_WEIGHT].quantized:
+        reads = self.watcher is not None or (self.probe is not None and getattr(self.probe, "reads_weights", True))
+        if reads or not same_weight_codes(self.recipe) or not self.recipe[FPROP_WEIGHT].quantized:
             return False
-        return self.backend.packs_shards(OperandRequest(self.recipe[FPROP_WEIGHT]))
+        return self.backend.packs(OperandRequest(self.recipe[FPROP_WEIGHT]))
 
     def amax_group(self, tensor: str) -> ProcessGroup | None:
         """Ranks that share the maximum of a tensor (`activation`, `weight` or `gradient`); None: local amax."""
@@ -171,12 +161,56 @@ def same_weight_codes(recipe: Recipe) -> bool:
     return operand == recipe[DGRAD_WEIGHT] and plain and square
 
 
+def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
+    """y = x W^T by the recipe in `context`, without messages between ranks.
+
+    x: [tokens, in], the compute dtype. weight: parameter [out, in] (local part of a DTensor, or a plain tensor).
+    Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more; the weight's gradient is FP32.
+    """
+    return applied(_QuantizedLinear, x, weight, context)
+
+
+def applied(function: type[torch.autograd.Function], x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
+    """The result of the autograd function of a linear."""
+    accept_fp32_gradient(weight)
+    # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
+    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
+    return function.apply(x, weight, context, needs_wgrad)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> Tensor:
+        call = LinearCall(context, weight, x)
+        w_fprop, w_dgrad = call.weight_operands()
+        make_fprop, make_kept = call.activation_operands(x, needs_wgrad)
+        y = call.result(call.product("fprop", make_fprop(), w_fprop, call.dtype))
+        ctx.observed = call.observe(x, y)
+        call.save(ctx, weight, w_dgrad, make_kept() if make_kept else None, x if needs_wgrad else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (dy,), call = grad_outputs, ctx.call
+        (w_dgrad, kept), dx, dw = call.saved(ctx), None, None
+        make_x = call.wgrad_activation(kept)
+        make_dgrad, make_wgrad = call.gradient_operands(dy, *ctx.needs_input_grad[:2])
+        if make_dgrad is not None:  # each operand is as large as dy: one at a time
+            dx = call.unpad_tokens(call.product("dgrad", make_dgrad(), call.dgrad_weight(w_dgrad), call.dtype))
+        if make_wgrad is not None:
+            x_wgrad = make_x()
+            dw = call.weight_gradient(make_wgrad(), x_wgrad, ctx)
+        call.observe_backward(ctx, dy, dx, dw)
+        return dx, dw, None, None
+
+
 class LinearCall:
-    """One forward pass of one linear: its place in the run, and the quantization of each tensor by the recipe.
+    """One forward pass of one linear and its backward pass: its place in the run, and how each tensor becomes operands
+    by the recipe.
 
     weight: parameter [out, in]. x: [tokens, in], this rank's slice of them with `in_tokens`; shape, dtype and device
     are read here. num_tokens: of all slices. slices: of the tensors whose slices are quantized before they are gathered
-    (`activation`, `gradient`), the ranks that hold the others.
+    (`activation`, `gradient`), the ranks that hold the others (overlapped.py).
     """
 
     def __init__(self, context: LinearContext, weight: Tensor, x: Tensor) -> None:
@@ -187,25 +221,70 @@ class LinearCall:
         self.rounding = rounding_of(weight)
         self.gathered = codes_of(weight)  # then the master is without values
         self.group_rows = self.master.shape[0] // context.num_groups
-        alignment = self.backend.alignment(self.recipe)
         self.num_tokens = x.shape[0] * (1 if context.in_tokens is None else context.in_tokens.size())
-        self.padded_tokens = alignment.padded_tokens(self.num_tokens)
-        self.padded_group_rows = alignment.padded_group(self.group_rows, context.num_groups)
+        self.alignment = self.backend.alignment(self.recipe)
+        self.padded_tokens = self.alignment.padded_tokens(self.num_tokens)
+        self.padded_group_rows = self.alignment.padded_group(self.group_rows, context.num_groups)
         self.out_offset = context.out_group_offset * self.padded_group_rows
         self.slices: dict[str, ProcessGroup] = {}
-        for tensor, group in (("activation", context.in_tokens), ("gradient", context.out_tokens)):
-            if group is None or not self._sends_operands(tensor):
-                continue
-            # Whole blocks and tiles; padding then is none.
-            if self.num_tokens % (group.size() * alignment.tokens) == 0:
-                self.slices[tensor] = group
 
-    @property
-    def weight(self) -> Tensor:
-        """[out, in], the local part in the compute dtype."""
-        return self.master.to(self.dtype)
+    def product(
+        self,
+        gemm: str,
+        a: Any,
+        b: Any,
+        out_dtype: torch.dtype,
+        total: Tensor | None = None,
+        rows: RowGroups | None = None,
+    ) -> Tensor:
+        """The product of a GEMM (`fprop`, `dgrad`, `wgrad`), as `Backend.gemm` computes it."""
+        multiply = functools.partial(self.backend.gemm, a, b, out_dtype, total, rows)
+        watcher = self.context.watcher
+        return multiply() if watcher is None else watcher.product(gemm, multiply, (a, b), total, rows)
 
     # ------------------------------------------------------------------------------------------------------- operands
+
+    def activation_operands(self, x: Tensor, needs_wgrad: bool) -> tuple[MakeOperand, MakeOperand | None]:
+        """What makes x [tokens, in] fprop's operand, and what makes the operand that the backward pass keeps of it;
+        None for the second: it keeps nothing, or x itself. To be called in this order."""
+        keeps = needs_wgrad and not self.context.keeps_input
+        of_fprop = keeps and self.derives(WGRAD_ACTIVATION)
+        own = keeps and not of_fprop
+        make_fprop, make_wgrad = self.prepare(
+            FPROP_ACTIVATION,
+            WGRAD_ACTIVATION if own else None,
+            self.pad_tokens(self.tokens(x, "activation")),
+            keep_columns=of_fprop and self.requantizes("activation"),
+            keep_rows=True,
+        )
+        assert make_fprop is not None
+        if of_fprop:
+            make_fprop = make_wgrad = functools.cache(make_fprop)
+        return make_fprop, make_wgrad
+
+    def wgrad_activation(self, kept: Tensor | BackendOperand | None) -> MakeOperand | None:
+        """What makes wgrad's operand of what the forward pass kept of x: x itself, fprop's operand, or wgrad's."""
+        if kept is None:
+            return None
+        of_fprop = self.derives(WGRAD_ACTIVATION)
+        if not isinstance(kept, Tensor):
+            return (lambda: self.derived(kept, WGRAD_ACTIVATION)()) if of_fprop else lambda: kept
+        x = self.pad_tokens(self.tokens(kept, "activation"))
+        if not of_fprop:
+            return self.prepare(None, WGRAD_ACTIVATION, x)[1]
+        make, _ = self.prepare(FPROP_ACTIVATION, None, x)
+        assert make is not None
+        return self.derived(make(), WGRAD_ACTIVATION)
+
+    def gradient_operands(
+        self, dy: Tensor, needs_dgrad: bool, needs_wgrad: bool
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        """What makes dy [tokens, out] dgrad's operand and wgrad's; None for what is not needed."""
+        return self.prepare(
+            DGRAD_GRADIENT if needs_dgrad else None,
+            WGRAD_GRADIENT if needs_wgrad else None,
+            self.pad(self.tokens(dy, "gradient")),
+        )
 
     def prepare(
         self,
@@ -219,101 +298,38 @@ class LinearCall:
         """What makes the operand `columns` of the recipe from `x`, and the operand `rows` from its transpose.
 
         x: all tokens, or this rank's slice of a tensor in `slices`, of which the slice's operands are made, to be sent.
-        keep_columns, keep_rows: the first, the second is for the backward pass. x may be FP32 where the compute dtype
-        is BF16, and counts as rounded then (weights).
+        keep_columns, keep_rows: the first, the second is for the backward pass.
         """
-        slot = columns or rows
-        tensor = "" if slot is None else slot.tensor
-        sliced = tensor in self.slices
-        return self.backend.operands(
+        return self._operands(
             x,
-            None if columns is None else self.request(columns),
-            None if rows is None else self.request(rows),
-            dtype=self.dtype,
-            keep_columns=keep_columns or sliced,
-            keep_rows=keep_rows or sliced,
-            amax_group=self.slices.get(tensor) or self.context.amax_group(tensor),
+            None if columns is None else self.request(columns, keep_columns),
+            None if rows is None else self.request(rows, keep_rows),
         )
 
-    def wgrad_activation(self, x: Tensor) -> MakeOperand:
-        """What makes x [tokens, in], padded, wgrad's operand in the backward pass."""
-        reuse, again = self._reuses("activation"), self.requantizes("activation")
-        of_fprop = reuse or again
-        make, make_rows = self.prepare(
-            FPROP_ACTIVATION if of_fprop else None, None if of_fprop else WGRAD_ACTIVATION, x
-        )
-        if of_fprop:
-            assert make is not None
-            return self.requantized(make(), WGRAD_ACTIVATION) if again else lambda: self.transposed(make())
-        assert make_rows is not None
-        return make_rows
+    def _operands(
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
+    ) -> tuple[MakeOperand | None, MakeOperand | None]:
+        makers = self.backend.operands(x, columns, rows)
+        watcher = self.context.watcher
+        return makers if watcher is None else watcher.operands(x, (columns, rows), makers)
 
-    def wgrad_operand(self, tensors: Sequence[Tensor | None], layout: Any) -> BackendOperand:
-        """wgrad's operand of what the forward pass saved of x: it itself, or fprop's to be quantized again."""
-        operand = self.backend.operand_from_saved(tensors, layout)
-        return self.requantized(operand, WGRAD_ACTIVATION)() if self.requantizes("activation") else operand
-
-    def requantizes(self, tensor: str) -> bool:
-        """Whether the tensor's operand in the backward pass is made of fprop's codes."""
-        return self.recipe[SLOTS_OF[tensor][1]].source == "forward"
-
-    def requantized(self, operand: BackendOperand, slot: OperandSlot) -> MakeOperand:
-        """What makes the operand at `slot` of what fprop's operand of the same tensor stands for."""
-        return requantized_by(
-            self.backend,
-            operand,
-            self.request(slot),
-            dtype=self.dtype,
-            keep=slot.tensor in self.slices,
-            amax_group=self.slices.get(slot.tensor) or self.context.amax_group(slot.tensor),
-        )
-
-    def send(self, make: MakeOperand | None, slot: OperandSlot, beside: bool = True) -> MakeOperand | None:
-        """What gives the operand of all tokens.
-
-        Of a tensor in `slices`, `make` makes that of this rank's slice: it is made now, and on its way to the other
-        ranks until what is returned waits for theirs. Of other tensors nothing happens now. beside: whether anything
-        runs meanwhile.
-        """
-        if make is None or slot.tensor not in self.slices:
-            return make
-        gather = functools.partial(start_all_gather, group=self.slices[slot.tensor], beside=beside)
-        made: MakeOperand = self.backend.gathered(make(), gather, transposed=slot.transposed)
-        return made
-
-    def gathered_unless_sliced(self, x: Tensor, tensor: str) -> Tensor:
-        """What `prepare` takes of a tensor [tokens, features] that ranks may hold in slices."""
-        return x if tensor in self.slices else self.whole(x, tensor)
-
-    def whole(self, x: Tensor, tensor: str) -> Tensor:
-        """All tokens of x (`activation`) or dy (`gradient`), of which this rank may hold a slice."""
-        group = self.context.in_tokens if tensor == "activation" else self.context.out_tokens
-        return x if group is None else start_all_gather(x, group, beside=False).wait()
-
-    def _sends_operands(self, tensor: str) -> bool:
-        """Whether a tensor's operands are gathered, and not itself. dy's are both needed at once: only codes of four
-        bits are fewer bytes than dy, once. One of x waits for the backward pass, as a slice."""
-        if self._reuses(tensor) or not self.backend.joins(self.recipe):
-            return False
-        operands = [self.recipe[slot] for slot in SLOTS_OF[tensor]]
-        if tensor == "activation":
-            return True
-        # Along its columns MS-EDEN's kernel makes values, not codes.
-        codes = all(operand.quantized and format_of(operand.format).largest == E2M1_MAX for operand in operands)
-        return codes and operands[0].rounding != "ms_eden"
-
-    def _reuses(self, tensor: str) -> bool:
-        return tensor == "activation" and self.recipe[WGRAD_ACTIVATION].reuse_fprop
-
-    def request(self, slot: OperandSlot) -> OperandRequest:
-        """What the backend is asked to make for `slot`."""
-        operand, rht = self.recipe[slot], self.recipe.gemms[slot.gemm].rht
-        signs_key = self._signs_key(slot.gemm) if rht else None
+    def request(self, slot: OperandSlot, keep: bool = False) -> OperandRequest:
+        """What the backend is asked to make for `slot`. keep: for the backward pass."""
         group, first_token = self.slices.get(slot.tensor), 0
         if group is not None:
             first_token = group.rank() * (self.num_tokens // group.size())
-        key = self.draws(slot, first_token)
-        return OperandRequest(operand, rht, self.recipe.rht_signs, key, signs_key, slot)
+        rht = self.recipe.gemms[slot.gemm].rht
+        return OperandRequest(
+            self.recipe[slot],
+            rht,
+            self.recipe.rht_signs,
+            self.draws(slot, first_token),
+            self._signs_key(slot.gemm) if rht else None,
+            slot,
+            self.dtype,
+            group or self.context.amax_group(slot.tensor),
+            keep or group is not None,
+        )
 
     def draws(self, slot: OperandSlot, first_token: int = 0) -> RoundingKey | None:
         """The key of an operand's draws, of x or dy from `first_token` on; None where it is rounded to nearest."""
@@ -326,111 +342,170 @@ class LinearCall:
 
     def signs(self, gemm: str) -> Tensor:
         """FP32 [size of the Hadamard transform], of +-1."""
-        return transform_signs(self.recipe.gemms[gemm].rht, self.recipe.rht_signs, self._signs_key(gemm), self.device)
+        size, key = self.recipe.gemms[gemm].rht, self._signs_key(gemm)
+        return emulated.transform_signs(size, self.recipe.rht_signs, key, self.device)
 
     def _signs_key(self, gemm: str) -> RoundingKey | None:
         if self.recipe.rht_signs != "fresh":
             return None
         return self.context.key(self.step, self.micro_batch, f"{gemm}_signs", 0, 0)
 
-    def transposed(self, operand: BackendOperand) -> BackendOperand:
-        """The same codes with rows and columns exchanged, for another GEMM."""
-        assert self.backend.transposed is not None, f"the backend {self.backend.name} cannot use codes twice"
-        made: BackendOperand = self.backend.transposed(operand)
+    def derives(self, slot: OperandSlot) -> bool:
+        """Whether the operand is made of fprop's of the same tensor: its codes, or what these stand for."""
+        return self.recipe[slot].reuse_fprop or self.requantizes(slot.tensor)
+
+    def requantizes(self, tensor: str) -> bool:
+        """Whether the tensor's operand in the backward pass is quantized from what fprop's codes stand for."""
+        return self.recipe[SLOTS_OF[tensor][1]].source == "forward"
+
+    def derived(self, operand: Any, slot: OperandSlot) -> MakeOperand:
+        """What makes the operand at `slot` of fprop's operand of the same tensor: its codes with rows and columns
+        exchanged, or what the transposed `code * block scale` becomes, which is exact in BF16; fprop's tensor scale is
+        multiplied on."""
+        if self.recipe[slot].source != "forward":
+            assert self.backend.transposes, f"the backend {self.backend.name} cannot use codes twice"
+            return operand.transposed  # type: ignore[no-any-return]
+        values = operand.unpacked().to(torch.bfloat16)
+        _, make = self._operands(values, None, self.request(slot))
+        assert make is not None
+
+        def made() -> Any:
+            own, factor = make(), operand.scale
+            if factor is None:
+                return own
+            return replace(own, scale=factor if own.scale is None else own.scale * factor)
+
         return made
 
     # --------------------------------------------------------------------------------------------------------- weight
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], the local part in the compute dtype."""
+        return self.master.to(self.dtype)
+
+    def weight_operands(self) -> tuple[Any, Any]:
+        """The weight as fprop's operand and what `dgrad_weight` takes, kept for all micro-batches of a step."""
+        context = self.context
+        stamp = (context.clock.weights_version, self.dtype, self.device)
+        if context.weight_cache is not None and context.weight_cache[0] == stamp:
+            return context.weight_cache[1:]
+        fprop, dgrad, lasts = self._weight_operands()
+        if lasts:
+            context.weight_cache = (stamp, fprop, dgrad)
+        return fprop, dgrad
+
+    def _weight_operands(self) -> tuple[Any, Any, bool]:
+        """Both operands, and whether they can be kept for a step."""
+        if self.gathered is not None:
+            fprop: Any = emulated.gathered_weight(self.gathered)
+            # Codes stay where FSDP has them, and are freed there.
+            return fprop, fprop.transposed(), not emulated.keeps_codes(self.device)
+        same = same_weight_codes(self.recipe)
+        shared = self.backend.transposes and (same or self.recipe[DGRAD_WEIGHT].reuse_fprop)
+        request = self.request(FPROP_WEIGHT)
+        packs = self.dtype == torch.bfloat16 and emulated.keeps_codes(self.device) and self.backend.packs(request)
+        if shared and same and packs:
+            fprop = self._packed_weight(request)
+            return fprop, fprop.transposed(), True
+        late, again = self.requantizes_late, self.requantizes("weight")
+        alone = None if shared or again else DGRAD_WEIGHT
+        make_fprop, make_dgrad = self.prepare(FPROP_WEIGHT, alone, self.pad_rows(self.master), keep_columns=late)
+        assert make_fprop is not None
+        fprop = make_fprop()
+        if late:
+            dgrad = fprop
+        else:
+            dgrad = self.derived(fprop, DGRAD_WEIGHT)() if make_dgrad is None else make_dgrad()
+        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
+        own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
+        own = own and self.context.keeps_rounded
+        same_in_all = self._lasts(FPROP_WEIGHT) and (late or self._lasts(DGRAD_WEIGHT))
+        return fprop, dgrad, ((fprop.quantized and dgrad.quantized) or own) and same_in_all
+
+    def _packed_weight(self, request: OperandRequest) -> Any:
+        """fprop's operand as codes; padding comes in when they are unpacked."""
+
+        def make() -> Any:
+            return emulated.packed_weight(self.master, request, self.group_rows, self.padded_group_rows)
+
+        watcher = self.context.watcher
+        if watcher is not None:
+            watched, _ = watcher.operands(self.pad_rows(self.master), (request, None), (make, None))
+            assert watched is not None
+            return watched()
+        return make()
 
     @property
     def requantizes_late(self) -> bool:
         """Whether dgrad's weight is made of fprop's codes anew in every micro-batch: then in the backward pass."""
         return self.requantizes("weight") and not self._lasts(DGRAD_WEIGHT)
 
-    def dgrad_weight(self, operand: BackendOperand) -> BackendOperand:
+    def dgrad_weight(self, operand: Any) -> Any:
         """dgrad's operand in the backward pass: the second of `weight_operands`, or what is made of it now."""
-        return self.requantized(operand, DGRAD_WEIGHT)() if self.requantizes_late else operand
-
-    def weight_operands(self) -> tuple[BackendOperand, BackendOperand]:
-        """The weight as fprop's operand and what `dgrad_weight` takes, kept for all micro-batches of a step."""
-        context, recipe = self.context, self.recipe
-        stamp = (context.clock.weights_version, self.dtype, self.device)
-        if context.weight_cache is not None and context.weight_cache[0] == stamp:
-            return context.weight_cache[1:]
-        if self.gathered is not None:
-            assert isinstance(self.backend, EmulatedBackend)
-            gathered = self.backend.gathered_weight(self.gathered)
-            operands = gathered, gathered.transposed()
-            if isinstance(gathered.values, Tensor):  # codes stay where FSDP has them, and are freed there
-                context.weight_cache = (stamp, *operands)
-            return operands
-        once = recipe[DGRAD_WEIGHT].reuse_fprop or self.same_weight_codes
-        shared = once and self.backend.transposed is not None
-        if shared and self.same_weight_codes and (packed := self._packed_weight()) is not None:
-            context.weight_cache = (stamp, packed, self.transposed(packed))
-            return context.weight_cache[1:]
-        again, late = self.requantizes("weight"), self.requantizes_late
-        alone = shared or again
-        make_fprop, make_dgrad = self.prepare(
-            FPROP_WEIGHT, None if alone else DGRAD_WEIGHT, self.pad_rows(self.master), keep_columns=late
-        )
-        assert make_fprop is not None
-        fprop = make_fprop()
-        if again:
-            make_dgrad = None if late else self.requantized(fprop, DGRAD_WEIGHT)
-            dgrad = fprop if make_dgrad is None else make_dgrad()
-        else:
-            dgrad = self.transposed(fprop) if make_dgrad is None else make_dgrad()
-        # What is not quantized is FSDP's gathered copy itself, which must not outlive its use; or a master, rounded.
-        own = self.rounding is not None and self.rounding.kept and self.master.dtype != self.dtype
-        own = own and context.keeps_rounded
-        if ((fprop.quantized and dgrad.quantized) or own) and self._weight_codes_last():
-            context.weight_cache = (stamp, fprop, dgrad)
-        return fprop, dgrad
-
-    def fprop_weight(self) -> BackendOperand:
-        """fprop's operand of the weight by itself, padded, for whoever wants its values."""
-        make, _ = self.prepare(FPROP_WEIGHT, None, self.pad_rows(self.master))
-        assert make is not None
-        return make()
-
-    def _packed_weight(self) -> BackendOperand | None:
-        """fprop's operand as codes, where the backend keeps those; padding comes in when they are unpacked."""
-        if self.dtype != torch.bfloat16:
-            return None
-        packed: BackendOperand | None = self.backend.packed_weight(
-            self.master,
-            self.request(FPROP_WEIGHT),
-            rows=(self.group_rows, self.padded_group_rows),
-            amax_group=self.context.amax_group("weight"),
-        )
-        return packed
+        return self.derived(operand, DGRAD_WEIGHT)() if self.requantizes_late else operand
 
     @property
     def same_weight_codes(self) -> bool:
         """See `same_weight_codes`."""
         return same_weight_codes(self.recipe)
 
-    def _weight_codes_last(self) -> bool:
-        """Whether the weight's operands as `weight_operands` has them are the same for every micro-batch of a step."""
-        return self._lasts(FPROP_WEIGHT) and (self.requantizes_late or self._lasts(DGRAD_WEIGHT))
-
     def _lasts(self, slot: OperandSlot) -> bool:
+        """Whether the weight's operand at `slot` is the same for every micro-batch of a step."""
         fresh = self.recipe.gemms[slot.gemm].rht and self.recipe.rht_signs == "fresh"
         return not self.recipe[slot].drawn and not fresh
 
-    def running_gradient(self, weight: Tensor) -> Tensor | None:
+    def weight_gradient(self, dy: Any, x: Any, ctx: Any) -> Tensor | None:
+        """dy^T x of wgrad's operands as FP32 gradient [out, in] of `ctx.weight`; None: it was added to the gradient of
+        earlier micro-batches."""
+        rows = RowGroups(self.padded_group_rows, self.group_rows)
+        total = None if ctx.observed is not None else self._running_gradient(ctx.weight)
+        product = self.product("wgrad", dy, x, torch.float32, total, None if rows.padded == rows.kept else rows)
+        return gradient_of(product, self.gradient_spec) if total is None else None
+
+    def _running_gradient(self, weight: Tensor) -> Tensor | None:
         """The gradient of earlier micro-batches if wgrad's GEMM can add to it itself: FP32 [out, in], local."""
         if not self.backend.accumulates or not weight.is_leaf or weight.grad is None:
             return None
         total = local_part(weight.grad)
         return total if total.dtype == torch.float32 and total.is_contiguous() else None
 
-    def weight_gradient(self, dy: BackendOperand, x: BackendOperand, total: Tensor | None) -> Tensor:
-        """dy^T x of wgrad's operands, FP32 [out, in] without padding; added to `total` where there is one."""
-        padded, kept = self.padded_group_rows, self.group_rows
-        rows = None if padded == kept else RowGroups(padded, kept)
-        product: Tensor = self.backend.gemm(dy, x, torch.float32, total, rows)
-        return product
+    # ------------------------------------------------------------------------------------------------- for the backward
+
+    def save(self, ctx: Any, weight: Tensor, w_dgrad: Any, kept: Any, x: Tensor | None) -> None:
+        """Save for the backward pass dgrad's weight and, for wgrad, the operand `kept` or where that is None x itself
+        (None: nothing)."""
+        operands = [w_dgrad] if kept is None else [w_dgrad, kept]
+        tensors = [tensor for operand in operands for tensor in operand.tensors()]
+        ctx.save_for_backward(*tensors, *([x] if kept is None and x is not None else []))
+        ctx.call, ctx.weight, ctx.layouts = self, weight, [operand.layout for operand in operands]
+
+    def saved(self, ctx: Any) -> tuple[Any, Any]:
+        """What `save` got: dgrad's weight, and the operand or the tensor (None: neither)."""
+        tensors = ctx.saved_tensors  # once: a recomputing checkpoint refuses a second time
+        w_dgrad, *kept = (
+            self.backend.operand_from_saved(tensors[3 * i : 3 * i + 3], layout) for i, layout in enumerate(ctx.layouts)
+        )
+        rest = tensors[3 * len(ctx.layouts) :]
+        return w_dgrad, kept[0] if kept else rest[0] if rest else None
+
+    def observe(self, x: Tensor, y: Tensor) -> ObservedCall | None:
+        """Show the forward pass to the probe; returns who is to see the backward pass."""
+        probe = self.context.probe
+        return None if probe is None else probe.forward(self, self.whole(x, "activation"), self.seen(y))
+
+    def observe_backward(self, ctx: Any, dy: Tensor, dx: Tensor | None, dw: Tensor | None) -> None:
+        """Show the backward pass to it."""
+        if ctx.observed is not None:
+            ctx.observed.backward(self.seen(self.whole(dy, "gradient")), dx, dw)
+
+    def tokens(self, x: Tensor, tensor: str) -> Tensor:
+        """The tokens of x (`activation`) or dy (`gradient`) that this rank quantizes."""
+        return x
+
+    def whole(self, x: Tensor, tensor: str) -> Tensor:
+        """All tokens of x or dy."""
+        return x
 
     # -------------------------------------------------------------------------------------------------------- padding
 
@@ -475,101 +550,3 @@ class LinearCall:
         if self.padded_group_rows == self.group_rows:
             return y
         return y.unflatten(-1, (-1, self.padded_group_rows))[..., : self.group_rows].flatten(-2)
-
-
-def quantized_linear(x: Tensor, weight: Tensor, context: LinearContext) -> Tensor:
-    """y = x W^T by the recipe in `context`.
-
-    x: [tokens, in], the compute dtype; the rank's slice of the tokens with `context.in_tokens`. weight: parameter
-    [out, in] (local part of a DTensor, or a plain tensor).
-    Returns [tokens, out] in x's dtype, with `context.keep_padding` perhaps more, with `context.out_tokens` the rank's
-    slice of the sum over ranks; the weight's gradient is FP32.
-    """
-    accept_fp32_gradient(weight)
-    # Inside the function gradients are always off, and needs_input_grad does not know about no_grad.
-    needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
-    return _QuantizedLinear.apply(x, weight, context, needs_wgrad)  # type: ignore[return-value]
-
-
-def _same(operand: BackendOperand) -> BackendOperand:
-    return operand
-
-
-class _QuantizedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, context: LinearContext, needs_wgrad: bool) -> Tensor:
-        call = LinearCall(context, weight, x)
-        w_fprop, w_dgrad = call.weight_operands()
-        reuse, keeps = call.recipe[WGRAD_ACTIVATION].reuse_fprop, needs_wgrad and context.keeps_input
-        again = needs_wgrad and not keeps and call.requantizes("activation")
-        x_tokens = call.pad_tokens(call.gathered_unless_sliced(x, "activation"))
-        make_fprop, make_wgrad = call.prepare(
-            FPROP_ACTIVATION,
-            WGRAD_ACTIVATION if needs_wgrad and not (reuse or keeps or again) else None,
-            x_tokens,
-            keep_columns=again,
-            keep_rows=True,
-        )
-        del x_tokens
-        x_kept = None
-        if again and make_fprop is not None:  # fprop's codes wait for the backward pass, of this rank's tokens
-            x_kept = make_fprop()
-            make_fprop = functools.partial(_same, x_kept)
-        receive_fprop, x_wgrad = call.send(make_fprop, FPROP_ACTIVATION, beside=make_wgrad is not None), None
-        assert receive_fprop is not None
-        if make_wgrad is not None and "activation" in call.slices:
-            x_wgrad = make_wgrad()  # while the codes for fprop travel
-        x_fprop = receive_fprop()
-        y = call.result(call.backend.gemm(x_fprop, w_fprop, x.dtype))
-        if needs_wgrad and reuse and not keeps:
-            x_wgrad = call.transposed(x_fprop)
-        del x_fprop
-        ctx.probed = (
-            None if context.probe is None else context.probe.forward(call, call.whole(x, "activation"), call.seen(y))
-        )
-        scattered = None
-        if context.out_tokens is not None:
-            scattered = start_reduce_scatter(y, context.out_tokens, beside=make_wgrad is not None)
-        if make_wgrad is not None and x_wgrad is None:
-            x_wgrad = make_wgrad()  # while y is summed
-        x_wgrad = x_kept if x_wgrad is None else x_wgrad
-        operands = [w_dgrad] if x_wgrad is None else [w_dgrad, x_wgrad]
-        ctx.save_for_backward(*(tensor for operand in operands for tensor in operand.tensors()), *[x] * keeps)
-        ctx.call, ctx.layouts, ctx.keeps = call, [operand.layout for operand in operands], keeps
-        ctx.weight = weight
-        return y if scattered is None else scattered.wait()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        call: LinearCall = ctx.call
-        backend, context = call.backend, call.context
-        saved = ctx.saved_tensors  # once: a recomputing checkpoint refuses a second time
-        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        dx = dw = scattered = make_x = None
-        # Maxima first: their exchange would wait for larger messages.
-        if needs_wgrad and ctx.keeps:
-            make_x = call.wgrad_activation(call.pad_tokens(call.gathered_unless_sliced(saved[3], "activation")))
-        elif needs_wgrad:
-            make_x = functools.partial(call.wgrad_operand, saved[3:6], ctx.layouts[1])
-        dy_tokens = call.pad(call.gathered_unless_sliced(grad_outputs[0], "gradient"))
-        make_dgrad, make_wgrad = call.prepare(
-            DGRAD_GRADIENT if needs_dgrad else None, WGRAD_GRADIENT if needs_wgrad else None, dy_tokens
-        )
-        del dy_tokens
-        receive_x = call.send(make_x, WGRAD_ACTIVATION)
-        receive_dgrad, receive_wgrad = call.send(make_dgrad, DGRAD_GRADIENT), call.send(make_wgrad, WGRAD_GRADIENT)
-        # Each operand is as large as dy; one at a time.
-        if receive_dgrad is not None:
-            w_dgrad = call.dgrad_weight(backend.operand_from_saved(saved[:3], ctx.layouts[0]))
-            dx = call.unpad_tokens(backend.gemm(receive_dgrad(), w_dgrad, call.dtype))
-            del w_dgrad
-            if context.in_tokens is not None:
-                scattered = start_reduce_scatter(dx, context.in_tokens, beside=receive_wgrad is not None)
-        if receive_wgrad is not None and receive_x is not None:
-            x_wgrad = receive_x()
-            total = call.running_gradient(ctx.weight) if ctx.probed is None else None
-            made = call.weight_gradient(receive_wgrad(), x_wgrad, total)
-            dw = gradient_of(made, call.gradient_spec) if total is None else None
-        if ctx.probed is not None:
-            ctx.probed.backward(call.seen(call.whole(grad_outputs[0], "gradient")), dx, dw)
-        return dx if scattered is None else scattered.wait(), dw, None, None

@@ -26,35 +26,30 @@ Not run: no Blackwell chip was at hand. The self-test compares codes, products a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
-from megatron_fp4.precision.backend import Alignment, MakeOperand, OperandRequest, RowGroups, added, block_alignment
+from megatron_fp4.precision.backend import Backend, MakeOperand, OperandRequest, RowGroups, added
 from megatron_fp4.precision.emulated import (
     GemmOperand,
     codes_transpose,
-    encode_operand,
+    encode_request,
     fused_side,
     fused_sides,
     gemm,
+    operand_rows,
     quantize_operand,
-    transform_signs,
 )
-from megatron_fp4.precision.overlapped import Gather
-from megatron_fp4.precision.recipe import Operand, Recipe
-from megatron_fp4.quantization.cuda import Fused, Side
+from megatron_fp4.precision.recipe import Operand
+from megatron_fp4.quantization.cuda import Fused
 from megatron_fp4.quantization.elements import pack_codes, unpack_codes
 from megatron_fp4.quantization.formats import format_of
-from megatron_fp4.quantization.hadamard import random_hadamard_transform
 from megatron_fp4.quantization.tensor import QuantizedTensor, swizzle_scales, unswizzle_scales
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _DOT_MULTIPLE = 32  # 16 bytes of E2M1 codes
 
@@ -101,7 +96,6 @@ class PackedOperand:
     scale: Tensor | None
     layout: tuple[Operand, int]
     quantized: bool = True
-    decoded = None  # its values are compared
 
     @staticmethod
     def of(codes: Tensor, scales: Tensor, scale: Tensor | None, operand: Operand) -> PackedOperand:
@@ -118,25 +112,26 @@ class PackedOperand:
         """How `scaled_mm` takes it."""
         return FORMATS[self.layout[0].format]
 
-    def plain(self) -> tuple[Tensor, Tensor]:
+    def decoded(self) -> QuantizedTensor:
         """Codes, uint8 [rows, k / 2] or E4M3 [rows, k], and block scales [rows, k / block] in their plain order."""
-        rows, size, form = self.codes.shape[0], self.layout[1], self.form
+        (operand, size), form = self.layout, self.form
         codes = self.codes[:, : size // form.per_byte]
         codes = codes if form.per_byte == 2 else codes.view(form.codes)
-        return codes, unswizzle_scales(self.scales, rows, size // format_of(self.layout[0].format).tile)
+        scales = unswizzle_scales(self.scales, self.codes.shape[0], size // format_of(operand.format).tile)
+        return QuantizedTensor(codes, scales, operand.block)
 
     def unpacked(self) -> Tensor:
         """FP32 [rows, k]: `code * block scale`."""
-        return QuantizedTensor(*self.plain(), self.layout[0].block).block_values()
+        return self.decoded().block_values()
 
     def transposed(self) -> PackedOperand:
         """Rows and columns exchanged: of square blocks alone, whose codes are the same along both dimensions."""
         operand = self.layout[0]
         assert operand.block[0] == operand.block[1], "the scales of other blocks lie along the dot product"
-        (codes, scales), block = self.plain(), operand.block[0]
+        decoded, block = self.decoded(), operand.block[0]
         # Of a block's rows under one scale the first, for the columns that they become.
-        scales = scales.view(torch.uint8)[::block].t().repeat_interleave(block, dim=0)
-        codes = codes.view(torch.uint8)
+        scales = decoded.scales.view(torch.uint8)[::block].t().repeat_interleave(block, dim=0)
+        codes = decoded.codes.view(torch.uint8)
         codes = codes.t() if self.form.per_byte == 1 else pack_codes(unpack_codes(codes).t())
         return PackedOperand.of(codes, scales, self.scale, operand)
 
@@ -145,45 +140,23 @@ class PackedOperand:
         return self.codes, self.scales, self.scale
 
 
-class TorchBackend:
-    """The emulation's codes in `scaled_mm`'s layout, and its products."""
+class TorchBackend(Backend):
+    """The emulation's codes in `scaled_mm`'s layout, and its products, to which it cannot add (no beta). Whole blocks
+    are enough, as for the emulation: with other padding the draws would be others."""
 
     name = "torch"
-    accumulates = False  # scaled_mm has no beta
-    transposed = None
-
-    def alignment(self, recipe: Recipe) -> Alignment:
-        """Whole blocks are enough, as for the emulation: with other padding the draws would be others."""
-        return block_alignment(recipe)
 
     def operands(
-        self,
-        x: Tensor,
-        columns: OperandRequest | None,
-        rows: OperandRequest | None,
-        *,
-        dtype: torch.dtype,
-        keep_columns: bool = False,
-        keep_rows: bool = False,
-        amax_group: ProcessGroup | None = None,
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By the fused kernels as far as they go, by PyTorch what is left (`keep_*` changes nothing)."""
+        """By the fused kernels as far as they go, by PyTorch what is left."""
         if rows is None or not _exchangeable(columns, rows):
-            return _makers(x, columns, rows, dtype, amax_group)
-        source, _ = _makers(x, rows, None, dtype, amax_group)
+            return _makers(x, columns, rows)
+        source, _ = _makers(x, rows, None)
         assert source is not None
         along_columns = functools.cache(source)
-        first = along_columns if columns == rows else _makers(x, columns, None, dtype, amax_group)[0]
+        first = along_columns if columns == rows else _makers(x, columns, None)[0]
         return first, lambda: along_columns().transposed()
-
-    def packed_weight(
-        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
-    ) -> None:
-        """Its operands are as small as they can be, and have their scales along one dot product."""
-
-    def packs_shards(self, request: OperandRequest) -> bool:
-        """Its operands are made of whole weights."""
-        return False
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
@@ -209,14 +182,6 @@ class TorchBackend:
             output_dtype=out_dtype,
         )
 
-    def joins(self, recipe: Recipe) -> bool:
-        """Only what it does not quantize."""
-        return not recipe.quantized
-
-    def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
-        """See `GemmOperand.gathered`."""
-        return operand.gathered(gather, transposed=transposed)
-
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""
         codes, scales, scale = tensors
@@ -227,32 +192,23 @@ class TorchBackend:
 
 
 def _makers(
-    x: Tensor,
-    columns: OperandRequest | None,
-    rows: OperandRequest | None,
-    dtype: torch.dtype,
-    amax_group: ProcessGroup | None,
+    x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
 ) -> tuple[MakeOperand | None, MakeOperand | None]:
     """As `TorchBackend.operands`, each operand quantized by itself."""
-    sides: tuple[Side | None, Side | None] = (None, None)
-    if dtype == torch.bfloat16:
-        sides = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
-    of_columns, of_rows = fused_sides(x, *sides, amax_group)
+    group = next((request.amax_group for request in (columns, rows) if request is not None), None)
+    sides = fused_side(x, columns, "columns"), fused_side(x, rows, "rows")
+    of_columns, of_rows = fused_sides(x, *sides, group)
 
     def packed(request: OperandRequest, fused: Fused, along: str) -> PackedOperand:
         codes, scales = fused.code_bytes(along)
         scale = fused.columns_scale if along == "columns" else fused.rows_scale
         return PackedOperand.of(codes, scales, scale, request.operand)
 
-    def plain(request: OperandRequest, along: str) -> PackedOperand | GemmOperand:
-        rounded = x.to(dtype)
-        return _plain(rounded if along == "columns" else rounded.t(), request, amax_group)
-
     def maker(request: OperandRequest | None, fused: Fused | None, along: str) -> MakeOperand | None:
         if request is None:
             return None
         if fused is None:
-            return functools.partial(plain, request, along)
+            return functools.partial(_plain, x, request, along == "rows")
         return functools.partial(packed, request, fused, along)
 
     return maker(columns, of_columns, "columns"), maker(rows, of_rows, "rows")
@@ -267,15 +223,9 @@ def _exchangeable(columns: OperandRequest | None, rows: OperandRequest) -> bool:
     return codes_transpose(rows) and (columns == rows or not rows.operand.four_over_six)
 
 
-def _plain(x: Tensor, request: OperandRequest, amax_group: ProcessGroup | None) -> PackedOperand | GemmOperand:
-    """`x` [rows, k] as an operand, in PyTorch on any device."""
-    signs = None
-    if request.rht:
-        signs = transform_signs(request.rht, request.signs, request.signs_key, x.device)
+def _plain(x: Tensor, request: OperandRequest, transposed: bool) -> PackedOperand | GemmOperand:
+    """`x` [rows, k] (`transposed`: [k, rows]) as an operand, in PyTorch on any device."""
     if not request.operand.quantized:
-        return quantize_operand(x, request.operand, rht=request.rht, signs=signs)
-    if request.rht:
-        x = random_hadamard_transform(x.to(torch.bfloat16), request.rht, signs)
-    encoded = encode_operand(x.to(torch.float32), request.operand, request.key, amax_group=amax_group)
-    codes = encoded.codes().view(torch.uint8)
-    return PackedOperand.of(codes, encoded.scales, encoded.decode_scale(), request.operand)
+        return quantize_operand(x, request, transposed)
+    encoded = encode_request(operand_rows(x, request, transposed), request)
+    return PackedOperand.of(encoded.codes().view(torch.uint8), encoded.scales, encoded.decode_scale(), request.operand)

@@ -37,7 +37,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -46,9 +46,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_fp4.precision.backend import Alignment, MakeOperand, OperandRequest, RowGroups, added, block_alignment
+from megatron_fp4.precision.backend import (
+    Alignment,
+    Backend,
+    MakeOperand,
+    OperandRequest,
+    RowGroups,
+    added,
+    block_alignment,
+)
 from megatron_fp4.precision.emulated import GemmOperand, gemm, quantize_operand
-from megatron_fp4.precision.overlapped import Gather
 from megatron_fp4.precision.recipe import WGRAD_GRADIENT, Operand, Recipe
 from megatron_fp4.quantization.elements import E4M3_MAX
 from megatron_fp4.quantization.nvfp4 import FOUR_OVER_SIX_SCALE_MAX
@@ -209,12 +216,12 @@ class _Settings:
     signs: bool
 
 
-class TransformerEngineBackend:
+class TransformerEngineBackend(Backend):
     """Transformer Engine's quantizers, kept for their next use, and its GEMM; ImportError without the package."""
 
     name = "transformer_engine"
     accumulates = True
-    transposed = None
+    draws_ours = False
 
     def __init__(self) -> None:
         _library()
@@ -226,42 +233,24 @@ class TransformerEngineBackend:
         return alignment(recipe)
 
     def operands(
-        self,
-        x: Tensor,
-        columns: OperandRequest | None,
-        rows: OperandRequest | None,
-        *,
-        dtype: torch.dtype,
-        keep_columns: bool = False,
-        keep_rows: bool = False,
-        amax_group: ProcessGroup | None = None,
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[MakeOperand | None, MakeOperand | None]:
-        """By one quantizer if both are wanted of one kind, else each by its own (`keep_*` changes nothing)."""
+        """By one quantizer if both are wanted of one kind, else each by its own."""
         if columns is not None and rows is not None and columns.operand == rows.operand and columns.operand.quantized:
-            made: tuple[Any, Any] = self._quantize(x.to(dtype), columns, rows, amax_group)
+            made: tuple[Any, Any] = self._quantize(x, columns, rows)
             return lambda: made[0], lambda: made[1]
 
         def alone(request: OperandRequest, along: str) -> Any:
-            rounded = x.to(dtype)
             if not request.operand.quantized:
-                return quantize_operand(rounded if along == "columns" else rounded.t(), request.operand)
+                return quantize_operand(x, request, along == "rows")
             if along == "columns":
-                return self._quantize(rounded, request, None, amax_group)[0]
-            return self._quantize(rounded, None, request, amax_group)[1]
+                return self._quantize(x, request, None)[0]
+            return self._quantize(x, None, request)[1]
 
         return (
             None if columns is None else functools.partial(alone, columns, "columns"),
             None if rows is None else functools.partial(alone, rows, "rows"),
         )
-
-    def packed_weight(
-        self, w: Tensor, request: OperandRequest, *, rows: tuple[int, int], amax_group: ProcessGroup | None = None
-    ) -> None:
-        """Its operands are as small as they can be, and have their scales along one dot product."""
-
-    def packs_shards(self, request: OperandRequest) -> bool:
-        """Its operands are made of whole weights."""
-        return False
 
     def gemm(
         self, a: Any, b: Any, out_dtype: torch.dtype, total: Tensor | None = None, rows: RowGroups | None = None
@@ -287,14 +276,6 @@ class TransformerEngineBackend:
         )
         return out[0]
 
-    def joins(self, recipe: Recipe) -> bool:
-        """Only what it does not quantize."""
-        return not recipe.quantized
-
-    def gathered(self, operand: GemmOperand, gather: Gather, *, transposed: bool) -> Callable[[], GemmOperand]:
-        """See `GemmOperand.gathered`."""
-        return operand.gathered(gather, transposed=transposed)
-
     def operand_from_saved(self, tensors: Sequence[Tensor | None], layout: Any) -> Any:
         """An operand again from its `tensors()` and its `layout`."""
         if not isinstance(layout, _Layout):
@@ -304,17 +285,17 @@ class TransformerEngineBackend:
         return NativeOperand(data, scales, amax, layout)
 
     def _quantize(
-        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None, group: ProcessGroup | None
+        self, x: Tensor, columns: OperandRequest | None, rows: OperandRequest | None
     ) -> tuple[NativeOperand, NativeOperand | None]:
-        """x: [n, m], BF16. Both operands of one kind; the one along the columns is made in any case."""
+        """x: [n, m]. Both operands of one kind; the one along the columns is made in any case."""
         request = columns or rows
         assert request is not None
         hadamard = rows is not None and rows.rht > 0
         settings = _Settings(request.operand, rows is not None, hadamard, request.signs == "fixed")
-        x = x.contiguous()
+        x = x.to(request.dtype).contiguous()
         draws = nullcontext() if request.key is None else _seeded(request.key, x.device)
         with torch.cuda.device(x.device), draws:
-            storage = self._quantizer(settings, group, x.device)(x)
+            storage = self._quantizer(settings, request.amax_group, x.device)(x)
         parts = storage.get_metadata()
         # Neither drops a NaN; zero times it, added below, changes nothing unless it is NaN or inf.
         largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)

@@ -127,15 +127,15 @@ def graphs_refusal(config: Config, ranks: int, device_type: str, backend: str) -
 def made_by_pytorch(recipe: Recipe) -> str | None:
     """What of `recipe` no fused kernel makes, so that PyTorch copies from the host, which no capture takes; or None."""
     draws = RoundingKey(0)
-    for place, operand in recipe.operands.items():
+    for slot, operand in recipe.operands.items():
         if not operand.quantized or operand.reuse_fprop:
             continue
         key = draws if operand.drawn else None
-        request = OperandRequest(operand, recipe.gemms[place.gemm].rht, recipe.rht_signs, key, draws, place)
+        request = OperandRequest(operand, recipe.gemms[slot.gemm].rht, recipe.rht_signs, key, draws, slot)
         side = side_of(request)
-        along = "rows" if place.transposed and not codes_transpose(request) else "columns"
+        along = "rows" if slot.transposed and not codes_transpose(request) else "columns"
         if format_of(operand.format).kernels(side, along) is None:
-            return f"{place.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
+            return f"{slot.name} of the recipe {recipe.name} is quantized by PyTorch, not by a kernel"
     return None
 
 

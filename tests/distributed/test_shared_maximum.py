@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,8 +30,8 @@ CPU = torch.device("cpu")
 class Own(EmulatedBackend):
     """Each rank scales by its own maximum."""
 
-    def operands(self, x: Any, columns: Any, rows: Any, **settings: Any) -> Any:
-        return super().operands(x, columns, rows, **{**settings, "amax_group": None})
+    def operands(self, x: Any, columns: Any, rows: Any) -> Any:
+        return super().operands(x, *(request and replace(request, amax_group=None) for request in (columns, rows)))
 
 
 def shared_findings(rank: int, shards: str, spoil: str | None) -> list[tuple[str, str]]:

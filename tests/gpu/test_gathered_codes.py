@@ -7,7 +7,6 @@ import os
 import pickle
 import tempfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron_fp4.config.schema import OptimizerConfig, ParallelConfig
 from megatron_fp4.parallel.mesh import build_mesh
+from megatron_fp4.precision.backend import OperandRequest
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, PackedWeight
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.rng import StepState
@@ -91,8 +91,8 @@ def test_a_linear_keeps_codes_and_has_the_results_of_values(groups: int) -> None
     """Against the same kernels' values, as it was before weights were packed: the same operands and GEMMs."""
 
     class Values(EmulatedBackend):
-        def packed_weight(self, *args: Any, **settings: Any) -> None:
-            return None
+        def packs(self, request: OperandRequest) -> bool:
+            return False
 
     rows = 3 * 2836 if groups == 3 else 1536
     w, x, dy = normal(rows, 512), normal(300, 512).bfloat16(), normal(300, rows).bfloat16()

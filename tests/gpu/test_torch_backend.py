@@ -67,7 +67,7 @@ def test_mxfp8_operands_too(shape, dtype, operand, rht):
 
 
 def same_bytes(x: torch.Tensor, operand: Operand, rht: int) -> None:
-    makers = [TorchBackend().operands(t, *requests(operand, rht), dtype=torch.bfloat16) for t in (x, x.cuda())]
+    makers = [TorchBackend().operands(t, *requests(operand, rht)) for t in (x, x.cuda())]
     for on_cpu, on_gpu in zip(*makers, strict=True):
         expected, made = on_cpu(), on_gpu()
         for mine, theirs in zip(made.tensors(), expected.tensors(), strict=True):

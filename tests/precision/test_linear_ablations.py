@@ -171,10 +171,11 @@ def test_each_quantized_operand_is_quantized_once(operands, monkeypatch):
     passed: list[Operand] = []
     original = emulated.quantize_operand
 
-    def counting(x, operand, **settings):
+    def counting(x, request, **settings):
+        operand = request.operand
         if operand.quantized:
             passed.append(operand)
-        return original(x, operand, **settings)
+        return original(x, request, **settings)
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
     context = ref.context_of(ref.NVFP4)

@@ -293,10 +293,11 @@ def test_a_plan_takes_effect_on_existing_layers(monkeypatch):
     passed: list[str] = []
     original = emulated.quantize_operand
 
-    def counting(x, operand, **settings):
+    def counting(x, request, **settings):
+        operand = request.operand
         if operand.quantized:
             passed.append(f"{operand.format} {operand.block[0]}x{operand.block[1]}")
-        return original(x, operand, **settings)
+        return original(x, request, **settings)
 
     monkeypatch.setattr(emulated, "quantize_operand", counting)
     linears = {shape.name: LinearContext() for shape in shapes()}

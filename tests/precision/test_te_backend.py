@@ -60,8 +60,8 @@ def test_fp8_blocks_pass(recipe):
     ("spoil", "seen"),
     [
         ("half scales", "dgrad_gradient rounding: scales differ in"),
-        ("triple maximum", "wgrad_gradient rounding: amax differ in 1 of 1"),
-        ("zeros", "dgrad_gradient rounding: every code is zero"),
+        ("triple maximum", "wgrad_gradient rounding: amax is"),
+        ("zeros", "dgrad_gradient rounding: codes differ in"),
         ("one state", "dgrad_gradient and wgrad_gradient draws: go together at the same index"),
         ("unseeded", "dgrad_gradient rounding: the same key gives other draws"),
         ("signs", "wgrad_activation codes: codes differ in"),

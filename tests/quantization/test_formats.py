@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_fp4.planning.backend import AllocatingGPU
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.emulated import EMULATED, encode_operand, gemm, quantize_operand, side_of
+from megatron_fp4.precision.emulated import EMULATED, encode_operand, gemm, packed_weight, quantize_operand, side_of
 from megatron_fp4.precision.recipe import Operand
 from megatron_fp4.precision.torch_scaled_mm import FORMATS as OF_SCALED_MM
 from megatron_fp4.precision.torch_scaled_mm import TorchBackend
@@ -62,7 +63,7 @@ def test_a_row_says_what_its_encoder_does(operand: Operand) -> None:
     # What is packed stands for the same, and is the operand of a GEMM.
     packed = encoded.packed((2, 128))
     assert packed.shape == (2, 128, 256) and torch.equal(packed.block_values().flatten(0, 1), values)
-    made = quantize_operand(x, operand, key=KEY)
+    made = quantize_operand(x, OperandRequest(operand, key=KEY, dtype=torch.float32))
     assert torch.equal(made.unpacked().float(), values) and made.unpacked().dtype == encoded.exact
 
 
@@ -99,17 +100,18 @@ def test_every_launch_is_what_its_kernel_takes() -> None:
                 request = OperandRequest(operand, rht, "fresh" if eden else "fixed", key, KEY)
                 sides = [request if kernels(side_of(request), along) else None for along in ALONG]
                 for keep in (False, True):
-                    makers = EMULATED.operands(x, *sides, dtype=x.dtype, keep_rows=keep)
+                    kept = [side and replace(side, keep=keep and side is sides[1]) for side in sides]
+                    makers = EMULATED.operands(x, *kept)
                     made = [maker() for maker in makers if maker is not None]
                     assert all(one.unpacked().shape == (128, 128) for one in made)
                     gemm(*made, x.dtype) if len(made) == 2 else None
                 if operand.format in OF_SCALED_MM:
-                    for maker in TorchBackend().operands(x, *sides, dtype=x.dtype):
+                    for maker in TorchBackend().operands(x, *sides):
                         maker() if maker is not None else None
         for name in ("nvfp4", "mxfp4"):
             request = OperandRequest(Operand(name, FORMATS[name].blocks[1]))
-            packed = EMULATED.packed_weight(x, request, rows=(128, 128))
-            assert packed is not None and packed.unpacked().shape == (128, 128)
+            packed = packed_weight(x, request, 128, 128)
+            assert packed.unpacked().shape == (128, 128)
         scale_and_cast(x.float(), torch.empty(()), x.dtype)
         for kernel, arguments, constants in started:
             names, wanted = known[kernel.name]
@@ -161,12 +163,12 @@ def test_sides_of_one_format_are_measured_once() -> None:
         x = torch.empty(64, 64, dtype=torch.bfloat16)
         for columns, rows, measures in ((x_wanted, x_wanted, 1), (w_wanted, w_wanted, 2), (x_wanted, other, 1)):
             started.clear()
-            EMULATED.operands(x, columns, rows, dtype=x.dtype)
+            EMULATED.operands(x, columns, rows)
             assert [kernel.name for kernel, *_ in started] == ["fp4.measure_kernel"] * measures
     # Four over six along the columns and anything along the rows are made by different kernels.
     with launches() as started:
         x = torch.empty(64, 64, dtype=torch.bfloat16)
-        EMULATED.operands(x, OperandRequest(Operand("nvfp4", row, four_over_six=True)), x_wanted, dtype=x.dtype)
+        EMULATED.operands(x, OperandRequest(Operand("nvfp4", row, four_over_six=True)), x_wanted)
         assert [kernel.name for kernel, *_ in started] == ["fp4.measure_kernel"] * 2
 
 

@@ -29,9 +29,9 @@ class Faulty(EmulatedBackend):
     def __init__(self, run: Run, step: int) -> None:
         self.run, self.step = run, step
 
-    def operands(self, x: Any, columns: Any, rows: Any, **settings: Any) -> Any:
-        along_columns, along_rows = super().operands(x, columns, rows, **settings)
-        if self.run.clock.step < self.step or columns is None or columns.place != DGRAD_GRADIENT:
+    def operands(self, x: Any, columns: Any, rows: Any) -> Any:
+        along_columns, along_rows = super().operands(x, columns, rows)
+        if self.run.clock.step < self.step or columns is None or columns.slot != DGRAD_GRADIENT:
             return along_columns, along_rows
 
         def spoiled() -> Any:

@@ -1,0 +1,458 @@
+"""The self-test and the recheck notice what is wrong with a backend, and change nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_fp4.precision import transformer_engine as te
+from megatron_fp4.precision import verify
+from megatron_fp4.precision.backend import Alignment, OperandRequest
+from megatron_fp4.precision.emulated import EmulatedBackend, GemmOperand, quantize_operand
+from megatron_fp4.precision.fairness import Draws, _Grid, dependence_fault, rounding_faults
+from megatron_fp4.precision.linear import LinearContext, quantized_linear
+from megatron_fp4.precision.plan import LinearShape, Plan, PlannedLinear
+from megatron_fp4.precision.recipe import (
+    BF16,
+    DGRAD_GRADIENT,
+    SLOTS,
+    WGRAD_GRADIENT,
+    Operand,
+    OperandSlot,
+    Recipe,
+)
+from megatron_fp4.precision.verify import Case, Recheck, Rechecked, SelfTestError, check, difference, operand_fault
+from megatron_fp4.quantization.elements import E2M1_VALUES
+from megatron_fp4.quantization.hadamard import fixed_signs, random_hadamard_transform
+from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
+from megatron_fp4.quantization.rounding import rounding_key
+from tests.precision import reference as ref
+from tests.recipes import changed
+from tests.training.harness import alone
+
+NVFP4, FP8, FP8_POWERS, MXFP8 = verify.RECIPES
+CASE = Case(128, 128, 256, 1, NVFP4)
+CPU = torch.device("cpu")
+
+
+class Spoiled(EmulatedBackend):
+    """The emulation with operands or products spoiled. operand: the only one (by its label). draws_ours: whether the
+    self-test may compare draws bit for bit; otherwise it looks at their statistics."""
+
+    def __init__(
+        self,
+        values: Callable[[Tensor], Tensor] | None = None,
+        product: Callable[..., Tensor] = lambda t, total: t,
+        operand: str = "",
+        request: Callable[[OperandRequest], OperandRequest] = lambda request: request,
+        draws_ours: bool = True,
+    ) -> None:
+        self.values, self.product, self.operand, self.request = values, product, operand, request
+        self.draws_ours, self.called = draws_ours, []  # type: ignore[var-annotated]
+
+    def operands(self, x, columns, rows):
+        self.called += [str(request.operand) for request in (columns, rows) if request is not None]
+        changed = [request and self.request(request) for request in (columns, rows)]
+
+        def spoil(maker, request):
+            operand = maker()
+            if self.values is None or not operand.quantized or self.operand not in ("", request.slot.name):
+                return operand
+            return replace(operand, values=self.values(operand.unpacked()))
+
+        pairs = zip(super().operands(x, *changed), (columns, rows), strict=True)
+        return tuple(maker and (lambda maker=maker, request=request: spoil(maker, request)) for maker, request in pairs)
+
+    def gemm(self, a: GemmOperand, b: GemmOperand, out_dtype: torch.dtype, total=None, rows=None) -> Tensor:
+        self.called.append("gemm")
+        before = None if total is None else total.clone()
+        return self.product(super().gemm(a, b, out_dtype, total, rows), before)
+
+
+def faults(backend, case: Case = CASE) -> list[str]:
+    return [str(finding) for finding in check(backend, case, CPU) if finding.fault]
+
+
+def one_changed(t: Tensor) -> Tensor:
+    t = t.clone(memory_format=torch.contiguous_format)
+    index = t.abs().argmax()
+    t.view(-1)[index] = -t.view(-1)[index]
+    return t
+
+
+def half_of_one_tile(t: Tensor) -> Tensor:
+    t = t.clone()
+    t[32:48, 32:48] *= 0.5
+    return t
+
+
+def beta(factor: float) -> Callable[..., Tensor]:
+    """A GEMM that adds its product to `factor` times what was there."""
+
+    def product(result: Tensor, before: Tensor | None) -> Tensor:
+        return result if before is None else result + (factor - 1) * before
+
+    return product
+
+
+# ----------------------------------------------------------------------------------------------------------- self-test
+
+
+@pytest.mark.parametrize("recipe", [*verify.RECIPES, ref.MXFP4, ref.QUARTET2], ids=lambda r: r.name)
+@pytest.mark.parametrize("draws_ours", [True, False])
+def test_the_emulation_passes(recipe, draws_ours):
+    case = replace(CASE, recipe=recipe, outputs=3 * 80, num_groups=3)
+    assert faults(Spoiled(draws_ours=draws_ours), case) == []
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "seen"),
+    [
+        (Spoiled(values=one_changed), "fprop_activation codes: values differ in 1 of"),
+        (Spoiled(values=half_of_one_tile), "dgrad_gradient codes: values differ"),
+        (Spoiled(product=lambda t, _: one_changed(t)), "fprop product: relative error"),
+        (Spoiled(product=lambda t, _: t * 1.01), "wgrad product: relative error 1.00e-02"),
+        (Spoiled(product=lambda t, _: t * float("nan")), "fprop product: relative error nan"),
+        (Spoiled(product=lambda t, _: t.nan_to_num(0.0, 0.0, 0.0)), "NaN and inf: nan in x disappears in fprop"),
+        (Spoiled(product=beta(0)), "wgrad product added to a gradient: relative error"),
+        (Spoiled(product=beta(2)), "wgrad product added to a gradient: relative error"),
+        (
+            Spoiled(request=lambda r: replace(r, key=r.key and replace(r.key, row_offset=1))),
+            "dgrad_gradient draws: values differ",
+        ),
+    ],
+)
+def test_a_wrong_backend_is_noticed(spoiled, seen):
+    found = faults(spoiled)
+    assert any(seen in fault for fault in found), found
+
+
+def test_rounding_to_nearest_is_no_stochastic_rounding():
+    def nearest(request: OperandRequest) -> OperandRequest:
+        return replace(request, key=None, operand=replace(request.operand, rounding="nearest"))
+
+    found = faults(Spoiled(request=nearest))
+    assert any("draws: values differ" in fault for fault in found), found
+
+
+def test_a_fault_stops_the_run_and_is_named():
+    with alone():
+        assert "no difference" in verify.require(Spoiled(), [CASE], CPU)
+        with pytest.raises(SelfTestError, match=r"nvfp4, 128 tokens, 128 -> 256: fprop_activation codes") as error:
+            verify.require(Spoiled(values=one_changed), [CASE], CPU)
+        assert "precision.backend=emulated" in str(error.value)
+
+        def fail(*_: Any) -> Tensor:
+            raise RuntimeError("CUDA Error: invalid argument\nin some file")
+
+        with pytest.raises(SelfTestError, match=r"kernels: failed: CUDA Error: invalid argument$"):
+            verify.require(Spoiled(product=fail), [CASE], CPU)
+
+
+def test_cases_are_the_different_quantized_linears_of_the_plans():
+    shapes = [LinearShape(f"blocks.{i}.mixer.up_proj", i, 64, 128) for i in range(3)]
+    plan = Plan(tuple(PlannedLinear(s, BF16 if s.block == 2 else NVFP4, "") for s in shapes))
+    switched = Plan(tuple(PlannedLinear(s, ref.QAF, "") for s in shapes))
+    linears = {shape.name: LinearContext(num_groups=2) for shape in shapes}
+    cases = verify.cases_of([plan, switched], linears, 512)
+    assert cases == [Case(512, 64, 128, 2, NVFP4), Case(512, 64, 128, 2, ref.QAF)]
+
+
+def test_a_linear_computes_by_its_backend():
+    x, w, dy = ref.tensors(32, 64, 48)
+    expected = ref.run(x, w, dy, ref.context_of(NVFP4))
+    backend = Spoiled()
+    for mine, theirs in zip(ref.run(x, w, dy, ref.context_of(NVFP4, backend=backend)), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    names = ["nvfp4 16x16", "nvfp4 1x16", "nvfp4 1x16", "gemm", "nvfp4 1x16 SR", "nvfp4 1x16 SR", "gemm", "gemm"]
+    assert backend.called == names
+
+
+def test_a_backend_that_cannot_transpose_quantizes_the_weight_along_both_dimensions_and_pads():
+    backend = Spoiled()
+    backend.transposes = False
+    backend.alignment = lambda recipe: Alignment(outputs=32, group_outputs=16)  # type: ignore[method-assign]
+    x, w, dy = ref.tensors(32, 64, 3 * 16)
+    expected = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3))
+    found = ref.run(x, w, dy, ref.context_of(ref.nearest(NVFP4), num_groups=3, backend=backend))
+    assert backend.called[:2] == ["nvfp4 16x16"] * 2
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------------- fairness
+
+ROWS = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+
+
+def drawn(uniform: Tensor, rows: Tensor = ROWS) -> GemmOperand:
+    """`rows` rounded to NVFP4 by these draws, FP32 of their shape."""
+    grid = _Grid.of(rows, ref.DY)
+    below = {high: low for low, high in itertools.pairwise(E2M1_VALUES)}
+    low = grid.high.clone().apply_(lambda high: math.copysign(below.get(abs(high), 0.0), high))
+    codes = torch.where(grid.between & (uniform >= grid.position), low, grid.high)
+    return GemmOperand(codes * grid.scales.repeat_interleave(16, 1), None, True)
+
+
+def uniform_of(number: int, *shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(number))
+
+
+N, K = ROWS.shape
+DEPENDENT = {
+    "one draw a row": lambda number: uniform_of(number, N, 1).expand(N, K),
+    "one draw a column": lambda number: uniform_of(number, 1, K).expand(N, K),
+    "one draw a block": lambda number: uniform_of(number, N, K // 16).repeat_interleave(16, 1),
+    "repeats every 16 rows": lambda number: uniform_of(number, 16, K).repeat(N // 16, 1),
+    "antithetic neighbours": lambda number: torch.stack(
+        ((half := uniform_of(number, N, K // 2)), 1 - half), dim=-1
+    ).flatten(1),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_draws_that_elements_of_one_operand_share_are_noticed(name):
+    """Each element by itself is fair."""
+    fault = rounding_faults(ROWS, Draws(lambda number: drawn(DEPENDENT[name](number)), 16), ref.DY)
+    assert "sums over" in fault and "of the variance of independent draws" in fault
+
+
+def test_fair_draws_are_fair():
+    for bits in (8, 24):
+        draws = Draws(lambda number, bits=bits: drawn((uniform_of(number, N, K) * 2**bits).floor() / 2**bits), 16)
+        assert rounding_faults(ROWS, draws, ref.DY) == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "seen"),
+    [
+        (lambda number: drawn(uniform_of(number // 2, N, K)), "its spread is"),
+        (lambda number: drawn(uniform_of(0, N, K)), "two draws are the same"),
+        (lambda number: drawn(torch.rand(N, K)), "gives other draws"),
+        (lambda number: drawn(uniform_of(number, N, K) - 0.02), "goes up too often"),
+    ],
+)
+def test_unfair_draws_are_noticed(make, seen):
+    assert seen in rounding_faults(ROWS, Draws(make, 16), ref.DY)
+
+
+def test_two_operands_that_share_their_draws_are_noticed():
+    """As where two launches start from one state of a generator, and where an element has one draw for both copies."""
+    made_from = {DGRAD_GRADIENT: ROWS, WGRAD_GRADIENT: ROWS.t().contiguous()}
+    recipe = changed(NVFP4, wgrad_rht=0)
+
+    def draw(number: int, how: str) -> dict[OperandSlot, Any]:
+        one, other = uniform_of(number, N, K), uniform_of(number + 100, K, N)
+        other = {"apart": other, "element": one.t(), "index": one.reshape(K, N)}[how]
+        return {DGRAD_GRADIENT: drawn(one), WGRAD_GRADIENT: drawn(other, made_from[WGRAD_GRADIENT])}
+
+    assert dependence_fault(made_from, lambda number: draw(number, "apart"), recipe) == ""
+    for how in ("element", "index"):
+        fault = dependence_fault(made_from, lambda number, how=how: draw(number, how), recipe)
+        assert f"go together at the same {how}: correlation +0." in fault
+
+
+# ------------------------------------------------------------------------------------------------------------- recheck
+
+
+def context_of(recipe: Recipe, backend: Any = None, **settings: Any) -> LinearContext:
+    return ref.context_of(recipe, **({} if backend is None else {"backend": backend}), **settings)
+
+
+def rechecked(context: LinearContext, x: Tensor, w: Tensor, dy: Tensor, step: int = 0) -> Rechecked:
+    """Two micro-batches of a step under the watcher."""
+    recheck, weight = Recheck(1, {context.name: context}, CPU), w.clone().requires_grad_()
+    with alone():
+        with recheck.watching(step):
+            for context.clock.micro_batch in (3, 7):
+                quantized_linear(x.clone().requires_grad_(), weight, context).backward(dy)
+        assert context.watcher is None
+        found = recheck.collect()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "comparisons"),
+    [
+        (ref.NVFP4, 5 + 4),  # dgrad takes the codes of fprop's weight
+        (ref.MXFP4, 6 + 4),
+        (ref.FP8, 5 + 4),
+        (ref.QUARTET2, 6 + 4),
+        (ref.QAF, 2 + 1),
+        (changed(ref.NVFP4, dgrad_gradient=Operand(), dgrad_weight=Operand()), 4 + 3),
+        (replace(ref.NVFP4, rht_signs="fresh"), 5 + 4),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_emulation_is_the_reference(recipe, comparisons, dtype):
+    context = context_of(recipe, num_groups=3)
+    context.out_group_offset = 1
+    x, w, dy = ref.tensors(128, 256, 3 * 80, dtype=dtype)
+    expected = ref.run(x, w.float(), dy, context)
+    found = rechecked(context, x, w.float(), dy)
+    assert found.faults == [] and found.comparisons == comparisons
+    context.clock.micro_batch = 0
+    for mine, theirs in zip(ref.run(x, w.float(), dy, context), expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", [slot.name for slot in SLOTS])
+def test_one_wrong_code_in_any_operand_is_found(name):
+    context = context_of(ref.ALL_THE_WAY, Spoiled(values=one_changed, operand=name))
+    (fault,) = rechecked(context, *ref.tensors(32, 64, 48)).faults
+    assert fault.startswith(f"rank 0: {name}: values differ in 1 of ")
+
+
+@pytest.mark.parametrize(
+    ("product", "seen"),
+    [
+        (lambda t, _: t * 1.02, ["fprop", "dgrad", "wgrad"]),
+        (beta(0), ["wgrad product added to a gradient"]),
+        (beta(2), ["wgrad product added to a gradient"]),
+    ],
+)
+def test_a_wrong_product_is_found(product, seen):
+    found = rechecked(context_of(ref.NVFP4, Spoiled(product=product)), *ref.tensors(32, 64, 48)).faults
+    assert [fault.startswith(f"rank 0: {name}") for fault, name in zip(found, seen, strict=False)] == [True] * len(seen)
+
+
+def test_nan_that_disappears_is_found():
+    x, w, dy = ref.tensors(32, 64, 48)
+    x[5, 7] = float("nan")
+    assert rechecked(context_of(ref.NVFP4), x, w, dy).faults == []
+    hidden = Spoiled(request=lambda r: r)
+    hidden.operands = lambda x, columns, rows: EmulatedBackend.operands(hidden, x.nan_to_num(), columns, rows)  # type: ignore[method-assign]
+    (fault, *_) = rechecked(context_of(ref.NVFP4, hidden), x, w, dy).faults
+    assert "is finite although it was made of NaN or inf" in fault
+
+
+def test_a_recomputed_forward_is_no_second_comparison():
+    context = context_of(ref.NVFP4)
+    x, w, dy = (t.requires_grad_() for t in ref.tensors(32, 64, 48))
+    recheck = Recheck(1, {context.name: context}, CPU)
+    with alone():
+        with recheck.watching(0):
+            y = torch.utils.checkpoint.checkpoint(quantized_linear, x, w, context, use_reentrant=False)
+            y.backward(dy.detach())
+        found = recheck.collect()
+    assert found is not None and found.comparisons == 8 and found.faults == []
+
+
+def test_whose_turn_it_is():
+    names = [f"blocks.{i}.mixer.up_proj" for i in range(4)]
+    linears = {name: LinearContext(name, BF16 if name == names[1] else ref.NVFP4) for name in names}
+    recheck = Recheck(10, linears, CPU)
+    due = [recheck.due(step) for step in range(0, 50, 10)]
+    assert due == [(names[0], 0), (names[2], 0), (names[3], 0), (names[0], 1), (names[2], 1)]
+    assert recheck.due(11) is None and Recheck(0, linears, CPU).due(0) is None
+    for context in linears.values():
+        context.recipe = BF16
+    with recheck.watching(0):
+        assert all(context.watcher is None for context in linears.values())
+    assert recheck.collect() is None
+
+
+# ------------------------------------------------------------------- operands whose draws and transforms are their own
+
+ROW, DRAWN = Operand("nvfp4", (1, 16)), Operand("nvfp4", (1, 16), "stochastic")
+KEY = rounding_key("its own")
+
+
+def native(rows: Tensor, operand: Operand, rht: int = 0) -> te.NativeOperand:
+    """What a native quantizer with its own draws, and its own order of sums in the transform, may make of `rows`."""
+    if rht:
+        # Another order: a matrix product in double precision, rounded once.
+        eye = random_hadamard_transform(torch.eye(rht, dtype=torch.float64), rht, fixed_signs(rht))
+        rows = (rows.double().unflatten(-1, (-1, rht)) @ eye).flatten(-2).bfloat16()
+    quantized = quantize_nvfp4(rows, rounding=operand.rounding, key=KEY if operand.rounding == "stochastic" else None)
+    layout = te._Layout(operand, "columns", dict, ())
+    return te.NativeOperand(quantized.codes, quantized.scales.view(torch.uint8), quantized.amax.view(1), layout)
+
+
+def request_of(operand: Operand, rht: int) -> OperandRequest:
+    return OperandRequest(operand, rht, key=rounding_key("ours") if operand.rounding == "stochastic" else None)
+
+
+def rows_of(size: int = 128) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    # Values of unlike size, so that sums are not exact.
+    return (torch.randn(size, 256, generator=generator) * torch.randn(size, 256, generator=generator).exp()).bfloat16()
+
+
+@pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
+def test_native_operands_may_draw_and_add_up_by_themselves(operand):
+    rows = rows_of()
+    for rht in (0, 16):
+        assert operand_fault(native(rows, operand, rht), rows, request_of(operand, rht)) == ""
+    after = random_hadamard_transform(rows, 16, fixed_signs(16))
+    step = torch.randint(-1, 2, after.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int16)
+    moved = native((after.view(torch.int16) + step).view(torch.bfloat16), operand)
+    assert operand_fault(moved, rows, request_of(operand, 16)) == ""
+    assert operand_fault(moved, rows, request_of(operand, 16), exact=True) != ""
+    assert operand_fault(moved, after, request_of(operand, 0)) != ""
+
+
+@pytest.mark.parametrize("rht", [0, 16])
+@pytest.mark.parametrize("operand", [ROW, DRAWN], ids=str)
+@pytest.mark.parametrize("part", ["codes", "scales", "amax", "rounding"])
+def test_wrong_native_operands_are_found(operand, rht, part):
+    rows = rows_of()
+    made = native(rows, operand, rht)
+    if part == "codes":
+        # The code of the largest value of a block becomes zero.
+        codes = made.data.clone()
+        codes.view(-1)[int((codes.view(-1) & 0xF == 7).nonzero()[0])] &= 0xF0
+        made = replace(made, data=codes)
+    elif part == "scales":
+        scales = made.scales.clone()
+        scales[3, 5] -= 8  # half
+        made = replace(made, scales=scales)
+    elif part == "amax":
+        made = replace(made, amax=made.amax * 1.02)
+    elif operand is DRAWN:
+        made = native(rows.roll(1, 0), operand, rht)
+    else:
+        made = replace(native(rows, DRAWN, rht), layout=made.layout)
+    fault = operand_fault(made, rows, request_of(operand, rht))
+    assert fault.split(" ")[0] in {part, "codes", "scales"}, fault
+
+
+def test_the_hardware_s_negative_zero_is_no_fault():
+    """The samples have exact -0.0 in them, which the instruction may give code 8 and the reference gives 0."""
+    x, _, _ = verify.sample_tensors(CASE, CPU)
+    exact = (x == 0) & x.signbit()
+    assert exact.any()
+    made = native(x, ROW)
+    signed = made.data | (exact[:, 0::2] * 8).to(torch.uint8) | (exact[:, 1::2] * 128).to(torch.uint8)
+    assert not torch.equal(signed, made.data)
+    assert operand_fault(replace(made, data=signed), x, request_of(ROW, 0)) == ""
+
+
+def test_large_operands_are_compared_in_pieces(monkeypatch):
+    monkeypatch.setattr(verify, "_CHUNK_ELEMENTS", 1)
+    rows = rows_of(384)
+    for operand in (ROW, DRAWN):
+        request = request_of(operand, 0)
+        made = quantize_operand(rows, request)
+        assert operand_fault(made, rows, request) == ""
+        wrong = made.unpacked().clone()
+        wrong[300, 0] *= -1
+        assert "first at [300, 0]" in operand_fault(replace(made, values=wrong), rows, request)
+
+
+def test_difference_says_where_and_what():
+    a = torch.arange(6.0).reshape(2, 3)
+    b = a.clone()
+    assert difference(a, b) == ""
+    b[1, 2] = 7
+    assert difference(a, b, first_row=10) == "differ in 1 of 6, first at [11, 2]: 5 instead of 7"
+    assert "shape (2, 3) instead of (3, 2)" in difference(a, b.reshape(3, 2))
