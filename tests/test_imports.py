@@ -32,9 +32,8 @@ BELOW = {
     "megatron_fp4/quantization": set(),
     "megatron_fp4/runtime": {*FLOORS[:4], "megatron_fp4/__version__"},
     "megatron_fp4/logging": {*FLOORS[:8], "megatron_fp4/__version__"},
-    "megatron_fp4/training/spine": {*FLOORS, "megatron_fp4/checks", "megatron_fp4/__version__"},
+    "megatron_fp4/training/spine": {*FLOORS, "megatron_fp4/__version__"},
     # Checking a configuration asks the rooms that know what fits.
-    "megatron_fp4/checks": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision")},
     "data": set(),
     # For a plan, models stand in for their kernels.
     "models": {f"megatron_fp4/{room}" for room in ("config", "quantization", "precision", "parallel", "planning")},

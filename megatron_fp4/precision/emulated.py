@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,10 +50,10 @@ from megatron_fp4.quantization.tensor import Encoded, tensor_decode_scale
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from megatron_fp4.precision.overlapped import Gather
-
 
 Packing = Callable[[Tensor, Tensor], Packed]
+# Starts a message to other ranks; `wait()` of what it returns gives what came back.
+Gather = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)

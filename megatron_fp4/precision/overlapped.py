@@ -19,7 +19,6 @@ pass as the rank's own slice. Slices that are no whole blocks, and backends that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,8 +134,6 @@ class OverlappedCall(LinearCall):
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
-
-Gather = Callable[[Tensor], "Pending"]
 
 
 class Pending:

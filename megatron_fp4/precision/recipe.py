@@ -211,7 +211,7 @@ BF16 = Recipe()
 
 
 def recipe_from_config(config: PrecisionConfig | RecipeConfig) -> Recipe:
-    """The recipe of a precision config or of an exception (which checks/precision.py has checked)."""
+    """The recipe of a precision config or of an exception (which validation.py has checked)."""
     powers = config.fp8_power_of_two_scales
     fprop, dgrad, wgrad = (_gemm(getattr(config, name), tensors, powers) for name, tensors in GEMMS.items())
     return Recipe(config.name, fprop, dgrad, wgrad, config.rht_signs, config.amax)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megatron_fp4.checkpoint.config_diff import run_identity
 from megatron_fp4.checkpoint.find import Chosen, check_resume, preview
-from megatron_fp4.checks.precision import refuse_nothing_quantized, validate_precision
 from megatron_fp4.config.checks import validate
 from megatron_fp4.config.removed_keys import refuse_removed
 from megatron_fp4.config.schema import Config, ConfigError, ParallelConfig
@@ -31,6 +30,7 @@ from megatron_fp4.planning.step_time import PlannedPhase, step_time
 from megatron_fp4.precision.plan import recipes_in
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController, PrecisionSwitch
+from megatron_fp4.precision.validation import refuse_nothing_quantized, validate_precision
 from megatron_fp4.training.build import (
     configuration_errors,
     device_type_of,
@@ -67,7 +67,7 @@ def check(config: Config, models: ModelProvider, data: DataProvider, ranks: int,
         data.check(config)
     for key, precision in precisions(config).items():
         models.check_exceptions(precision.exceptions, key)
-        validate_precision(precision, config, device_type, key)
+        validate_precision(precision, device_type, key)
     with configuration_errors():
         plans = own_plans(config, models)
         for (key, precision), plan in zip(precisions(config).items(), plans, strict=True):

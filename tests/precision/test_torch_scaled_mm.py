@@ -3,6 +3,7 @@
 No chip here multiplies such codes: the GEMM is one that decodes its arguments (tests/quantization/cublas.py).
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from megatron_fp4.precision import torch_scaled_mm as backend
 from megatron_fp4.precision import verify
 from megatron_fp4.precision.backend import OperandRequest
-from megatron_fp4.precision.backend_support import torch_unsupported
 from megatron_fp4.precision.emulated import EMULATED, EmulatedBackend, side_of
 from megatron_fp4.precision.recipe import BF16, Gemm, Operand, Recipe
 from megatron_fp4.precision.torch_scaled_mm import PackedOperand, TorchBackend
@@ -21,8 +21,6 @@ from megatron_fp4.precision.verify import Case
 from megatron_fp4.quantization import cuda
 from megatron_fp4.quantization.cuda import Side
 from megatron_fp4.quantization.formats import FORMATS
-from megatron_fp4.quantization.mxfp8 import quantize_mxfp8
-from megatron_fp4.quantization.nvfp4 import quantize_nvfp4
 from megatron_fp4.quantization.rounding import rounding_key
 from tests.precision import reference as ref
 from tests.quantization import cublas, kernel_layout
@@ -34,9 +32,6 @@ SIX, SIX2 = replace(ref.X, four_over_six=True), replace(ref.W2, four_over_six=Tr
 RECIPES = {
     "nvfp4": NVFP4,
     "fresh signs": replace(NVFP4, rht_signs="fresh"),
-    "no signs": replace(NVFP4, rht_signs="none"),
-    "no transform": changed(NVFP4, wgrad_rht=0),
-    "transform of 8": changed(NVFP4, wgrad_rht=8),
     "transforms in all": changed(NVFP4, fprop_rht=16, dgrad_rht=16, fprop_weight=ref.W, dgrad_weight=ref.W),
     "four over six": changed(NVFP4, fprop_activation=SIX, fprop_weight=SIX2, dgrad_weight=SIX2, wgrad_activation=SIX),
     "quartet 2": ref.QUARTET2,
@@ -50,20 +45,15 @@ RECIPES = {
         rht_signs="fresh",
     ),
     "stochastic weights": changed(NVFP4, dgrad_weight=Operand("nvfp4", (16, 16), "stochastic")),
-    "square activations": changed(NVFP4, fprop_activation=ref.W2, wgrad_activation=ref.W2, wgrad_rht=0),
     "other weight blocks in dgrad": changed(NVFP4, fprop_weight=ref.W),
     "all the way": ref.ALL_THE_WAY,
     "forward only": ref.QAF,
-    "backward only": changed(NVFP4, fprop_activation=Operand(), fprop_weight=Operand()),
-    "backward only, transformed": changed(NVFP4, fprop_activation=Operand(), fprop_weight=Operand(), dgrad_rht=16),
     "backward only, stochastic weights": Recipe("", dgrad=Gemm(ref.DY, replace(ref.W2, rounding=ref.SR))),
     "mxfp8": MXFP8,
     "mxfp8, square weights": changed(MXFP8, fprop_weight=MX8_2D, dgrad_weight=MX8_2D),
-    "mxfp8, square in dgrad": changed(MXFP8, dgrad_weight=MX8_2D, wgrad_activation=MX8_2D),
     "mxfp8, transforms": changed(MXFP8, fprop_rht=16, dgrad_rht=32, wgrad_rht=64),
     "mxfp8 forward, nvfp4 backward": changed(NVFP4, fprop_activation=ref.MX8, fprop_weight=ref.MX8),
     "nvfp4 forward, mxfp8 backward": changed(MXFP8, fprop_activation=ref.X, fprop_weight=ref.W2),
-    "mxfp8 forward, bf16 backward": Recipe("", Gemm(ref.MX8, ref.MX8)),
     "bf16": BF16,
 }
 
@@ -138,13 +128,13 @@ def compare(recipe: Recipe, shape: tuple[int, int, int], bf16: bool = True, **se
     return found
 
 
-@pytest.mark.parametrize("shape", [(64, 96, 128), (48, 80, 208), (37, 16, 9), (160, 288, 272)])
+@pytest.mark.parametrize("shape", [(48, 80, 208), (37, 16, 9)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_operands_are_the_emulations_and_products_agree(name, shape):
     compare(RECIPES[name], inputs_for(RECIPES[name], shape))
 
 
-@pytest.mark.parametrize("shape", [(48, 80, 208), (160, 256, 288)])
+@pytest.mark.parametrize("shape", [(160, 256, 288)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_same_from_the_kernels_bytes(name, shape, kernels):
     compare(RECIPES[name], inputs_for(RECIPES[name], shape))
@@ -172,10 +162,6 @@ def test_the_papers_recipe_runs_on_the_kernels_alone(kernels, monkeypatch):
     assert sorted(kernels) == [(1, 32)] * 2 + [(32, 1)] * 2 + [(32, 32)]
 
 
-def test_fp32_tensors_too():
-    compare(NVFP4, (48, 80, 64), bf16=False)
-
-
 def test_padded_groups_and_shards_have_the_emulations_draws():
     compare(NVFP4, (48, 80, 3 * 40), num_groups=3)
     whole = compare(NVFP4, (48, 80, 4 * 40), num_groups=4)
@@ -183,39 +169,21 @@ def test_padded_groups_and_shards_have_the_emulations_draws():
     assert not torch.equal(whole[1], shifted[1])
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("block", [(1, 16), (16, 16)])
-def test_codes_are_the_quantizers_to_the_sign_of_zero(block, rounding):
-    x = torch.randn(48, 80, generator=torch.Generator().manual_seed(1)).bfloat16()
-    x[16:32, 16:32], x[0, 0], x[1, 5] = -1e-30, -0.0, 1000
-    key = rounding_key(3, row_offset=16, column_offset=32) if rounding == "stochastic" else None
-    expected = quantize_nvfp4(x, block, rounding, key=key)
-    request = OperandRequest(Operand("nvfp4", block, rounding), key=key)
-    for rows in (x, x.t().contiguous()):
-        along = (request, None) if rows is x else (None, request)
-        maker = next(filter(None, TorchBackend().operands(rows, *along)))
-        made = maker().decoded()
-        codes, scales = made.codes, made.scales
-        assert torch.equal(codes, expected.codes)
-        assert torch.equal(scales.view(torch.uint8), expected.scales.view(torch.uint8))
-
-
-@pytest.mark.parametrize("block", [(1, 32), (32, 32)])
-def test_mxfp8_codes_are_the_quantizers(block):
+@pytest.mark.parametrize("operand", [ref.X, ref.W2, ref.DY, ref.MX8, MX8_2D], ids=str)
+def test_codes_are_the_quantizers_to_the_sign_of_zero(operand):
     x = torch.randn(160, 288, generator=torch.Generator().manual_seed(1)).bfloat16()
     x[32:64, 32:64], x[0, 0], x[1, 5], x[2, 9] = -1e-30, -0.0, 1000, 3e-39
-    expected = quantize_mxfp8(x, block)
-    request = OperandRequest(Operand("mxfp8", block))
-    for rows in (x, x.t().contiguous()):
-        along = (request, None) if rows is x else (None, request)
-        maker = next(filter(None, TorchBackend().operands(rows, *along)))
-        made = maker().decoded()
-        codes, scales = made.codes, made.scales
-        assert torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
-        assert torch.equal(scales.view(torch.uint8), expected.scales)
-        assert maker().scale is None
-        assert torch.equal(maker().unpacked(), expected.dequantize())
-        assert torch.equal(cublas.decoded(maker().codes.view(torch.float8_e4m3fn), maker().scales), maker().unpacked())
+    key = rounding_key(3, row_offset=16, column_offset=32) if operand.drawn else None
+    expected = operand.encode(x.float(), key).packed(x.shape[:-1])
+    for along in ("columns", "rows"):
+        request = OperandRequest(operand, key=key)
+        columns, rows = TorchBackend().operands(*((x, request, None) if along == "columns" else (x.t(), None, request)))
+        made = (columns or rows)()
+        assert torch.equal(made.decoded().codes.view(torch.uint8), expected.codes.view(torch.uint8))
+        assert torch.equal(made.decoded().scales.view(torch.uint8), expected.scales.view(torch.uint8))
+        assert made.form.per_byte == 2 or torch.equal(
+            cublas.decoded(made.codes.view(torch.float8_e4m3fn), made.scales), made.unpacked()
+        )
 
 
 @pytest.mark.parametrize("columns", [32, 48, 80])
@@ -242,18 +210,6 @@ def test_what_the_emulation_poisons_is_poisoned(recipe, bad, which):
     assert sum(not t.isfinite().all() for t in found) == 2
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_scale_poisons_a_block_whatever_its_codes(bad):
-    """A kernel's codes under the scale NaN are any."""
-    x = torch.ones(64, 64)
-    x[5, 40] = bad
-    operand = TorchBackend().operands(x, OperandRequest(ref.MX8, dtype=torch.float32), None)[0]()
-    operand = replace(operand, codes=torch.full_like(operand.codes, 0x38))
-    assert operand.unpacked().isnan().nonzero().tolist() == [[5, 32 + column] for column in range(32)]
-    product = TorchBackend().gemm(operand, operand, torch.bfloat16)
-    assert product.isnan().sum() == 127
-
-
 def test_operands_survive_being_saved_and_weights_are_kept_for_a_step():
     for made_for in (ref.X, ref.MX8):
         request = OperandRequest(made_for, dtype=torch.float32)
@@ -269,150 +225,74 @@ def test_operands_survive_being_saved_and_weights_are_kept_for_a_step():
     assert isinstance(context.weight_cache[2], PackedOperand)
 
 
-@pytest.mark.parametrize("made_for", [ref.X, ref.MX8], ids=str)
-def test_scales_along_the_dot_product_cannot_be_exchanged(made_for):
-    operand = TorchBackend().operands(torch.randn(16, 32), OperandRequest(made_for, dtype=torch.float32), None)[0]()
-    with pytest.raises(AssertionError, match="along the dot product"):
-        operand.transposed()
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_it_pads_as_the_emulation_and_a_gemm_has_16_columns(name):
-    alignment = TorchBackend().alignment(RECIPES[name])
-    assert alignment == EMULATED.alignment(RECIPES[name])
-    if RECIPES[name].quantized:
-        assert alignment.inputs % 16 == alignment.outputs % 16 == 0
-
-
-def test_where_it_cannot_run(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    for capability in ((10, 0), (10, 3), (12, 0), (12, 1)):
-        assert torch_unsupported(NVFP4, capability) is None
-        assert torch_unsupported(MXFP8, capability) is None
-    for capability in ((9, 0), (8, 9), (11, 0)):
-        assert f"this GPU has {capability[0]}.{capability[1]}" in torch_unsupported(NVFP4, capability)
-        assert torch_unsupported(BF16, capability) is None
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
-    assert "need CUDA 12.8 and this PyTorch is built with 12.6" in torch_unsupported(NVFP4, (10, 0))
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert torch_unsupported(NVFP4, (10, 0)) == "this PyTorch is built without CUDA"
-
-
-# -------------------------------------------------------------------------------------------------------- self-test
+# ----------------------------------------------------------------------------------------------------------- self-test
 
 CASE = Case(64, 96, 3 * 40, 3, NVFP4)
 EIGHT = replace(CASE, inputs=160, recipe=MXFP8)
 
 
 class Spoiled(TorchBackend):
-    """Each operand spoiled before it is multiplied: `make` gets the operand, its request and whether it is of rows."""
+    """Each operand spoiled before it is multiplied."""
 
-    def __init__(self, make) -> None:
-        self.make = make
+    def __init__(self, spoil) -> None:
+        self.spoil = spoil
 
     def operands(self, x, columns, rows):
-        made = super().operands(x, columns, rows)
-
-        def spoiled(maker, request):
+        def spoiled(maker):
             operand = maker()
-            return self.make(operand, request) if isinstance(operand, PackedOperand) else operand
+            return self.spoil(operand) if isinstance(operand, PackedOperand) else operand
 
-        requests = zip(made, (columns, rows), strict=True)
-        return tuple(m and (lambda m=m, r=r: spoiled(m, r)) for m, r in requests)
+        return tuple(maker and functools.partial(spoiled, maker) for maker in super().operands(x, columns, rows))
 
 
-def one_code(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+def one_code(operand: PackedOperand) -> PackedOperand:
     codes = operand.codes.clone()
     codes[5, 3] ^= 0x10
     return replace(operand, codes=codes)
 
 
-def nibbles_exchanged(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+def nibbles_exchanged(operand: PackedOperand) -> PackedOperand:
     return replace(operand, codes=operand.codes << 4 | operand.codes >> 4)
 
 
-def plain_scales(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+def plain_scales(operand: PackedOperand) -> PackedOperand:
     scales = torch.zeros_like(operand.scales.view(torch.uint8))
     flat = operand.decoded().scales.view(torch.uint8).flatten()
     scales[: flat.numel()] = flat
     return replace(operand, scales=scales.view(operand.scales.dtype))
 
 
-def encode_scale(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
+def encode_scale(operand: PackedOperand) -> PackedOperand:
     return replace(operand, scale=1 / operand.scale)
 
 
-def codes_of_another_step(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
-    if request.key is None:
-        return operand
-    codes = operand.codes.clone()
-    return replace(operand, codes=torch.where((codes & 7) < 7, codes + 1, codes))
+def half_scales(operand: PackedOperand) -> PackedOperand:
+    return replace(operand, scales=(operand.scales.view(torch.uint8) - 1).view(operand.scales.dtype))
 
 
 def faults(made: TorchBackend, case: Case = CASE) -> list[str]:
     return [str(finding) for finding in verify.check(made, case, torch.device("cpu")) if finding.fault]
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "quartet 2", "fresh signs", "all the way", "mxfp8", "stochastic weights"])
 def test_the_self_test_passes(name):
-    case = replace(CASE, recipe=RECIPES[name])
-    case = replace(case, inputs=inputs_for(case.recipe, (case.tokens, case.inputs, case.outputs))[1])
-    assert faults(TorchBackend(), case) == []
+    recipe = RECIPES[name]
+    assert faults(TorchBackend(), Case(*inputs_for(recipe, (64, 96, 120)), 3, recipe)) == []
 
 
 @pytest.mark.parametrize(
-    ("spoil", "seen"),
+    ("spoil", "case", "seen"),
     [
-        (one_code, "fprop_activation codes: codes differ in 1 of"),
-        (nibbles_exchanged, "dgrad_weight codes: codes differ"),
-        (plain_scales, "wgrad_activation codes: scales differ"),
-        (encode_scale, "fprop_weight codes: tensor scale differ"),
-        (codes_of_another_step, "dgrad_gradient draws: codes differ"),
-        (codes_of_another_step, "wgrad_gradient draws: codes differ"),
+        (one_code, CASE, "fprop_activation codes: codes differ in 1 of"),
+        (nibbles_exchanged, CASE, "dgrad_weight codes: codes differ"),
+        (plain_scales, CASE, "wgrad_activation codes: scales differ"),
+        (encode_scale, CASE, "fprop_weight codes: tensor scale differ"),
+        (one_code, CASE, "dgrad_gradient draws: codes differ"),
+        (one_code, EIGHT, "wgrad_activation codes: codes differ in 1 of"),
+        (plain_scales, EIGHT, "dgrad_weight codes: scales differ"),
+        (half_scales, EIGHT, "wgrad_gradient codes: scales differ"),
     ],
 )
-def test_the_self_test_notices(spoil, seen):
-    found = faults(Spoiled(spoil))
-    assert any(seen in fault for fault in found), found
-
-
-def test_large_operands_are_compared_piece_by_piece(monkeypatch):
-    """Draws of a piece are those of the whole."""
-    monkeypatch.setattr(verify, "_CHUNK_ELEMENTS", 1)
-    assert faults(TorchBackend(), replace(CASE, tokens=256)) == []
-
-
-def half_scales(operand: PackedOperand, request: OperandRequest) -> PackedOperand:
-    return replace(operand, scales=(operand.scales.view(torch.uint8) - 1).view(operand.scales.dtype))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "seen"),
-    [
-        (one_code, "wgrad_activation codes: codes differ in 1 of"),
-        (plain_scales, "fprop_activation codes: scales differ"),
-        (plain_scales, "dgrad_weight codes: scales differ"),
-        (half_scales, "wgrad_gradient codes: scales differ"),
-    ],
-)
-def test_the_self_test_notices_in_mxfp8(spoil, seen):
-    found = faults(Spoiled(spoil), EIGHT)
-    assert any(seen in fault for fault in found), found
-
-
-@pytest.mark.parametrize("case", [CASE, EIGHT], ids=["nvfp4", "mxfp8"])
-@pytest.mark.parametrize(
-    ("spoil", "seen"),
-    [
-        (lambda product, *_: product * 1.01, "fprop product: relative error 1.0"),
-        (lambda product, *_: product.nan_to_num(0.0, 0.0, 0.0), "disappears in fprop"),
-        (lambda product, a, b: torch.full_like(product, 1e-3), "wgrad product"),
-    ],
-)
-def test_the_self_test_notices_a_wrong_gemm(spoil, seen, case, monkeypatch):
-    def wrong(a, b, **settings):
-        return spoil(cublas.scaled_mm(a, b, **settings), a, b)
-
-    monkeypatch.setattr(backend, "scaled_mm", wrong)
-    found = faults(TorchBackend(), case)
+def test_the_self_test_notices(spoil, case, seen):
+    found = faults(Spoiled(spoil), case)
     assert any(seen in fault for fault in found), found

@@ -1,1 +1,0 @@
-"""What is refused before anything is built: combinations of settings that cannot run."""
