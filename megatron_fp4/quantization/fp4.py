@@ -63,20 +63,10 @@ def new_pair(
     return first[0], second[0]
 
 
-def message_of(codes: Tensor, scales: Tensor) -> Tensor:
-    """uint8 [1, bytes]: contiguous codes and scales one after the other, without a copy if `new_pair` made them."""
-    first, second = (part.view(torch.uint8).flatten() for part in (codes, scales))
-    size = first.numel() + second.numel()
-    neighbours = second.storage_offset() == first.storage_offset() + first.numel()
-    if neighbours and first.untyped_storage()._cdata == second.untyped_storage()._cdata:
-        return first.as_strided((1, size), (size, 1))
-    return torch.cat((first, second))[None]
-
-
 def split_messages(
     messages: Tensor, codes: tuple[Sequence[int], torch.dtype], scales: tuple[Sequence[int], torch.dtype]
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales [ranks, ...] as views of uint8 [ranks, bytes], of which each row is a `message_of`.
+    """Codes and scales [ranks, ...] as views of uint8 [ranks, bytes], of which each row is a `_Packed.message`.
 
     codes, scales: shape and dtype on one rank.
     """
@@ -95,8 +85,13 @@ class _Packed:
     scales: Tensor
 
     def message(self) -> Tensor:
-        """uint8 [1, bytes]: what other ranks need of this slice."""
-        return message_of(self.codes, self.scales)
+        """uint8 [1, bytes]: codes and scales one after the other, without a copy if `new_pair` made them."""
+        first, second = (part.view(torch.uint8).flatten() for part in (self.codes, self.scales))
+        size = first.numel() + second.numel()
+        neighbours = second.storage_offset() == first.storage_offset() + first.numel()
+        if neighbours and first.untyped_storage()._cdata == second.untyped_storage()._cdata:
+            return first.as_strided((1, size), (size, 1))
+        return torch.cat((first, second))[None]
 
     def joined(self) -> Callable[[Tensor], Any]:
         """What makes the ranks' messages, uint8 [ranks, bytes], the operand of all tokens."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_fp4.quantization.cuda import Fused, Kernel, launch
+from megatron_fp4.quantization.cuda import Fused, Kernel, Side, launch
 from megatron_fp4.quantization.elements import E4M3_MAX, FP32_MAX, to_e4m3
 from megatron_fp4.quantization.rounding import RoundingKey, random_bits
 from megatron_fp4.quantization.tensor import Encoded, QuantizedTensor, block_amax, checked, scale_blocks
@@ -111,19 +111,16 @@ class FusedFP8(Fused):
     def along_columns(self, *, keep: bool = False) -> Tensor | BlockScaled:
         """The operand [n, k = m]: BF16 values with power-of-two scales, else codes in BF16 and their scales; keep:
         codes of one byte."""
-        assert self.columns is not None
-        power_of_two = self.columns.power_of_two_scales
-        return quantize_fp8_fused(
-            self.x, self.columns.block[0], along_rows=False, power_of_two_scales=power_of_two, keep=keep
-        )
+        return self._made(self.columns, along_rows=False, keep=keep)
 
     def along_rows(self, *, keep: bool = False) -> Tensor | BlockScaled:
         """The operand [m, k = n], likewise; keep: codes of one byte."""
-        assert self.rows is not None
-        power_of_two = self.rows.power_of_two_scales
-        return quantize_fp8_fused(
-            self.x, self.rows.block[0], along_rows=True, power_of_two_scales=power_of_two, keep=keep
-        )
+        return self._made(self.rows, along_rows=True, keep=keep)
+
+    def _made(self, side: Side | None, along_rows: bool, keep: bool) -> Tensor | BlockScaled:
+        assert side is not None
+        powers = side.power_of_two_scales
+        return quantize_fp8_fused(self.x, side.block[0], along_rows=along_rows, power_of_two_scales=powers, keep=keep)
 
 
 def quantize_fp8_fused(

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_fp4.quantization.kernels.arithmetic import nan_max, nearest_e4m3
+
 
 @triton.jit
 def quantize_fp8_kernel(
@@ -202,17 +204,9 @@ def power_of_two(scale):
 
 
 @triton.jit
-def nan_max(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def round_e4m3(scaled):
     """Magnitudes of FP32 numbers rounded to E4M3, saturating."""
-    # An FP32 sum with 1.5 * 2^23 spacings rounds to the spacing, at least that below 2^-6.
-    magnitude = tl.minimum(tl.abs(scaled), 448.0)
-    binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000).to(tl.float32, bitcast=True)
-    return tl.fma(binade, -1572864.0, tl.fma(binade, 1572864.0, magnitude))
+    return nearest_e4m3(tl.minimum(tl.abs(scaled), 448.0))
 
 
 @triton.jit
