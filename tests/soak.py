@@ -3,7 +3,7 @@
     python tests/soak.py --kills 500 --seed 1 --mode both --processes 2
 
 A round is one run of a very small model, started by the same command until it is finished. Each start is killed: one
-rank or all, at a place of `tests/soak_ranks.py` or at any moment; now and then the newest checkpoint is damaged before
+rank or all, at one of `PLACES` or at any moment; now and then the newest checkpoint is damaged before
 the next start. Some rounds are on an ext4 image that loses power or on a disk that fills up (as root; otherwise a line
 says that they were left out), and some starts are torchrun's. Every round is then compared with a run that was left
 alone: each step's loss, gradient norm and all else but times, once; validation losses; bits of weights, moments and
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -40,11 +43,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
+import torch  # noqa: E402
 
 from data.indexed import IndexedDatasetWriter  # noqa: E402
-from tests.soak_compare import differences, records, steps_done  # noqa: E402
-from tests.soak_disks import FullDisk, NotPermittedError, PowerDisk, checkpoints, damage_newest  # noqa: E402
-from tests.soak_ranks import PLACES, PRELOAD, Kill, rank_main  # noqa: E402
 
 STEPS, INTERVAL, KEEP = 24, 2, 2
 RUN = [
@@ -77,6 +78,381 @@ RUN = [
 ]
 # A start that is left alone takes seconds; one that takes this long hangs.
 HANGS = 240.0
+
+
+# One rank of a run, in a process that a fork server made, and where it may be killed
+
+# What every rank needs, imported once by the fork server. torch._dynamo because FSDP imports it when first used.
+PRELOAD = [
+    "tests.soak",
+    "pretrain",
+    "numpy.random",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "megatron_fp4.logging.pictures",
+    "torch.distributed.fsdp",
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Somewhere in a run where a rank can be killed.
+
+    owner: a module, or `module:Class`. name: the function there. after: behind it, not before. ranks: that come there.
+    repeats: how often it may have been there before. background: only there when saves go on in the background.
+    """
+
+    owner: str
+    name: str
+    after: bool = False
+    ranks: str = "any"
+    repeats: int = 3
+    background: bool = False
+    resumes: bool = False
+
+
+_SAVES, _FILES = "megatron_fp4.checkpoint.saves", "megatron_fp4.checkpoint.files"
+_RECORDS = "megatron_fp4.logging.files"
+PLACES: dict[str, Place] = {
+    # A save, in its order.
+    "save: begins": Place(f"{_SAVES}:Saves", "begin"),
+    "save: staging": Place("megatron_fp4.checkpoint.staging:Staging", "copy", background=True),
+    "save: staged": Place("megatron_fp4.checkpoint.staging:Staging", "copy", after=True, background=True),
+    "save: folder": Place(_SAVES, "_make_folder", ranks="first"),
+    "save: folder made": Place(_SAVES, "_make_folder", after=True, ranks="first"),
+    "save: shard": Place(f"{_SAVES}:Saves", "_write_own"),
+    "save: shard written": Place(f"{_SAVES}:Saves", "_write_own", after=True),
+    "save: metadata": Place(_SAVES, "pack", ranks="first"),
+    "save: small files": Place(_FILES, "write_file", ranks="first", repeats=12),
+    "save: manifest": Place(_FILES, "write_manifest", ranks="first"),
+    "save: manifest written": Place(_FILES, "write_manifest", after=True, ranks="first"),
+    "save: records synced": Place(f"{_RECORDS}:RecordFile", "sync", after=True, ranks="first"),
+    "save: rename": Place(_FILES, "publish", ranks="first"),
+    "save: pointer": Place(_FILES, "write_pointer", ranks="first"),
+    "save: pointer written": Place(_FILES, "write_pointer", after=True, ranks="first"),
+    "save: prune": Place(_FILES, "prune", ranks="first"),
+    "save: pruned": Place(_FILES, "prune", after=True, ranks="first"),
+    "save: ends": Place(f"{_SAVES}:Saves", "end", after=True, repeats=6),
+    # Whatever changes a disk.
+    "any sync to the disk": Place("os", "fsync", ranks="first", repeats=40),
+    "any rename": Place("os", "rename", ranks="first", repeats=6),
+    "after any rename": Place("os", "rename", after=True, ranks="first", repeats=6),
+    "any replacement": Place("os", "replace", ranks="first", repeats=6),
+    "any folder made": Place("os", "mkdir", after=True, ranks="first", repeats=6),
+    "any folder removed": Place("os", "rmdir", ranks="first", repeats=3),
+    "any file removed": Place("os", "unlink", ranks="first", repeats=8),
+    # Records.
+    "record: before": Place(f"{_RECORDS}:RecordFile", "write", ranks="first", repeats=12),
+    "record: after": Place(f"{_RECORDS}:RecordFile", "write", after=True, ranks="first", repeats=12),
+    "records: cut": Place("megatron_fp4.logging.metrics", "cut_after", ranks="first", repeats=0, resumes=True),
+    "records: were cut": Place(
+        "megatron_fp4.logging.metrics", "cut_after", after=True, ranks="first", repeats=0, resumes=True
+    ),
+    # The rest of a run.
+    "start": Place("megatron_fp4.training.trainer:Trainer", "resume", repeats=0),
+    "start: clean": Place(_FILES, "clean_stale", ranks="first", repeats=0),
+    "start: choose": Place("megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", repeats=0),
+    "start: load": Place("megatron_fp4.checkpoint.shards", "read_shards", repeats=0, resumes=True),
+    "start: loaded": Place(
+        "megatron_fp4.checkpoint.checkpointer:Checkpointer", "resume", after=True, repeats=0, resumes=True
+    ),
+    "step": Place("megatron_fp4.training.trainer", "train_step", repeats=6),
+    "step done": Place("megatron_fp4.training.trainer", "train_step", after=True, repeats=6),
+    "validation": Place("megatron_fp4.training.callbacks.validation", "held_out_losses", repeats=2),
+    "end: summary": Place("megatron_fp4.training.callbacks.summary", "summarize", repeats=0, ranks="first"),
+    "end: picture": Place("megatron_fp4.logging.pictures", "plot_loss", repeats=0, ranks="first"),
+    "end": Place("megatron_fp4.runtime.errors", "leave_distributed", repeats=0),
+}
+
+
+@dataclass(frozen=True)
+class Kill:
+    """At `place`, coming there the `nth` time (from 1), rank `victim` kills itself, or every rank (`all_of_them`)."""
+
+    place: str
+    nth: int
+    victim: int
+    all_of_them: bool
+
+
+def rank_main(
+    rank: int, world_size: int, port: int, overrides: list[str], folder: str, kill: Kill | None, slow: float
+) -> None:
+    """pretrain.py as one of `world_size` ranks; output goes to `folder`/output, and the process ends as a run does.
+
+    slow: seconds that a disk takes before it takes a rank's part of a checkpoint.
+    """
+    Path(folder, f"pid_{rank}").write_text(str(os.getpid()))
+    output = os.open(Path(folder, "output"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    if world_size > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    # A save that a full disk refuses is tried once more, soon enough for a test.
+    saves: Any = importlib.import_module(_SAVES)
+    saves._PAUSES, saves._LAST_PAUSES = (0.05,), (0.05,)
+    if slow:  # a model this small is written before the next step has begun
+        write_own = saves.Saves._write_own
+        saves.Saves._write_own = lambda *arguments: (time.sleep(slow), write_own(*arguments))[1]
+    import pretrain
+    from megatron_fp4.runtime.errors import run_program
+    from megatron_fp4.runtime.signals import StopRequest
+
+    if kill is not None and kill.victim == rank:
+        arm(kill, [Path(folder, f"pid_{other}") for other in range(world_size)])
+    run_program(lambda: pretrain.main(overrides, StopRequest().listen()))
+
+
+def arm(kill: Kill, pids: list[Path]) -> None:
+    """Put the kill in its place. Raises AttributeError for a place that is no longer there."""
+    place = PLACES[kill.place]
+    module, _, inside = place.owner.partition(":")
+    owner: Any = importlib.import_module(module)
+    owner = getattr(owner, inside) if inside else owner
+    original: Callable[..., Any] = getattr(owner, place.name)
+    times = 0
+
+    def instead(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal times
+        times += 1
+        result = original(*arguments, **keywords) if place.after else None
+        if times == kill.nth:
+            others = [int(path.read_text()) for path in pids if path.exists()] if kill.all_of_them else []
+            for pid in [*(pid for pid in others if pid != os.getpid()), os.getpid()]:
+                os.kill(pid, signal.SIGKILL)
+        return result if place.after else original(*arguments, **keywords)
+
+    setattr(owner, place.name, instead)
+
+
+# Disks: one that loses power, one that is full, and checkpoints that rot
+
+IMAGE_MB, FULL_DISK_MB = 48, 8
+
+
+class NotPermittedError(Exception):
+    """The machine does not let this user mount what is needed."""
+
+
+def _command(*words: str | Path) -> None:
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise NotPermittedError(f"{words[0]}: {' '.join(done.stderr.split())}")
+
+
+class PowerDisk:
+    """An ext4 file system in a file, mounted at `folder`/disk. A copy of the file is what a power cut would leave."""
+
+    def __init__(self, folder: Path) -> None:
+        if os.geteuid() != 0 or not shutil.which("mkfs.ext4"):
+            raise NotPermittedError("power cuts need root and mkfs.ext4")
+        self.image, self.mount = folder / "image", folder / "disk"
+        self.mount.mkdir(parents=True)
+        with self.image.open("wb") as file:
+            file.truncate(IMAGE_MB * 2**20)
+        _command("mkfs.ext4", "-q", "-F", self.image)
+        self._up()
+
+    def _up(self) -> None:
+        _command("mount", "-o", "loop", self.image, self.mount)
+        device = subprocess.run(["findmnt", "-no", "SOURCE", self.mount], capture_output=True, text=True).stdout.strip()
+        self._statistics = Path("/sys/block", Path(device).name, "stat")
+
+    def _writes(self) -> list[str]:
+        fields = self._statistics.read_text().split()
+        return [fields[4], fields[6], fields[8]]  # requests done, sectors, and those on their way
+
+    def copy(self) -> Path:
+        """What is on the disk at one instant, which has to be one without writers: they are to be stopped meanwhile."""
+        target = self.image.with_name("copy")
+        for _ in range(200):
+            before = self._writes()
+            shutil.copyfile(self.image, target)
+            if before == self._writes() and before[2] == "0":
+                return target
+            time.sleep(0.01)
+        raise RuntimeError("the disk is never at rest")
+
+    def lose_power(self, copy: Path) -> None:
+        """Go on with `copy`; nobody may use the disk."""
+        _command("umount", self.mount)
+        copy.replace(self.image)
+        self._up()
+
+    def remove(self) -> None:
+        """Unmount."""
+        with contextlib.suppress(NotPermittedError):
+            _command("umount", self.mount)
+
+
+class FullDisk:
+    """A small tmpfs, mounted at `folder`/disk, that can be filled."""
+
+    def __init__(self, folder: Path) -> None:
+        if os.geteuid() != 0:
+            raise NotPermittedError("a disk of its own to fill needs root")
+        self.mount = folder / "disk"
+        self.mount.mkdir(parents=True)
+        _command("mount", "-t", "tmpfs", "-o", f"size={FULL_DISK_MB}m", "tmpfs", self.mount)
+        self._filler = self.mount / "filler"
+
+    def fill(self, free: int) -> None:
+        """Leave about `free` bytes."""
+        size = shutil.disk_usage(self.mount).free - free
+        if size > 0:
+            with contextlib.suppress(OSError), self._filler.open("ab") as file:
+                os.posix_fallocate(file.fileno(), file.tell(), size)
+
+    def empty(self) -> None:
+        """Give the room back."""
+        self._filler.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Unmount."""
+        with contextlib.suppress(NotPermittedError):
+            _command("umount", self.mount)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Those that bear a checkpoint's name, the one that was saved last at the end."""
+    found = [path for path in run_dir.glob("checkpoints/step_*") if re.fullmatch(r"step_\d{8}", path.name)]
+
+    def index(folder: Path) -> int:
+        try:
+            return int(json.loads((folder / "manifest.json").read_text())["save_index"])
+        except (OSError, ValueError, KeyError):
+            return -1
+
+    return sorted(found, key=index)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What was done to a checkpoint. inode: of its folder, which may be renamed."""
+
+    what: str
+    folder: Path
+    inode: int
+
+    def is_there(self) -> bool:
+        """Whether the damaged folder still has its name."""
+        return self.folder.exists() and self.folder.stat().st_ino == self.inode
+
+
+def damage_newest(run_dir: Path, draw: random.Random) -> Damage | None:
+    """Damage the newest checkpoint in one of three ways, if there is one before it."""
+    found = checkpoints(run_dir)
+    if len(found) < 2:
+        return None
+    inode = found[-1].stat().st_ino
+    file = draw.choice(sorted(path for path in found[-1].iterdir() if path.stat().st_size > 0))
+    what = draw.choice(["a flipped bit", "a cut-off end", "a missing file"])
+    if what == "a missing file":
+        file.unlink()
+    elif what == "a cut-off end":
+        os.truncate(file, draw.randrange(file.stat().st_size))
+    else:
+        content = bytearray(file.read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(content)
+    return Damage(what, found[-1], inode)
+
+
+# Whether a run came out as another one did
+
+# What differs between two runs of the same bits.
+TIMES = ("tokens_per_second", "model_tflops", "mfu", "step_time", "data_wait", "peak_memory_gib")
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """Of metrics.jsonl; what a kill left unfinished at its end is left out."""
+    path = run_dir / "metrics.jsonl"
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def steps_done(run_dir: Path) -> int:
+    """The last step of which there is a record."""
+    return max((record["step"] for record in records(run_dir) if record["kind"] == "step"), default=0)
+
+
+def differences(expected: Path, run_dir: Path, damaged: int, power: bool = False) -> list[str]:
+    """What is not as in the run that was left alone. damaged: how many checkpoints were, on the way.
+    power: it was cut, which may leave pages of zeros at the end of a file that is being written."""
+    found = []
+    for kind in ("step", "validation"):
+        left, right = (
+            [{k: v for k, v in one.items() if k not in TIMES} for one in records(folder) if one["kind"] == kind]
+            for folder in (expected, run_dir)
+        )
+        steps = [record["step"] for record in right]
+        if steps != [record["step"] for record in left]:
+            found.append(f"records of kind {kind} are of steps {steps}")
+        else:
+            bad = [one["step"] for one, other in zip(left, right, strict=True) if one != other]
+            found += [f"other numbers in records of kind {kind} of steps {bad}"] if bad else []
+    names = [sorted(path.name for path in checkpoints(folder)) for folder in (expected, run_dir)]
+    # One more is there if the last save was killed before it removed the oldest: the next save would. Workers whose
+    # torchrun was killed save where they are, and that one counts among those that are kept.
+    older = [name for name in names[1] if name < names[0][0]]
+    stops = {f"step_{one['step']:08d}" for one in records(run_dir) if one.get("event") == "stop"}
+    stopped = [name for name in names[1] if name in stops - set(names[0])]
+    pruned = names[0][: len(stopped)]
+    kept = [name for name in names[1] if name not in (*older, *stopped)]
+    if kept not in (names[0], names[0][len(pruned) :]) or len(older) > 1:
+        found.append(f"checkpoints are {names[1]}, not {names[0]}")
+    for name in set(names[0]) & set(names[1]):
+        found += compare_checkpoints(expected / "checkpoints" / name, run_dir / "checkpoints" / name)
+    pointer = (run_dir / "checkpoints" / "latest").read_text()
+    if pointer != (expected / "checkpoints" / "latest").read_text():
+        found.append(f"`latest` names {pointer.strip()}")
+    allowed = r"(metrics\.jsonl|tensorboard)\.\d+"  # of starts before there was a checkpoint
+    if damaged:
+        allowed += (
+            r"|checkpoints/.*damaged.*|summary\.json\.\d+"  # of a run that was finished until its end was damaged
+        )
+    if power:
+        allowed += r"|metrics\.jsonl\.damaged.*"
+    here, there = ({str(p.relative_to(root)) for p in entries(root)} for root in (run_dir, expected))
+    here -= {f"checkpoints/{name}" for name in (*older, *stopped)}
+    there -= {f"checkpoints/{name}" for name in pruned if name not in kept}
+    strays = sorted(name for name in here - there if not re.fullmatch(allowed, name))
+    found += [f"left over: {', '.join(strays)}"] if strays else []
+    missing = sorted(name for name in there - here)
+    found += [f"missing: {', '.join(missing)}"] if missing else []
+    return found
+
+
+def entries(run_dir: Path) -> list[Path]:
+    """Files and folders directly in a run's folder and its checkpoints/."""
+    return [*run_dir.iterdir(), *(run_dir / "checkpoints").iterdir()]
+
+
+def compare_checkpoints(expected: Path, other: Path) -> list[str]:
+    """Weights, moments and generators, as the hashes of the files that hold them; and that the files are what their
+    manifest says."""
+    found = []
+    manifests = [json.loads((folder / "manifest.json").read_text())["files"] for folder in (expected, other)]
+    if manifests[0].keys() != manifests[1].keys():
+        return [f"{other.name} has the files {sorted(manifests[1])}"]
+    for name, record in manifests[1].items():
+        if hashlib.sha256((other / name).read_bytes()).hexdigest() != record["sha256"]:
+            found.append(f"{other.name}/{name} is not what its manifest says")
+        if name.endswith((".distcp", ".pt")) and record != manifests[0][name]:
+            found.append(f"{other.name}/{name} has other bits")
+    states = [json.loads((folder / "trainer.json").read_text()) for folder in (expected, other)]
+    for state in states:
+        state["config"] = {key: state["config"][key] for key in state["config"] if key not in ("run", "checkpoint")}
+    if states[0] != states[1]:
+        keys = sorted(key for key in states[0].keys() | states[1].keys() if states[0].get(key) != states[1].get(key))
+        found.append(f"{other.name}: the trainer's state differs in {keys}")
+    return found
+
+
+# The rounds
 
 
 @dataclass
@@ -439,4 +815,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from tests import soak  # processes are made of what can be imported
+
+    sys.exit(soak.main())

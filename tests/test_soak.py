@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any
 import pytest
 
 from tests.programs import run_program
-from tests.soak_compare import differences
-from tests.soak_disks import checkpoints, damage_newest
-from tests.soak_ranks import PLACES, Kill, arm
+from tests.soak import PLACES, Kill, arm, differences
 
 
 @pytest.mark.slow
@@ -104,25 +101,12 @@ def test_each_difference_is_seen(runs: tuple[Path, Path], change: Any, found: st
     assert any(found in line for line in differences(expected, other, damaged=0))
 
 
-def test_damage_is_done_to_the_newest_of_two(runs: tuple[Path, Path]) -> None:
-    _, run = runs
-    for seed in range(20):
-        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-        damage = damage_newest(run, random.Random(seed))
-        changed = [path for path, content in before.items() if not path.exists() or path.read_bytes() != content]
-        assert damage is not None and damage.is_there() and len(changed) == 1
-        assert changed[0].parent.name == "step_00000004"
-        changed[0].write_bytes(before[changed[0]])
-    shutil.rmtree(checkpoints(run)[0])
-    assert damage_newest(run, random.Random(0)) is None
-
-
 def test_every_place_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """A place that was renamed would never be killed at."""
     for name, place in PLACES.items():
         with monkeypatch.context() as context:
             replaced: list[Any] = []
-            context.setattr("tests.soak_ranks.setattr", lambda *what, to=replaced: to.append(what), raising=False)
+            context.setattr("tests.soak.setattr", lambda *what, to=replaced: to.append(what), raising=False)
             arm(Kill(name, 1, 0, False), [])
         ((owner, attribute, _),) = replaced
         assert callable(getattr(owner, attribute)) and attribute == place.name
