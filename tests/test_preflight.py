@@ -21,7 +21,7 @@ from megatron_fp4.training import check as preflight
 from models import provider as models
 from pretrain import CONFIGS, configure
 from tests.composing import validate as check_configuration
-from tests.test_going_on import FEW, checkpoint, cut, data, flip
+from tests.test_resume import FEW, checkpoint, cut, data, flip
 
 __all__ = ["data"]
 STEPS = 4

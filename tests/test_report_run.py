@@ -19,8 +19,8 @@ from megatron_fp4.logging.run_folder import open_run, read_records
 from megatron_fp4.training.callbacks.summary import report as write_page
 from scripts import report
 from tests.programs import ROOT, Program
-from tests.test_going_on import write_text
 from tests.test_pretrain import SMALL
+from tests.test_resume import write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_groups_left")]
 

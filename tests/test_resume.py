@@ -133,25 +133,6 @@ def test_a_damaged_checkpoint_is_moved_aside_on_two_ranks(
     assert checkpoint(copy, 8).is_dir() and (copy / "checkpoints" / "latest").read_text() == "step_00000008\n"
 
 
-@pytest.mark.parametrize(("name", "harm"), [("__0_0.distcp", flip), (".metadata", Path.unlink), ("rng.pt", cut)])
-def test_behind_a_damaged_checkpoint_the_numbers_are_the_same(
-    finished: Path, copy: Path, start: Start, tmp_path: Path, name: str, harm: Callable[[Path], None]
-) -> None:
-    harm(checkpoint(copy, 8) / name)
-    assert "resumed after step 6 of 8" in start(copy)
-    assert losses(copy) == losses(finished)
-    assert_same_checkpoint(checkpoint(finished, 8), checkpoint(copy, 8), tmp_path)
-
-
-def test_nothing_intact_is_refused_and_nothing_moves(copy: Path, start: Start) -> None:
-    for step in (2, 4, 6, 8):
-        flip(checkpoint(copy, step) / "trainer.json")
-    before = sorted(copy.rglob("*"))
-    output = start(copy, code=2)
-    assert "none is whole" in output and all(f"step_0000000{step}" in output for step in (2, 4, 6, 8))
-    assert sorted(copy.rglob("*")) == before
-
-
 def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: Start) -> None:
     shutil.rmtree(copy / "checkpoints")
     before = (copy / "metrics.jsonl").read_bytes()
@@ -162,14 +143,6 @@ def test_lost_checkpoints_are_not_a_new_run(finished: Path, copy: Path, start: S
     start(copy, "checkpoint.resume=never")  # what the message offers
     assert losses(copy) == losses(finished)
     assert (copy / "metrics.jsonl.1").read_bytes() == before and (copy / "summary.json.1").exists()
-
-
-def test_killed_before_its_first_checkpoint_a_run_begins_again(finished: Path, copy: Path, start: Start) -> None:
-    for path in ("checkpoints", "summary.json", "loss.png"):
-        shutil.rmtree(copy / path) if (copy / path).is_dir() else (copy / path).unlink()
-    rewrite_metrics(copy, lambda record: record["step"] <= 1)
-    start(copy)
-    assert losses(copy) == losses(finished) and (copy / "metrics.jsonl.1").exists()
 
 
 def test_a_branch_goes_on_where_it_stopped(finished: Path, start: Start, tmp_path: Path) -> None:
@@ -267,15 +240,6 @@ def test_a_start_of_a_finished_run_writes_what_is_missing(finished: Path, copy: 
     assert "lacks summary.json" in start(copy)
     assert summary(copy) == summary(finished)
     assert records(copy, "validation") == records(finished, "validation")
-
-
-def test_a_finished_run_that_lost_its_records(finished: Path, copy: Path, start: Start) -> None:
-    for name in ("summary.json", "loss.png"):
-        (copy / name).unlink()
-    (copy / "metrics.jsonl").write_text("")
-    start(copy)  # a picture of no steps cannot be drawn, which ends nothing
-    assert summary(copy) == summary(finished)
-    assert "is finished" in (output := start(copy)) and "lacks" not in output
 
 
 @pytest.mark.parametrize(
