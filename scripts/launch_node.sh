@@ -97,6 +97,7 @@ if [ "$code" != 0 ] && [ "$after" != "$before" ]; then
     refused) code=2 ;;
     diverged) code=3 ;;
     wrong_numbers) code=4 ;;
+    hung) code=5 ;;
     stopped) code=75 ;;
     esac
 fi

@@ -103,7 +103,7 @@ STAND_INS = {
     "scancel": 'echo "scancel $*" >>"$FAKE/calls"\ntell() {\n'
     '    [ "${TREE:-0}" = 1 ] && for child in $(pgrep -P "$1"); do tell "$child"; done\n    kill -USR2 "$1"\n}\n'
     'tell "$(cat "$FAKE/step")"\n',
-    "squeue": 'cat "$FAKE/left"\n',
+    "squeue": 'case "$*" in *%k*) cat "$FAKE/comment" ;; *) cat "$FAKE/left" ;; esac\n',
     "scontrol": 'case "$1" in hostnames) ;; show) [ "$2" = hostnames ] && echo localhost || cat "$FAKE/job" ;;\n'
     '*) echo "scontrol $*" >>"$FAKE/calls" ;; esac\n',
 }
@@ -119,7 +119,8 @@ def stop(number, frame):
     pathlib.Path(os.environ["RUN"], "state.json").write_text('{\\n "state": "stopped",\\n "reason": "SIGUSR1"\\n}')
     os._exit(75)
 if "--check" in sys.argv:
-    note(f"check of {os.environ['WORLD_SIZE']} ranks")
+    required = ", required" if "checkpoint.resume=required" in sys.argv else ""
+    note(f"check of {os.environ['WORLD_SIZE']} ranks{required}")
     sys.exit(int(os.environ.get("REFUSED", 0)))
 if "torch.distributed.run" in sys.argv:
     time.sleep(float(os.environ.get("SLOW", 0)))
@@ -143,6 +144,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     (fake / "python").chmod(0o755)
     (fake / "job").write_text("   JobState=RUNNING Reason=None\n")
     (fake / "left").write_text("3:55:00\n")
+    (fake / "comment").write_text("(null)\n")
     return {
         **os.environ,
         "PATH": f"{fake}:{os.environ['PATH']}",
@@ -211,6 +213,21 @@ def test_a_crash_is_requeued_and_a_cancelled_job_is_not(cluster: dict[str, str])
         output, _ = submit(crash).communicate(timeout=60)
         assert ("scontrol requeue 17" in calls(cluster)) == requeued, output
         assert requeued or "cancelled" in output
+
+
+def test_a_start_after_one_with_checkpoints_must_find_one(cluster: dict[str, str]) -> None:
+    """An unmounted run.dir is empty: the job's comment remembers."""
+    fake, crash = Path(cluster["FAKE"]), {**cluster, "CRASH": "1"}
+    submit(crash).communicate(timeout=60)
+    assert not [line for line in calls(cluster) if "update" in line or "required" in line]
+    checkpoint(Path(cluster["RUN"]), 5)
+    submit(crash).communicate(timeout=60)
+    assert "scontrol update JobId=17 Comment=megatron_fp4: has checkpoints" in calls(cluster)
+    (fake / "comment").write_text("megatron_fp4: has checkpoints\n")
+    for overrides, required in (([], True), (["checkpoint.resume=/parent"], False)):
+        (fake / "calls").unlink()
+        submit({**crash, "REFUSED": "2"}, *overrides).communicate(timeout=60)
+        assert ("check of 1 ranks, required" in calls(cluster)) == required
 
 
 def test_a_refused_run_is_not_started(cluster: dict[str, str]) -> None:

@@ -4,7 +4,7 @@
 #     requeue.sh RUN_DIR begin               before the training: remembers when this start began
 #     requeue.sh RUN_DIR end STOPPING        after it. STOPPING: 1 if Slurm asked the job to stop, else 0
 #
-# A run that was stopped goes on, unless by the file STOP. One that crashed does too, as long as it has saved a
+# A run that was stopped resumes, unless by the file STOP. One that crashed or hung does too, as long as it has saved a
 # checkpoint since the start, or not more than three times in a row without that. One that is finished, was refused,
 # diverged or computes wrong numbers does not: the same would happen again.
 
