@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data.indexed import HEADER, IndexedDataset, index_path, tokens_path
-from data.prepare.prepare import BLOCK, Lengths, WorkFolder, facts_path, refuse_existing, write_facts, write_index
+from data.indexed import HEADER, IndexedDataset, facts_path, index_path, tokens_path, write_index
+from data.prepare.prepare import WorkFolder, blocks_of, refuse_existing, write_facts
 from data.prepare.tokenize import SplitCount
 
 _COPY_BYTES = 8 << 20
@@ -31,18 +33,6 @@ class _Pair:
     tokens: int
     facts: dict[str, Any] | None
 
-    def lengths(self) -> Lengths:
-        return Lengths(index_path(self.prefix), self.sequences, HEADER.size)
-
-    def ends(self) -> Iterator[np.ndarray]:
-        with open(index_path(self.prefix), "rb") as file:
-            file.seek(HEADER.size + 12 * self.sequences + 8)  # behind lengths, pointers, and the first entry: 0
-            left = self.documents
-            while left:
-                block = np.fromfile(file, dtype="<i8", count=min(BLOCK, left))
-                left -= len(block)
-                yield block
-
 
 def merge(prefixes: Sequence[str | Path], output: str | Path, report: Callable[[str], None]) -> SplitCount:
     """Write the documents of all pairs, in their order, to the pair `output`; what is in it (text_bytes 0 if unknown).
@@ -50,50 +40,43 @@ def merge(prefixes: Sequence[str | Path], output: str | Path, report: Callable[[
     The facts beside the pairs are merged too if all of them have some. report: called with a line if not.
 
     Nothing appears under its name before all is written. Raises FileExistsError rather than overwrite;
-    FileNotFoundError or ValueError for a pair that is missing or damaged, of another type of token, of another
-    tokenizer, or with modes (multimodal data).
+    FileNotFoundError or ValueError for a pair that is missing, damaged or named twice, of another type of token, of
+    another tokenizer, or with modes (multimodal data).
     """
     output = Path(output)
     if len(prefixes) < 2:
         raise ValueError("to merge takes two or more pairs; name their paths without ending")
+    for path, times in Counter(Path(prefix).resolve() for prefix in prefixes).items():
+        if times > 1:
+            raise ValueError(f"{path} comes twice; its documents would be in the output twice")
     pairs = [_open(Path(prefix)) for prefix in prefixes]
     _check_alike(pairs)
+    without = [str(pair.prefix) for pair in pairs if pair.facts is None]
+    known = [] if without else [pair.facts for pair in pairs if pair.facts]
+    count = SplitCount(
+        sum(pair.documents for pair in pairs),
+        sum(pair.tokens for pair in pairs),
+        sum(facts["text_bytes"] for facts in known),
+    )
     work = WorkFolder(output, {"merge of": [str(pair.prefix.resolve()) for pair in pairs]})
-    try:
-        without = [str(pair.prefix) for pair in pairs if pair.facts is None]
+    with work.kept_if_saved():
         if not work.state.published:
-            targets = [index_path(output), tokens_path(output), facts_path(output)]
-            refuse_existing(targets)
+            refuse_existing([index_path(output), tokens_path(output), facts_path(output)])
             if without:
                 report(
                     f"without a .json: {', '.join(without)}; whether the tokenizer is the same was not checked, and no "
                     f"{facts_path(output)} is written"
                 )
-            count = _write(pairs, work.path)
-        else:
-            count = _count(pairs)
-        work.publish(
-            {
-                **({} if without else {"train.json": facts_path(output)}),
-                "train.bin": tokens_path(output),
-                "train.idx": index_path(output),
-            }
-        )
-    except BaseException:
-        if work.saved:
-            work.close()
-        else:
-            work.remove()
-        raise
+            _write(pairs, work.path, count, known)
+        of_facts = {"train.json": facts_path(output)} if known else {}
+        work.publish({**of_facts, "train.bin": tokens_path(output), "train.idx": index_path(output)})
     return count
 
 
 def _open(prefix: Path) -> _Pair:
-    dataset = IndexedDataset(prefix)
-    index = index_path(prefix)
-    with open(index, "rb") as file:
-        _, _, _, sequences, entries = HEADER.unpack(file.read(HEADER.size))
-    if index.stat().st_size != HEADER.size + 12 * sequences + 8 * entries:
+    dataset, index = IndexedDataset(prefix), index_path(prefix)
+    sequences, documents = dataset.num_sequences, dataset.num_documents
+    if index.stat().st_size != HEADER.size + 12 * sequences + 8 * (documents + 1):
         raise ValueError(f"{index} has modes of sequences, as multimodal data do; these cannot be merged here")
     facts = None
     if facts_path(prefix).is_file():
@@ -102,7 +85,7 @@ def _open(prefix: Path) -> _Pair:
             facts["tokenizer"]["fingerprint"], facts["text_bytes"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{facts_path(prefix)} is damaged; remove it to merge without its facts") from error
-    return _Pair(prefix, dataset.dtype, sequences, entries - 1, dataset.num_tokens, facts)
+    return _Pair(prefix, dataset.dtype, sequences, documents, dataset.num_tokens, facts)
 
 
 def _check_alike(pairs: Sequence[_Pair]) -> None:
@@ -124,36 +107,42 @@ def _check_alike(pairs: Sequence[_Pair]) -> None:
                 )
 
 
-def _write(pairs: Sequence[_Pair], folder: Path) -> SplitCount:
+def _write(pairs: Sequence[_Pair], folder: Path, count: SplitCount, facts: Sequence[dict[str, Any]]) -> None:
     files = {"bin": folder / "train.bin", "idx": folder / "train.idx"}
     with open(files["bin"], "wb") as target:
         for pair in pairs:
             with open(tokens_path(pair.prefix), "rb") as source:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
-    expected = sum(pair.tokens for pair in pairs) * pairs[0].dtype.itemsize
-    if files["bin"].stat().st_size != expected:
+    if files["bin"].stat().st_size != count.tokens * pairs[0].dtype.itemsize:
         raise ValueError("one of the pairs changed while it was read; merge again")
-    write_index(files["idx"], pairs[0].dtype, [pair.lengths() for pair in pairs], [pair.ends() for pair in pairs])
-    count = _count(pairs)
-    facts = [pair.facts for pair in pairs if pair.facts is not None]
-    if len(facts) == len(pairs):
+    starts = np.cumsum([0, *(pair.sequences for pair in pairs)]).tolist()
+    write_index(
+        files["idx"],
+        pairs[0].dtype,
+        starts[-1],
+        lambda: chain.from_iterable(
+            blocks_of(index_path(pair.prefix), "<i4", HEADER.size, pair.sequences) for pair in pairs
+        ),
+        count.documents,
+        # After lengths, pointers, and the first entry, 0.
+        lambda: (
+            block + start
+            for pair, start in zip(pairs, starts, strict=False)
+            for block in blocks_of(
+                index_path(pair.prefix), "<i8", HEADER.size + 12 * pair.sequences + 8, pair.documents
+            )
+        ),
+    )
+    if facts:
         write_facts(folder / "train.json", count, files, _merged(facts))
-    return count
-
-
-def _count(pairs: Sequence[_Pair]) -> SplitCount:
-    known = all(pair.facts for pair in pairs)
-    text_bytes = sum(pair.facts["text_bytes"] for pair in pairs if pair.facts) if known else 0
-    return SplitCount(sum(pair.documents for pair in pairs), sum(pair.tokens for pair in pairs), text_bytes)
 
 
 def _merged(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What all facts agree on, the counts aside; None where they do not."""
-    first = facts[0]
     counts = {"format", "documents", "tokens", "text_bytes", "sha256"}
     found = {
         key: value if all(other.get(key) == value for other in facts) else None
-        for key, value in first.items()
+        for key, value in facts[0].items()
         if key not in counts
     }
     options = [other.get("options") or {} for other in facts]

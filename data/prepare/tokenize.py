@@ -1,13 +1,8 @@
-"""One task to tokens: what the processes that tokenize do, a function of the task alone.
-
-Tasks on all cores: processes that encode, each asked by a thread of its own, results in the order of the tasks.
-
-They share nothing with the one that started them but a pipe, so a kill of all of them leaves nothing behind; they
-die with it, and it notices when one of them dies.
-"""
+"""Tasks to tokens on all cores: a task's result is a function of the task alone, and results come in their order."""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import pickle
@@ -15,21 +10,58 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from queue import SimpleQueue
-from typing import Any, NamedTuple
+from multiprocessing.connection import wait
+from typing import Any
 
 import numpy as np
 
-from data.prepare.readers import Limit, Record, Single, Task, is_held_out
+from data.prepare.readers import EMPTY, Record, Task
 from data.tokenizer import TextTokenizer
 
 REPORTED_RECORDS = 5
 SPLITS = ("train", "validation")
+POLICIES = ("split", "refuse", "skip")
+# Enough that no process waits while results are written.
+_WAITING_TASKS = 3
+
+
+class WorkerDied(Exception):
+    """A process that tokenizes was ended from outside."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What shapes the output besides the inputs and the tokenizer.
+
+    validation: share of documents held out by `is_held_out`, 0 for none. max_document_bytes: of UTF-8; what is larger
+    goes by `huge`, a row of POLICIES: all pieces of a split document are on the side of an unsplit copy. bos_token:
+    begins every document, None for none. eod: whether the tokenizer's end of a document ends each. max_malformed:
+    largest share of records that may be skipped; a preparation may resume with another one.
+    """
+
+    validation: float = 0.01
+    max_malformed: float = 0.01
+    max_document_bytes: int = 16 << 20
+    huge: str = "split"
+    bos_token: str | None = None
+    eod: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise ValueError(
+                f"the share held out for validation is {self.validation}; it must be at least 0 and below 1"
+            )
+        if not 0 <= self.max_malformed <= 1:
+            raise ValueError(f"the largest share of malformed records is {self.max_malformed}; it must be from 0 to 1")
+        # A document has at most a token for each byte and a few more, and the index counts them in an int32.
+        if not 64 <= self.max_document_bytes <= 1 << 30:
+            raise ValueError(
+                f"the largest document is {self.max_document_bytes} bytes; it must be from 64 to {1 << 30}"
+            )
+        assert self.huge in POLICIES, self.huge
 
 
 @dataclass
@@ -51,8 +83,8 @@ class SplitCount:
 class Encoded:
     """The documents of one task: for each split their lengths, int32 [documents], and their tokens one after the other.
 
-    malformed: records skipped by problem; reports: (where, problem) of the first of them. huge: documents above the
-    limit.
+    malformed: records skipped by problem; reports: (where, problem) of the first of them. empty: records without text.
+    huge: documents above the largest size.
     """
 
     lengths: dict[str, np.ndarray] = field(default_factory=dict)
@@ -60,6 +92,7 @@ class Encoded:
     counts: dict[str, SplitCount] = field(default_factory=dict)
     malformed: Counter[str] = field(default_factory=Counter)
     reports: list[tuple[str, str]] = field(default_factory=list)
+    empty: int = 0
     huge: int = 0
 
 
@@ -71,22 +104,23 @@ class Encoder:
     dtype: np.dtype[Any]
     before: tuple[int, ...]
     after: tuple[int, ...]
-    limit: Limit
+    options: Options
 
-    def encode(self, task: Task) -> Encoded:
+    def __call__(self, task: Task) -> Encoded:
         """The tokens of a task's documents. Raises ValueError for a huge document that is to be refused."""
         done = Encoded()
         texts: dict[str, list[str]] = {split: [] for split in SPLITS}
-        for record in records_within(task, self.limit, done):
-            if record.problem is not None:
+        for record in task():
+            if record.problem == EMPTY:
+                done.empty += 1
+            elif record.problem is not None:
                 done.malformed[record.problem] += 1
                 if len(done.reports) < REPORTED_RECORDS:
                     done.reports.append((record.where, record.problem))
-                continue
-            held_out = record.held_out
-            if held_out is None:
-                held_out = is_held_out(record.text, self.limit.validation)
-            texts[SPLITS[held_out]].append(record.text)
+            else:
+                pieces = pieces_of(record, self.options)
+                done.huge += pieces != [record.text]
+                texts[SPLITS[is_held_out(record.text, self.options.validation)]] += pieces
         before, after = np.array(self.before, dtype=np.int32), np.array(self.after, dtype=np.int32)
         for split, documents in texts.items():
             if not documents:
@@ -106,116 +140,73 @@ class Encoder:
         return done
 
 
-def records_within(task: Task, limit: Limit, done: Encoded) -> Iterator[Record]:
-    """The records of a task, documents above the limit split or left out; these are counted in `done`."""
-    if isinstance(task, Single):
-        done.huge += task.huge
-        yield from task.records()
+def is_held_out(text: str, share: float) -> bool:
+    """Whether a document is for validation: about `share` of all are; equal documents are on the same side."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64 < share
+
+
+def pieces_of(record: Record, options: Options) -> list[str]:
+    """A record's text as documents: itself, or what becomes of one above the largest size.
+
+    Pieces are cut before white space, where `max_document_bytes` have none at a character; blank ones are left out.
+    """
+    text, limit = record.text, options.max_document_bytes
+    if 4 * len(text) <= limit or len(data := text.encode("utf-8")) <= limit:
+        return [text]
+    if options.huge == "refuse":
+        raise ValueError(
+            f"{record.where} is a document of {len(data):,} bytes, above the largest size of {limit:,}; allow more "
+            "with --max-document-bytes, or let --huge split or skip it"
+        )
+    pieces: list[str] = []
+    start = 0
+    while start < len(data) and options.huge == "split":
+        cut = len(data)
+        if cut > start + limit:
+            cut = max(data.rfind(blank, start + 1, start + limit + 1) for blank in (b" ", b"\n", b"\t", b"\r"))
+            if cut < 0:
+                cut = start + limit
+                while cut > start + 1 and data[cut] & 0xC0 == 0x80:  # not the first byte of a character
+                    cut -= 1
+        piece, start = data[start:cut].decode("utf-8"), cut
+        if piece.strip():
+            pieces.append(piece)
+    return pieces
+
+
+def encoded_by_processes(encoder: Encoder, tasks: Iterable[Task], number: int) -> Iterator[Encoded]:
+    """The result of each task, in their order, by so many processes; 0: in this one.
+
+    Raises what encoding raises, and WorkerDied. The processes end with the iterator, and with this process.
+    """
+    if number == 0:
+        yield from map(encoder, tasks)
         return
-    for record in task.records():
-        if record.problem is None and limit.exceeded_by(record.text):
-            for single in limit.records_of(record):
-                done.huge += single.huge
-                yield from single.records()
-        else:
-            yield record
-
-
-# Enough that no process waits while results are written; a task holds at most a document of the largest size.
-_WAITING_TASKS = 3
-
-
-class WorkerDied(Exception):
-    """A process that tokenizes was ended from outside."""
-
-
-class _Worker(NamedTuple):
-    process: BaseProcess
-    pipe: Connection
-
-
-@contextmanager
-def encoding_processes(encoder: Encoder, number: int) -> Iterator[EncodingProcesses]:
-    """So many processes with the encoder; 0: tasks are encoded in this process. They end with the block."""
     context = multiprocessing.get_context("spawn")
-    content = pickle.dumps(encoder)
-    workers: list[_Worker] = []
-    found: EncodingProcesses | None = None
-    try:
-        for _ in range(number):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, content), daemon=True)
-            process.start()
-            theirs.close()
-            workers.append(_Worker(process, ours))
-        found = EncodingProcesses(encoder, workers)
-        yield found
-    finally:
-        if found is not None:
-            found.closed = True
-        for worker in workers:
-            worker.process.kill()
-        for worker in workers:
-            worker.process.join()
-        if found is not None:
-            found.threads.shutdown(cancel_futures=True)
-        for worker in workers:
-            worker.pipe.close()
-
-
-class EncodingProcesses:
-    """Encodes tasks; made by `encoding_processes`."""
-
-    def __init__(self, encoder: Encoder, workers: list[_Worker]) -> None:
-        self.closed = False
-        self.threads = ThreadPoolExecutor(max(1, len(workers)))
-        self._encoder = encoder
-        self._number = len(workers)
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in workers:
-            self._idle.put(worker)
-
-    def encode(self, tasks: Iterable[Task]) -> Iterator[Encoded]:
-        """The result of each task, in their order. Raises what encoding raises, and WorkerDied."""
-        if self._number == 0:
-            yield from map(self._encoder.encode, tasks)
-            return
-        waiting: deque[Future[Encoded]] = deque()
+    waiting: deque[Future[Encoded]] = deque()
+    with ProcessPoolExecutor(number, context, _start, (pickle.dumps(encoder),)) as pool:
         try:
             for task in tasks:
-                waiting.append(self.threads.submit(self._ask, task))
-                while len(waiting) >= self._number + _WAITING_TASKS or (waiting and waiting[0].done()):
+                waiting.append(pool.submit(_encode, task))
+                while len(waiting) >= number + _WAITING_TASKS or (waiting and waiting[0].done()):
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-
-    def _ask(self, task: Task) -> Encoded:
-        worker = self._idle.get()
-        try:
-            worker.pipe.send(task)
-            answer = worker.pipe.recv()
-        except (EOFError, OSError) as error:
-            if self.closed:
-                raise WorkerDied("the processes that tokenize were ended") from error
-            worker.process.join(10)
-            code = worker.process.exitcode
-            how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        except BrokenProcessPool as error:
             raise WorkerDied(
-                f"a process that tokenizes (process {worker.process.pid}) was ended {how}, often because the host had "
-                "no memory left (fewer --workers or a smaller --max-document-bytes need less)"
+                "a process that tokenizes was ended, often because the host had no memory left (fewer --workers or a "
+                "smaller --max-document-bytes need less)"
             ) from error
         finally:
-            self._idle.put(worker)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+            pool.shutdown(cancel_futures=True)
 
 
-def _work(pipe: Connection, content: bytes) -> None:
-    """The life of a process that tokenizes."""
+_encoder: Encoder
+
+
+def _start(content: bytes) -> None:
+    """What a process that tokenizes begins with."""
+    global _encoder
     # A terminal sends these to all of its processes; the one that started this one ends it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -223,19 +214,11 @@ def _work(pipe: Connection, content: bytes) -> None:
     assert parent is not None
     threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores have processes of their own
-    encoder: Encoder = pickle.loads(content)
-    while True:
-        try:
-            task = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            answer: Encoded | Exception = encoder.encode(task)
-        except ValueError as error:
-            answer = error
-        except Exception as error:  # it may not pickle, and is ours
-            answer = RuntimeError(f"{type(error).__name__}: {error}")
-        pipe.send(answer)
+    _encoder = pickle.loads(content)
+
+
+def _encode(task: Task) -> Encoded:
+    return _encoder(task)
 
 
 def _die_with(sentinel: int) -> None:

@@ -1,4 +1,4 @@
-"""Prepare a corpus in processes that are killed at one place after another; run by test_resume.py.
+"""Prepare a corpus in processes that are killed at one place after another; run by test_prepare.py.
 
     python killed.py FOLDER first step
 
@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data.prepare import prepare as ingest_module
+from data.prepare import prepare as prepare_module
 from data.prepare import readers
-from data.prepare.prepare import NewTokenizer, Options, WorkFolder, ingest
+from data.prepare.prepare import NewTokenizer, WorkFolder
 from data.prepare.readers import find_files, open_files
+from data.prepare.tokenize import Options
 
 _EXISTS = 3
 
@@ -27,7 +28,7 @@ def prepare(folder: Path, output: Path) -> None:
     """The same corpus each time: JSON Lines in several tasks, huge documents, a tokenizer to be trained."""
     parts = open_files("json", find_files([str(folder / "*.jsonl*")]))
     options = Options(validation=0.2, max_document_bytes=1000, max_malformed=0.1)
-    ingest(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), options)
+    prepare_module.prepare(parts, output / "web", NewTokenizer(300, output / "tokenizer.json"), options)
 
 
 class Places:
@@ -42,7 +43,7 @@ class Places:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with a place before and one behind it."""
+        """The function with a place before and one after it."""
 
         def wrapped(*arguments: Any, **options: Any) -> Any:
             self()
@@ -87,10 +88,9 @@ def in_child(folder: Path, output: Path, chosen: int) -> int:
 def main() -> None:
     """See above."""
     folder, first, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    ingest_module.SAVE_SECONDS = 0.0
+    prepare_module.SAVE_SECONDS = 0.0
     readers.TASK_BYTES = 1500
-    text_files_piece = 700
-    sys.modules["data.prepare.readers"].READ_BYTES = text_files_piece  # type: ignore[attr-defined]
+    readers.READ_BYTES = 700
     reader, writer = os.pipe()
     printed = os.dup(1)
     os.dup2(writer, 1)

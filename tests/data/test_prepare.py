@@ -1,0 +1,484 @@
+"""From text to tokens: what is written, what is skipped, and that a kill costs no byte."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import multiprocessing
+import os
+import shlex
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data.indexed import HEADER, IndexedDataset, IndexedDatasetWriter
+from data.opening import KINDS
+from data.prepare import command, readers
+from data.prepare import prepare as prepare_module
+from data.prepare.prepare import NewTokenizer, prepare, validation_prefix
+from data.prepare.readers import Part, Record, find_files, open_dataset, open_files
+from data.prepare.tokenize import Options, WorkerDied, is_held_out, pieces_of
+from data.tokenizer import HuggingFaceTokenizer, TextTokenizer, load_tokenizer, train_tokenizer
+from megatron_fp4.config.compose import compose_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [f"Document {i} says:\nnaïve ☕ {i * i}, and no more.\n" for i in range(120)]
+ALL = Options(validation=0)
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def json_lines(path: Path, texts: Iterable[str], field: str = "text") -> Path:
+    """A JSON Lines file of the texts, compressed as its ending says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts))
+    path.write_bytes(PACKERS.get(path.suffix.lower(), bytes)(content.encode()))
+    return path
+
+
+def documents(prefix: Path, tokenizer: TextTokenizer) -> list[str]:
+    """The texts of a dataset; asserts that each document ends with the end of a document, and only there."""
+    dataset = IndexedDataset(prefix)
+    ids = [dataset.document(d).tolist() for d in range(dataset.num_documents)]
+    assert all(tokens.index(tokenizer.eod_id) == len(tokens) - 1 for tokens in ids)
+    return [tokenizer.decode(tokens[:-1]) for tokens in ids]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def run(*arguments: object) -> int:
+    return command.main([str(argument) for argument in arguments], "")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HuggingFaceTokenizer:
+    return train_tokenizer(TEXTS, 300)
+
+
+def parts_of(format: str, folder: Path) -> list[Part]:
+    """TEXTS in two files of a format, the second one's name full of characters that patterns know."""
+    for name, texts in {"a": TEXTS[:50], "b [1]*": TEXTS[50:]}.items():
+        if format == "json":
+            json_lines(folder / (f"{name}.jsonl" if name == "a" else f"{name}.jsonl.gz"), texts, "content")
+        elif format in ("parquet", "hub"):
+            rows = {"id": list(range(len(texts))), "content": texts}
+            pq.write_table(pa.table(rows), folder / f"{name}.parquet", row_group_size=7)
+        elif format == "text":
+            for i, text in enumerate(texts):
+                (folder / f"{name} {i:03}.txt").write_text(text, encoding="utf-8")
+    if format == "hub":
+        return open_dataset(str(folder), "train", "content")
+    if format == "saved":
+        datasets.Dataset.from_dict({"content": TEXTS}).save_to_disk(str(folder / "saved"))
+        return open_dataset(str(folder / "saved"), None, "content")
+    return open_files(format, find_files([str(folder / "*")]), "content")
+
+
+@pytest.mark.parametrize("format", ["json", "parquet", "text", "hub", "saved"])
+def test_every_format_round_trips(format: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    done = prepare(parts_of(format, tmp_path / "in"), tmp_path / "new" / "web", tokenizer, Options(validation=0.2))
+    train, held_out = (documents(p, tokenizer) for p in (done.output, validation_prefix(done.output)))
+    assert train == [text for text in TEXTS if not is_held_out(text, 0.2)]
+    assert held_out == [text for text in TEXTS if is_held_out(text, 0.2)]
+    count = done.state.counts["train"]
+    assert count.tokens == IndexedDataset(done.output).num_tokens
+    assert count.text_bytes == len("".join(train).encode()) and not done.state.malformed
+    names = [f"web{split}.{ending}" for split in ("", "_validation") for ending in ("bin", "idx", "json")]
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize("format", ["json", "parquet", "hub", "saved"])
+def test_nested_fields(format: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    rows = [{"id": 1, "meta": {"text": text, "n": {"a": 1}}} for text in TEXTS[:5]]
+    if format == "json":
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"meta.text": "by its name", "meta": 3}])))
+        parts = open_files("json", [tmp_path / "a.jsonl"], "meta.text")
+    elif format == "saved":
+        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+        parts = open_dataset(str(tmp_path / "saved"), None, "meta.text")
+    else:
+        (tmp_path / "in").mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in" / "a.parquet")
+        parts = open_files("parquet", [tmp_path / "in" / "a.parquet"], "meta.text")
+        parts = open_dataset(str(tmp_path / "in"), "train", "meta.text") if format == "hub" else parts
+    prepare(parts, tmp_path / "out", tokenizer, Options(validation=0, max_malformed=0))
+    assert documents(tmp_path / "out", tokenizer) == TEXTS[:5] + ["by its name"] * (format == "json")
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        ("document", ["one\ntwo\n\nthree 文\n"]),
+        ("paragraph", ["one\ntwo", "three 文"]),
+        ("line", ["one", "two", "three 文"]),
+    ],
+)
+def test_units_of_text(unit: str, expected: list[str], tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufeffone\r\ntwo\n\nthree 文\n", encoding="utf-8", newline="")
+    prepare(open_files("text", [tmp_path / "a.txt"], text_unit=unit), tmp_path / "out", tokenizer, ALL)
+    assert documents(tmp_path / "out", tokenizer) == expected
+
+
+@pytest.mark.parametrize("ending", PACKERS)
+def test_packed_files_in_pieces_of_any_size(
+    ending: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = json_lines(tmp_path / f"a.jsonl{ending.upper()}", TEXTS)
+    texts = tmp_path / f"a.txt{ending}"
+    texts.write_bytes(PACKERS[ending]("\n\n".join(TEXTS).encode()))
+    expected = None
+    for piece, task in ((1, 50), (100, 3000), (1 << 20, 1 << 20)):
+        monkeypatch.setattr(readers, "READ_BYTES", piece)
+        monkeypatch.setattr(readers, "TASK_BYTES", task)
+        parts = [*open_files("json", [path]), *open_files("text", [texts], text_unit="paragraph")]
+        records = [record for part in parts for task in part.tasks(lambda position: None) for record in task()]
+        assert [record.text for record in records] == TEXTS + [text.rstrip("\n") for text in TEXTS]
+        assert expected in (None, records)
+        expected = records
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    if ending:
+        with pytest.raises(ValueError, match="is damaged, was cut short or is not compressed as"):
+            prepare(open_files("json", [path]), tmp_path / "out", tokenizer, ALL)
+        assert not list(tmp_path.glob("out*"))
+
+
+def test_malformed_and_empty_records(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    lines = [
+        b'\xef\xbb\xbf{"text": "good"}',
+        b'{"text": "cut sh',
+        b"",
+        b'{"body": "x"}',
+        b'{"text": 3}',
+        b'{"text": null}',
+        b'{"text": " \\n"}',
+        b'["text"]',
+        b'{"text": "\xff"}',
+        b'{"text": "half a pair \\ud83d"}',
+        b'{"text": "also good"}',
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    reports: list[str] = []
+    options = Options(validation=0, max_malformed=0.8)
+    done = prepare(open_files("json", [path]), tmp_path / "out", tokenizer, options, report=reports.append)
+    assert documents(tmp_path / "out", tokenizer) == ["good", "also good"]
+    assert done.state.malformed == {
+        "not JSON (one object a line is read)": 1,
+        "without a field 'text'": 1,
+        "whose field 'text' is no string": 1,
+        "not a JSON object": 1,
+        "not UTF-8": 2,
+    }
+    assert done.state.empty == 2 and "empty: 2 records" in done.summary()
+    assert reports[0] == f"skipped {path}:2: not JSON (one object a line is read)" and len(reports) == 5
+    with pytest.raises(ValueError, match=r"6 of 8 records are malformed .*more than the share 0.5 allowed"):
+        prepare(open_files("json", [path]), tmp_path / "more", tokenizer, Options(0, 0.5))
+    pq.write_table(pa.table({"text": ["good", None, ""] * 40}), tmp_path / "a.parquet")
+    done = prepare(open_files("parquet", [tmp_path / "a.parquet"]), tmp_path / "rows", tokenizer, Options(0, 0.0))
+    assert done.state.empty == 80 and done.state.records == 40
+
+
+def test_documents_above_the_largest_size(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    long = " ".join(f"wörd{i}" for i in range(200))
+    for size in (64, 65, 66, 100, 1000):
+        pieces = pieces_of(Record("", long + "文" * 200), Options(max_document_bytes=size))
+        assert "".join(pieces) == long + "文" * 200 and max(len(piece.encode()) for piece in pieces) <= size
+        assert sum(len(piece.encode()) for piece in pieces[:-1]) > (len(pieces) - 1) * (size - 12) - size
+    path = json_lines(tmp_path / "a.jsonl", ["short", long])
+    with pytest.raises(ValueError, match=r"a.jsonl:2 is a document of 1,\d+ bytes, above the largest size of 100"):
+        prepare(
+            open_files("json", [path]), tmp_path / "no", tokenizer, Options(0, max_document_bytes=100, huge="refuse")
+        )
+    options = Options(0, max_document_bytes=100, huge="skip")
+    assert prepare(open_files("json", [path]), tmp_path / "skip", tokenizer, options).state.huge == 1
+    assert documents(tmp_path / "skip", tokenizer) == ["short"]
+    options = Options(0.5, max_document_bytes=100)
+    many = [f"{i} {long}" for i in range(20)]
+    prepare(open_files("json", [json_lines(tmp_path / "b.jsonl", many)]), tmp_path / "split", tokenizer, options)
+    for prefix, side in (("split", False), ("split_validation", True)):  # all pieces on the side of the whole
+        expected = [text for text in many if is_held_out(text, 0.5) == side]
+        assert "".join(documents(tmp_path / prefix, tokenizer)) == "".join(expected)
+
+
+def test_a_line_too_long_for_memory_is_refused(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "LONGEST_UNIT", 500)
+    monkeypatch.setattr(readers, "READ_BYTES", 100)
+    path = json_lines(tmp_path / "a.jsonl", ["short", "long" * 200])
+    with pytest.raises(ValueError, match=r"a.jsonl: a document after line \d is longer than 500 bytes"):
+        prepare(open_files("json", [path]), tmp_path / "out", tokenizer, ALL)
+
+
+def test_the_command_prints_what_trains_on_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer is trained with it; the overrides open what was written."""
+    json_lines(tmp_path / "in, here" / "a.jsonl", TEXTS)
+    prefix = tmp_path / "it's, here" / "2 web-é"
+    given = ["--format", "json", "--files", f"{tmp_path}/in*/*.jsonl", "--output", prefix, "--validation", 0.2]
+    given += ["--tokenizer", tmp_path / "t.json", "--train-tokenizer", 300, "--workers", 2, "--bos", "<|endoftext|>"]
+    assert run(*given) == 0
+    printed = capsys.readouterr().out.partition("pretrain.py")[2]
+    config = compose_config(shlex.split(printed.replace("\\\n", " ")), ROOT / "configs")
+    bundle = KINDS["indexed"].open(config.data, config.model.vocab_size)
+    (stream,), (held_out,) = bundle.train.values(), bundle.validation.values()
+    assert stream.num_documents + held_out.num_documents == 120 and config.model.vocab_size % 128 == 0
+    assert bundle.tokenizer is not None and stream.tokens(0, 1)[0] == bundle.tokenizer.eod_id
+    assert run(*given) == 2 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--files", "a.jsonl"], "--files needs --format"),
+        (["--files", "a.jsonl", "--dataset", "x"], "one of the two"),
+        (["--dataset", "x"], "--dataset needs --split"),
+        (["--format", "json", "--files", "a.jsonl", "--split", "train"], "--split train has no effect with --files"),
+        (["--format", "text", "--files", "a.jsonl", "--field", "x"], "--field x has no effect with --format text"),
+        (["--format", "json", "--files", "none*"], "no file matches"),
+        (["--format", "json", "--files", "."], "is a folder; give a quoted pattern"),
+        (["--format", "json", "--files", "a.tar.gz"], "is packed as .tar; unpack it"),
+        (["--format", "parquet", "--files", "a.jsonl"], "is damaged or no Parquet file"),
+        (["--format", "json", "--files", "a.jsonl", "--bos"], "does not say what begins a document"),
+        (["--format", "json", "--files", "a.jsonl", "--validation", "1"], "at least 0 and below 1"),
+        (["--format", "json", "--files", "a.jsonl", "--max-document-bytes", "3"], "from 64 to"),
+        (["merge", "--inputs", "a", "--output", "out"], "no pair matches 'a'"),
+        (["check", "none"], "none.idx does not exist"),
+    ],
+)
+def test_refusals_are_one_line(
+    arguments: list[str],
+    expected: str,
+    tokenizer: HuggingFaceTokenizer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save("t.json")
+    json_lines(Path("a.jsonl"), TEXTS)
+    Path("a.tar.gz").write_bytes(b"")
+    of_command = arguments[0] in ("merge", "check")
+    assert run(*arguments, *([] if of_command else ["--tokenizer", "t.json", "--output", "out"])) == 2
+    printed = capsys.readouterr().err
+    assert expected in printed and printed.count("\n") == 1 and not list(tmp_path.glob("out*"))
+
+
+def test_a_kill_at_any_place_costs_no_byte(tmp_path: Path) -> None:
+    json_lines(tmp_path / "a.jsonl", [*TEXTS[:20], "long words " * 300, "", *TEXTS[20:40]])
+    json_lines(tmp_path / "b.jsonl.zst", TEXTS[40:70])
+    killer = [sys.executable, "-m", "tests.data.killed", str(tmp_path), "1", "23"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    result = subprocess.run(killer, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    places, killed = map(int, result.stdout.split())
+    expected = contents(tmp_path / "undisturbed")
+    outputs = [path for path in tmp_path.iterdir() if path.is_dir() and path.name != "undisturbed"]
+    assert places > 80 and len(outputs) == len(range(1, places, 23)) and killed >= len(outputs)
+    for output in outputs:
+        assert contents(output) == expected, output.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["the command", "interrupt"])
+def test_processes_end_with_the_command(whom: str, tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    """A command that is killed while it works leaves no process, and resumes."""
+    json_lines(tmp_path / "a.jsonl", TEXTS * 3000)
+    tokenizer.save(tmp_path / "t.json")
+    (tmp_path / "child.py").write_text(
+        "import signal, sys\nfrom data.prepare import command, prepare\nif __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)\n    prepare.SAVE_SECONDS = 0.0\n"
+        "    sys.exit(command.main(sys.argv[1:], ''))\n"
+    )
+    given = ["--format", "json", "--files", f"{tmp_path}/a.jsonl", "--tokenizer", f"{tmp_path}/t.json"]
+    child = subprocess.Popen(
+        [sys.executable, "child.py", *given, "--workers", "2", "--output", f"{tmp_path}/out/web"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until(lambda: (tmp_path / "out/web.parts/state.json").exists())
+    child.send_signal(signal.SIGKILL if whom == "the command" else signal.SIGINT)
+    _, error = child.communicate()
+    if whom == "interrupt":
+        assert child.returncode == 130 and "interrupted; what is done is kept" in error
+    wait_until(lambda: all(session_of(int(pid)) != child.pid for pid in os.listdir("/proc") if pid.isdigit()))
+    assert os.listdir(tmp_path / "out") == ["web.parts"]
+    assert run(*given, "--workers", 1, "--output", tmp_path / "out/web") == 0
+    assert run(*given, "--workers", 2, "--output", tmp_path / "undisturbed/web") == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
+def session_of(pid: int) -> int | None:
+    """The session of a living process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[3])
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.02)
+
+
+def test_a_killed_process_is_told(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "TASK_BYTES", 50_000)
+    monkeypatch.setattr(readers, "READ_BYTES", 20_000)
+    parts = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS * 400)])
+    before = multiprocessing.active_children()
+
+    def kill(*_: object) -> None:
+        for process in multiprocessing.active_children():
+            if process not in before and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+
+    (tmp_path / "out").mkdir()
+    with pytest.raises(WorkerDied, match="often because the host had no memory"):
+        prepare(parts, tmp_path / "out" / "web", tokenizer, workers=2, progress=kill)
+    assert os.listdir(tmp_path / "out") == []  # it came to nothing within SAVE_SECONDS
+
+
+class Ended(Exception):
+    pass
+
+
+def test_what_may_change_before_a_resume(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(readers, "TASK_BYTES", 500)
+    monkeypatch.setattr(readers, "READ_BYTES", 400)
+    path = json_lines(tmp_path / "a.jsonl", TEXTS[:10])
+    json_lines(tmp_path / "b.jsonl", TEXTS[10:])
+    work = tmp_path / "web.parts"
+
+    def call(options: Options | None = None, **more: object) -> object:
+        chosen = more.pop("tokenizer", tokenizer)
+        parts = open_files("json", find_files([str(tmp_path / "*.jsonl")]))
+        return prepare(parts, tmp_path / "web", chosen, options, **more)  # type: ignore[arg-type]
+
+    def end(position: int, total: int, state: object) -> None:
+        if position > total // 2:
+            with pytest.raises(ValueError, match="another command is preparing"):
+                call()
+            raise Ended
+
+    with pytest.raises(Ended):
+        call(progress=end)
+    assert (work / "state.json").is_file() and not (tmp_path / "web.idx").exists()
+    for given, expected in (
+        ({"options": Options(validation=0.5)}, r"unfinished preparation with validation 0.01 instead of 0.5"),
+        ({"options": Options(eod=False)}, r"eod \[true, \"<\|endoftext\|>\"\] instead of \[false"),
+        ({"source": {"field": "body"}}, r'source field null instead of "body"'),
+        ({"tokenizer": train_tokenizer(TEXTS, 299)}, r"tokenizer \{.*\.\.\. instead of"),
+        ({"tokenizer": NewTokenizer(300, tmp_path / "t.json")}, r"tokenizer \{.*\.\.\. instead of"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            call(**given)  # type: ignore[arg-type]
+    stat, content = path.stat(), path.read_bytes()
+    path.write_bytes(content + b"\n")
+    with pytest.raises(ValueError, match=r"a.jsonl has changed since it was prepared; remove .*web.parts"):
+        call()
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (tmp_path / "web.bin").write_bytes(b"precious")
+    with pytest.raises(FileExistsError, match=r"web.bin exists already"):
+        call()
+    assert (tmp_path / "web.bin").read_bytes() == b"precious"
+    (tmp_path / "web.bin").unlink()
+    json_lines(tmp_path / "c.jsonl", ["one more"])  # after what was read
+    call(Options(max_malformed=0.5))
+    assert IndexedDataset(tmp_path / "web").num_documents > 100 and not work.exists()
+
+
+def test_a_merge_has_the_bytes_of_preparing_together(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.indexed.INDEX_BLOCK", 7)
+    monkeypatch.setattr("data.prepare.prepare.INDEX_BLOCK", 7)
+    thirds = [json_lines(tmp_path / "in" / f"{i}.jsonl", TEXTS[40 * i : 40 * i + 40]) for i in range(3)]
+    for i, path in enumerate(thirds):
+        prepare(open_files("json", [path]), tmp_path / str(i), tokenizer, Options(0.3))
+    prepare(open_files("json", thirds), tmp_path / "together" / "all", tokenizer, Options(0.3))
+    (tmp_path / "merged").mkdir()
+    inputs = [tmp_path / name for name in ("0", "1", "2")]
+    assert run("merge", "--inputs", *inputs, "--output", tmp_path / "merged/all") == 0
+    pattern = tmp_path / "[0-2]_validation.idx"
+    assert run("merge", "--inputs", pattern, "--output", tmp_path / "merged/all_validation") == 0
+    assert contents(tmp_path / "merged") == contents(tmp_path / "together")
+    assert run("check", f"{tmp_path}/merged/*", "--vocab-size", 300) == 0
+
+
+def test_pairs_of_megatron_merge_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several sequences a document, and no facts beside them."""
+    for name, starts in (("a", [0, 2, 3]), ("b", [0, 0, 1, 4])):
+        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
+            for i in range(starts[-1]):
+                writer.add_document([i + 1] * (i + 1))
+        path = tmp_path / f"{name}.idx"
+        content = path.read_bytes()[: HEADER.size + 12 * starts[-1]] + struct.pack(f"<{len(starts)}q", *starts)
+        magic, version, code, sequences, _ = HEADER.unpack(content[: HEADER.size])
+        path.write_bytes(HEADER.pack(magic, version, code, sequences, len(starts)) + content[HEADER.size :])
+    assert run("merge", "--inputs", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "all") == 0
+    assert "without a .json" in capsys.readouterr().err
+    pairs = [IndexedDataset(tmp_path / name) for name in ("a", "b", "all")]
+    each = [[pair.document(d).tolist() for d in range(pair.num_documents)] for pair in pairs]
+    assert each[2] == each[0] + each[1] and each[2][2] == []
+
+
+def test_what_does_not_merge(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (part,) = open_files("json", [json_lines(tmp_path / "a.jsonl", TEXTS)])
+    for name, chosen, options in (
+        ("0", tokenizer, ALL),
+        ("other", train_tokenizer(TEXTS, 299), ALL),
+        ("without", tokenizer, Options(0, eod=False)),
+    ):
+        prepare([part], tmp_path / name, chosen, options)
+    with IndexedDatasetWriter(tmp_path / "wide", np.int32) as writer:
+        writer.add_document([1])
+    for names, expected in (
+        (["0"], "to merge takes two or more pairs"),
+        (["0", "0"], "0 comes twice; its documents would be in the output twice"),
+        (["0", "other"], f"0 and {tmp_path}/other differ in the tokenizer"),
+        (["0", "without"], "without differ in the end of a document (<|endoftext|>, none); prepare them alike"),
+        (["0", "wide"], "0 holds uint16 and"),
+    ):
+        assert run("merge", "--inputs", *(tmp_path / name for name in names), "--output", tmp_path / "all") == 2
+        assert expected in capsys.readouterr().err and not list(tmp_path.glob("all*"))
+
+
+def test_a_new_tokenizer_sees_no_held_out_document(tmp_path: Path) -> None:
+    path = json_lines(tmp_path / "a.jsonl", TEXTS)
+    prepare(open_files("json", [path]), tmp_path / "web", NewTokenizer(300, tmp_path / "t.json"), Options(0.3))
+    expected = train_tokenizer([text for text in TEXTS if not is_held_out(text, 0.3)], 300)
+    assert load_tokenizer(tmp_path / "t.json").fingerprint() == expected.fingerprint()
