@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
@@ -27,14 +27,29 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_fp4.config.environment import as_saved, environment_texts
-from megatron_fp4.config.errors import explain, explain_value, file_of, keys_of, parts_of, suggest, type_at, unknown_key
+from megatron_fp4.config.errors import (
+    explain,
+    explain_value,
+    file_of,
+    keys_of,
+    parts_of,
+    shown,
+    suggest,
+    type_at,
+    unknown_key,
+)
 from megatron_fp4.config.precision_schema import ComposedException, ExceptionConfig, PrecisionConfig, RecipeConfig
-from megatron_fp4.config.removed_keys import renewed, why_removed
+from megatron_fp4.config.removed_keys import leaves, renewed, why_removed
 from megatron_fp4.config.schema import ADDED, Config, ConfigError
 
 _T = TypeVar("_T")
 # The group of which several options may be chosen, or none.
 _SEVERAL = "experiment"
+# Between the name of a precision file and what a run has otherwise; the keys that make a recipe.
+_OTHERWISE = " with "
+_OF_RECIPES = tuple(
+    f"precision.{key}" for key in ("amax", "rht_signs", "fp8_", "fprop", "dgrad", "wgrad", "bf16_blocks", "exceptions")
+)
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
@@ -211,6 +226,7 @@ def _whole(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) -> 
             raise ConfigError(unknown_key(added))
     config = _checked(Config, keys, folders)
     config = replace(config, from_environment=environment_texts(composed))
+    config = replace(config, precision=_named(config, overrides, folders))
     precision, texts = _with_recipes(config.precision, config, folders, "precision")
     config = replace(config, precision=precision, from_environment={**config.from_environment, **texts})
     if (switch := config.precision.switch).when == "never":  # a switch that is off may name any target
@@ -218,6 +234,27 @@ def _whole(composed: Any, overrides: Sequence[str], folders: Sequence[Path]) -> 
     after, texts = _precision("precision.switch.target", switch.target, config, folders, "after_switch")
     after, of_recipes = _with_recipes(after, config, folders, "after_switch")
     return replace(config, after_switch=after, from_environment={**config.from_environment, **texts, **of_recipes})
+
+
+def _named(config: Config, overrides: Sequence[str], folders: Sequence[Path]) -> PrecisionConfig:
+    """The precision of `config`; what it has otherwise than the file of its name becomes part of its name, so that two
+    recipes never share one where they are shown."""
+    precision = config.precision
+    name = precision.name.partition(_OTHERWISE)[0]
+    given = any(override.lstrip("+").startswith(_OF_RECIPES) for override in overrides)
+    if (name == precision.name and not given) or name not in group_options(*folders).get("precision", {}):
+        return precision
+    plain, _ = _precision("precision", name, config, folders, "precision")
+    own, usual = dict(leaves(asdict(precision))), dict(leaves(asdict(plain)))
+    found = {key: value for key, value in own.items() if f"precision.{key}".startswith(_OF_RECIPES) and key in usual}
+    changed = {key: value for key, value in found.items() if value != usual[key]}
+    texts = []
+    for key, value in changed.items():
+        if key.startswith("dgrad.weight.") and changed.get(key.replace("dgrad", "fprop")) == value:
+            continue  # it follows fprop's
+        secret = any(other.startswith(f"precision.{key}") for other in config.from_environment)
+        texts.append(f"{key}={'...' if secret else shown(value)}")
+    return replace(precision, name=_OTHERWISE.join([name, " ".join(texts)]) if texts else name)
 
 
 def _precision(

@@ -42,7 +42,7 @@ def why_removed(key: str) -> str | None:
 
 def refuse_removed(saved: Mapping[str, Any]) -> None:
     """Raise ValueError if a run that was saved with this configuration used an ability that no run has any more."""
-    for key, value in _leaves(saved):
+    for key, value in leaves(saved):
         for pattern, off in _ABILITIES.items():
             if fnmatch.fnmatchcase(key, pattern) and value != off:
                 raise ValueError(
@@ -53,7 +53,7 @@ def refuse_removed(saved: Mapping[str, Any]) -> None:
 
 def removed_values(saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """(key, its value in `saved`, the value that holds now) where these differ."""
-    for key, value in _leaves(saved):
+    for key, value in leaves(saved):
         for pattern, (now, _) in _REMOVED.items():
             if fnmatch.fnmatchcase(key, pattern) and now is not None and value not in (None, now):
                 yield key, value, now
@@ -86,10 +86,10 @@ def _without_removed(saved: Mapping[str, Any], path: str = "") -> dict[str, Any]
     }
 
 
-def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Every key that is no section, and its value."""
     for name, value in node.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{name}.")
+            yield from leaves(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value

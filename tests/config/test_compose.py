@@ -147,6 +147,21 @@ def test_one_override_changes_the_weight_in_both_gemms():
     assert precision.dgrad.weight.block == "1x16"
 
 
+def test_recipes_of_one_name_are_told_apart(monkeypatch):
+    monkeypatch.setenv("RHT", "0")
+    assert make("precision.switch.when=0.5", "precision.backend=emulated").precision.name == "nvfp4"
+    assert make("precision.wgrad.rht=16").precision.name == "nvfp4"
+    config = make("precision.wgrad.rht=0", "precision.fprop.weight.block=1x16")
+    assert config.precision.name == "nvfp4 with fprop.weight.block=1x16 wgrad.rht=0"
+    saved = json.loads(json.dumps(as_saved(config)))
+    assert config_from_saved(saved, [], CONFIGS) == config
+    assert config_from_saved(saved, ["precision.wgrad.rht=16"], CONFIGS).precision.name == (
+        "nvfp4 with fprop.weight.block=1x16"
+    )
+    assert config_from_saved(saved, ["precision=mxfp8"], CONFIGS).precision.name == "mxfp8"
+    assert make("precision.wgrad.rht='${oc.decode:${oc.env:RHT}}'").precision.name == "nvfp4 with wgrad.rht=..."
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nvfp4_all_the_way", "fp8_block", "mxfp8", "bf16"])
 def test_recipes_are_those_of_the_papers(name):
     precision = make(f"precision={name}").precision
