@@ -181,13 +181,12 @@ class PrecisionConfig(RecipeConfig):
     backend: `auto` (transformer_engine or emulated), `emulated`, `transformer_engine` or `torch`.
     bf16_blocks, exceptions: linears that have another recipe; the first reason counts, in this order.
     recheck_interval: every so many steps one quantized linear is computed again by the reference and compared, the
-        linears taking turns; 0: never. recheck_action: what a difference does: `end` the run, or `warn`.
+        linears taking turns; 0: never. A difference ends the run.
     """
 
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     backend: Literal["auto", "emulated", "transformer_engine", "torch"] = "auto"
     recheck_interval: AtLeastZero = 0
-    recheck_action: Literal["end", "warn"] = "end"
     bf16_blocks: Bf16BlocksConfig = field(default_factory=Bf16BlocksConfig)
     exceptions: list[ExceptionConfig] = field(default_factory=list)
     switch: SwitchConfig = field(default_factory=SwitchConfig)

@@ -16,6 +16,7 @@ from typing import Any
 _REMOVED = {
     "checkpoint.local_dir": (None, "no checkpoints are kept on nodes' own disks; save shared ones more often instead"),
     "checkpoint.local_interval": (0, "no checkpoints are kept on nodes' own disks; lower checkpoint.interval instead"),
+    "checkpoint.max_failed_saves": (3, "three failed saves in a row end a run; leave it out"),
     "data.prefetch": (2, "loader workers are two steps ahead; leave it out, or raise data.num_workers"),
     "data.remote_cache": (None, "blocks of URLs are kept in `remote` below data.cache_dir; set that instead"),
     "optimizer.implementation": ("torch", "torch's fused AdamW is the only one; leave it out"),
@@ -26,6 +27,11 @@ _REMOVED = {
     "precision.*.four_over_six_error": (None, "write four_over_six=squared instead"),
     "precision.*.power_of_two_scales": (None, "write precision.fp8_power_of_two_scales=true instead"),
     "precision.*.reuse_fprop": (None, "write source=codes instead, of dgrad's weight or wgrad's activation"),
+    "precision.recheck_action": ("end", "a difference ends the run; leave it out, or set precision.recheck_interval=0"),
+    "run.dry_host_bandwidth": (None, "a plan assumes 300 GB/s within a host; leave it out"),
+    "run.dry_host_ms": (None, "a plan assumes 3 ms of Python a linear; leave it out"),
+    "run.dry_network_bandwidth": (None, "a plan assumes 40 GB/s between hosts; leave it out"),
+    "run.replay_action": ("end", "a difference ends the run; leave it out, or set run.replay_interval=0"),
     "run.file_mode": (None, "set the umask of the shell, such as umask 027, instead"),
 }
 # Abilities that are gone: pattern of a key -> the value under which a run did without it.

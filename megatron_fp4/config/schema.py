@@ -200,8 +200,7 @@ class CheckpointConfig:
     """interval: steps between checkpoints (0: only the final one). keep: how many to keep (0: all).
 
     asynchronous: training goes on while a checkpoint is written, of a copy in host memory (each rank's share of weights
-        and moments); `false`: it waits. max_failed_saves: a save that fails is tried again, then left out; so many in
-        a row end the run.
+        and moments); `false`: it waits. A save that fails is tried again, then left out; three in a row end the run.
     resume: `auto` (the newest intact checkpoint of `run.dir`, if any), `required` (the same, and one must be there),
         `never`, or the path of a checkpoint: of another run, from which this one begins (its own go first on later
         starts), or of this one, to go back to.
@@ -219,7 +218,6 @@ class CheckpointConfig:
     interval: AtLeastZero = 100
     keep: AtLeastZero = 3
     asynchronous: bool = True
-    max_failed_saves: AtLeastOne = 3
     resume: PathText = "auto"
     initialize_from: PathText | None = None
     export_interval: AtLeastZero = 0
@@ -329,12 +327,11 @@ class RunConfig:
 
     device: `auto` (CUDA if there is any), `cuda` or `cpu`. deterministic: deterministic kernels only.
     replay_interval: every so many steps (0: never) each rank computes one micro-batch twice and compares every bit
-        (measure/replay.py). replay_action: a difference ends the run (`end`) or is only told (`warn`).
+        (measure/replay.py), whose difference ends the run.
     dry: only print what the run would need on WORLD_SIZE ranks (memory, messages, time), computed in this process.
     dry_mfu, dry_peak_tflops: what its time assumes: the share of the peak that a rank reaches while it computes, and
         the peak in TFLOP/s (the default is an H200's for dense BF16).
-    dry_host_bandwidth, dry_network_bandwidth: GB/s that a rank sends to ranks of its host and of others.
-    dry_ranks_per_host: how many there are on one. dry_host_ms: of Python, for each linear of a micro-batch.
+    dry_ranks_per_host: how many there are on one, for what messages take.
     max_minutes: stop, with a checkpoint, after the first step that ends so long after the process began (0: no limit).
         Leave room before a time limit: the step in progress and the checkpoint come on top.
     """
@@ -344,15 +341,11 @@ class RunConfig:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     deterministic: bool = True
     replay_interval: AtLeastZero = 0
-    replay_action: Literal["end", "warn"] = "end"
     max_minutes: NotNegative = 0.0
     dry: bool = False
     dry_mfu: PositiveShare = 0.5
     dry_peak_tflops: Positive = 989.0
-    dry_host_bandwidth: Positive = 300.0
-    dry_network_bandwidth: Positive = 40.0
     dry_ranks_per_host: AtLeastOne = 8
-    dry_host_ms: Positive = 3.0
 
     @model_validator(mode="after")
     def _repeats(self) -> RunConfig:

@@ -30,8 +30,12 @@ _FSDP_AXES = ("dp", "replicate")
 _LATENCY = 10e-6
 # Of a micro-batch that is replayed from CUDA graphs, assumed: copying its inputs and two calls.
 _HOST_MS_OF_A_REPLAY = 1.0
-# What tensor parallelism adds to `run.dry_host_ms`: 0.53 s a micro-batch for the 12B's 124 linears at size 4.
+# Of Python, for each linear of a micro-batch; and what tensor parallelism adds, 0.53 s a micro-batch for the 12B's 124
+# linears at size 4.
+_HOST_MS = 3.0
 _HOST_MS_OF_TENSOR_PARALLELISM = 1.3
+# GB/s that a rank sends to ranks of its host (NVLink) and of others (one adapter of 400 Gb/s).
+_HOST_BANDWIDTH, _NETWORK_BANDWIDTH = 300.0, 40.0
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def step_time(
         waited_for = min(dry.ends.get(message, 0), count) if hidden(message) else count
         exposed += waited_for * seconds
         beside[message.group] += (count - waited_for) * seconds  # type: ignore[assignment]
-    of_linear = run.dry_host_ms + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
+    of_linear = _HOST_MS + (_HOST_MS_OF_TENSOR_PARALLELISM if parallel.tensor > 1 else 0.0)
     host_ms = len(models.linear_shapes(config.model)) * of_linear
     backend = config.precision.backend
     if choose_graphs(config, world_size, "cuda", "emulated" if backend == "auto" else backend, recipes).used:
@@ -123,5 +127,5 @@ def axis_bandwidth(group: str, ranks: int, parallel: ParallelConfig, world_size:
     }
     neighbours = min(ranks, max(1, run.dry_ranks_per_host // strides.get(group, 1)))
     if neighbours == ranks:
-        return run.dry_host_bandwidth
-    return min(run.dry_host_bandwidth, neighbours * run.dry_network_bandwidth)
+        return _HOST_BANDWIDTH
+    return min(_HOST_BANDWIDTH, neighbours * _NETWORK_BANDWIDTH)

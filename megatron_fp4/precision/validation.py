@@ -8,7 +8,6 @@ are refused, and not what an override naturally leaves behind:
       quantizes nothing                                               went with the format that was replaced
     `rht_signs` without a transform, `amax` without nvfp4           `amax=shard` without tensor parallelism
     `diagnostics` of a run that never quantizes
-    `recheck_action` without rechecks
     settings of `gradient_noise` with a switch at a fixed step      any of `switch` with `when=never`: a switch that is
     `gradient_noise` where no backward pass has any                   off stays as it was set
 
@@ -205,11 +204,6 @@ def _without_effect(precision: PrecisionConfig, recipes: Sequence[Recipe], key: 
         yield (
             f"{key}.recheck_interval={precision.recheck_interval}, but precision={precision.name} quantizes nothing "
             f"that could be compared; set {key}.recheck_interval=0"
-        )
-    if precision.recheck_action != default.recheck_action and not precision.recheck_interval:
-        yield (
-            f"{key}.recheck_action={precision.recheck_action} has no effect with {key}.recheck_interval=0; leave it at "
-            f"end, or set {key}.recheck_interval=100"
         )
 
 

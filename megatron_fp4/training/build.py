@@ -173,7 +173,8 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
     except (ValueError, OSError) as error:
         if not is_refusal(error):
             raise
-        raise ConfigError(f"{prefix}{error}") from error
+        named = isinstance(error, OSError) and error.filename and error.strerror  # without a number
+        raise ConfigError(f"{prefix}{f'{error.filename}: {error.strerror}' if named else error}") from error
 
 
 def set_determinism(deterministic: bool) -> None:

@@ -71,6 +71,9 @@ from megatron_fp4.training.providers import DataProvider, ModelProvider
 from megatron_fp4.training.schedule import WSDSchedule
 from megatron_fp4.training.step import NO_REQUESTS, StepRequests, StepResult, train_step
 
+# So many failed saves in a row end the run.
+_MAX_FAILED_SAVES = 3
+
 
 class Ending(NamedTuple):
     """How a start ended after `done` steps. reason: what asked it to stop."""
@@ -189,7 +192,7 @@ class Trainer:
             keep=config.checkpoint.keep,
             identity=identity,
             asynchronous=config.checkpoint.asynchronous,
-            max_failed_saves=config.checkpoint.max_failed_saves,
+            max_failed_saves=_MAX_FAILED_SAVES,
             timeout=datetime.timedelta(seconds=config.parallel.timeout_seconds),
         )
         self.graphs = graphs_for(config, models, mesh, self.model, self.precision, self.log.console.text)

@@ -7,7 +7,7 @@ from megatron_fp4.training.trainer import Callback, Step
 
 
 class ReplayCheck(Callback):
-    """Ends the run, or warns, where two computations of the same micro-batch differ."""
+    """Ends the run where two computations of the same micro-batch differ."""
 
     def start(self, done: int) -> None:
         """Nothing is computed yet."""
@@ -16,7 +16,7 @@ class ReplayCheck(Callback):
         self._replay = Replay(interval, trainer.model, trainer.mesh, trainer.precision)
 
     def before_step(self, step: Step) -> None:
-        """Raises ReplayError on all ranks if a rank's computations differ and `run.replay_action` ends the run."""
+        """Raises ReplayError on all ranks if a rank's computations differ."""
         if not self._replay.due(step.index):
             return
         trainer = self.trainer
@@ -26,6 +26,4 @@ class ReplayCheck(Callback):
         if replayed is None or not replayed.differences:
             return
         trainer.log.metrics.event(step.done, "replay", **replayed.as_event())
-        if trainer.config.run.replay_action == "end":
-            raise ReplayError(f"{replayed}; test that machine, or set run.replay_action=warn to go on all the same")
-        trainer.log.console.event(step.index, str(replayed))
+        raise ReplayError(f"{replayed}; test that machine, or set run.replay_interval=0 to train on")

@@ -27,11 +27,8 @@ class Verify(Callback):
         return self._recheck.watching(step.index)
 
     def after_step(self, step: Step) -> None:
-        """Raises RecheckError on all ranks if it was at fault and `precision.recheck_action` ends the run."""
+        """Raises RecheckError on all ranks if it was at fault."""
         if (found := self._recheck.collect()) is None or not found.faults:
             return
-        log = self.trainer.log
-        log.metrics.event(step.done, "recheck", linear=found.linear, faults=found.faults)
-        if self.trainer.config.precision.recheck_action == "end":
-            raise RecheckError(f"{found}; set precision.recheck_action=warn to go on all the same")
-        log.console.event(step.done, str(found))
+        self.trainer.log.metrics.event(step.done, "recheck", linear=found.linear, faults=found.faults)
+        raise RecheckError(f"{found}; set precision.backend=emulated, or precision.recheck_interval=0 to train on")
