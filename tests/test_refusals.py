@@ -39,6 +39,10 @@ SYNTAX = [
     ("run.dir=${oc.env:NOT_SET_ANYWHERE}", "environment variable NOT_SET_ANYWHERE, which is not set; export"),
     ("run.dir=${nowhere:1}", "run.dir=${nowhere:1}: Unsupported interpolation type nowhere"),
     ("train.steps=${train.nowhere}", "train.steps refers to train.nowhere, which is not set"),
+    (
+        ["experiment=nemotron_h_8b", "data.sources={web: /d}"],
+        "data.phases[0].blend refers to data.blends.first",
+    ),
     ("train.steps=???", "train.steps is not set and has no default; give train.steps=..."),
 ]
 GROUPS = [

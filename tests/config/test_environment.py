@@ -73,15 +73,6 @@ def test_who_reads_it_looks_into_the_environment_of_then(config: Config, monkeyp
     assert other.run.dir == "here/run" and "run.dir" not in other.from_environment
 
 
-def test_one_that_is_not_set_is_one_line() -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose_config(["run.dir=${oc.env:NO_SUCH_VARIABLE}/x"], CONFIGS)
-    assert str(caught.value) == (
-        "run.dir takes its value from the environment variable NO_SUCH_VARIABLE, which is not set; export "
-        "NO_SUCH_VARIABLE=..., or give run.dir=..."
-    )
-
-
 def test_precision_after_a_switch_and_of_exceptions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What composing adds to a saved configuration may come from the environment too."""
     monkeypatch.setenv("RHT", "0")
@@ -111,9 +102,3 @@ def test_without_any_nothing_changes() -> None:
     config = compose_config([], CONFIGS)
     assert config.from_environment == {}
     assert as_saved(replace(config, from_environment={"data.phases[7].name": "${oc.env:X}"})) == as_saved(config)
-
-
-def test_it_is_no_key() -> None:
-    for mistake in ("from_environment=null", "+from_environment={run.dir: x}"):
-        with pytest.raises(ConfigError, match=r"^from_environment is not a key"):
-            compose_config([mistake], CONFIGS)
