@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fp4.config.compose import compose_config, hydra_defaults
+from megatron_fp4.config.compose import compose_config, hydra_defaults, one_word
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.runtime.signals import SIGNALS
 
@@ -29,6 +29,7 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
+    arguments = one_word(arguments)
     of_hydra = [argument for argument in arguments if argument.startswith(("hydra.", "hydra/"))]
     folders = [argument for argument in arguments if argument.startswith("--config-dir=")]
     overrides = [argument for argument in arguments if argument not in (*of_hydra, *folders)]

@@ -67,7 +67,8 @@ KEYS = [
     ("train.steps.foo=1", "train.steps.foo is not a key: train.steps is no section"),
     ("train={stepz: 3}", "train.stepz is not a key; did you mean train.steps?"),
     (PHASE.format("blend: {code: 1}, frac: 1"), "data.phases[0].frac is not a key; did you mean data.phases[0].frac"),
-    ("precision.exceptions.7.names=[x]", "precision.exceptions[7]: list index out of range"),
+    ("data.phases.0.steps=3", "give the list whole: data.phases=[...]"),
+    ("precision.exceptions.7.names=[x]", "list index out of range; give the list whole: precision.exceptions=[...]"),
     ("precision.exceptions=[{recipe: {name: a}}]", "precision.exceptions[0].recipe is not a key"),
     ("after_switch.name=bf16", "after_switch.name is not a key"),
     ("from_environment={run.dir: x}", "from_environment is not a key"),
@@ -385,7 +386,7 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\nhidden_dim: 128\n")
     (tmp_path / "precision").mkdir()
     (tmp_path / "precision" / "odd.yaml").write_text("defaults: [nvfp4, _self_]\nname: odd\nwgrad: {rht: 0}\n")
-    given = [f"--config-dir={tmp_path}", "model=mine", "precision.switch.target=odd"]
+    given = ["--config-dir", str(tmp_path), "model=mine", "precision.switch.target=odd"]
     config = compose_config(given, CONFIGS)
     assert (config.model.name, config.model.hidden_dim) == ("mine", 128)
     assert config.after_switch is not None and config.after_switch.wgrad.rht == 0

@@ -115,11 +115,22 @@ def group_options(*config_dirs: str | Path) -> dict[str, list[str]]:
     return {group: sorted(found[group]) for group in sorted(found)}
 
 
+def one_word(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with `--config-dir FOLDER` as `--config-dir=FOLDER`."""
+    found: list[str] = []
+    for argument in arguments:
+        if found and found[-1] == "--config-dir":
+            found[-1] += f"={argument}"
+        else:
+            found.append(argument)
+    return found
+
+
 def _folders(arguments: Sequence[str], config_dir: str | Path) -> tuple[list[str], list[Path]]:
     """The overrides among `arguments`, with the home folder for `~`, which Hydra cannot read; and the folders of config
     files, the project's first."""
     overrides, folders = [], [Path(config_dir).resolve()]
-    for argument in arguments:
+    for argument in one_word(arguments):
         key, separator, value = argument.partition("=")
         value = expanduser(value) if value == "~" or value.startswith("~/") else value
         if key != "--config-dir":
@@ -180,9 +191,11 @@ def _compose(name: str, overrides: Sequence[str], folders: Sequence[Path]) -> Di
     hydra_defaults()
     # Hydra's state is global and one failed or foreign initialization would make the next one fail.
     GlobalHydra.instance().clear()
+    # Hydra looks for the file that it begins with in one folder only.
+    first = next((folder for folder in folders if (folder / f"{name}.yaml").exists()), folders[0])
+    others = ",".join(f"'file://{folder}'" for folder in folders if folder != first)
     try:
-        with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3", job_name="pretrain"):
-            others = ",".join(f"'file://{folder}'" for folder in folders[1:])
+        with initialize_config_dir(config_dir=str(first), version_base="1.3", job_name="pretrain"):
             return compose(name, overrides=[*overrides, f"hydra.searchpath=[{others}]"] if others else list(overrides))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:  # ValueError: Hydra's own
         raise ConfigError(explain(error, overrides, folders)) from error

@@ -136,7 +136,8 @@ def explain(error: Exception, overrides: Sequence[str], folders: Sequence[Path])
         return f"{where}{key} is not set and has no default; give {key}=..."
     if key and type_at(parts_of(key)) is None:
         return f"{where}{unknown_key(key)}"
-    return f"{given.removeprefix(': ')}{message}; {HELP}"
+    remedy = f"give the list whole: {key.partition('[')[0]}=[...]" if "[" in key else HELP
+    return f"{given.removeprefix(': ')}{message}; {remedy}"
 
 
 def _where(name: str, folders: Sequence[Path]) -> str:

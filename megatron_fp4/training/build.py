@@ -173,8 +173,10 @@ def configuration_errors(prefix: str = "") -> Iterator[None]:
     except (ValueError, OSError) as error:
         if not is_refusal(error):
             raise
-        named = isinstance(error, OSError) and error.filename and error.strerror  # without a number
-        raise ConfigError(f"{prefix}{f'{error.filename}: {error.strerror}' if named else error}") from error
+        text = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{error.filename}: {error.strerror}"  # without its number
+        raise ConfigError(f"{prefix}{text}") from error
 
 
 def set_determinism(deterministic: bool) -> None:
