@@ -6,6 +6,7 @@ Here one after another, each in a process of its own on all GPUs of this machine
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -33,6 +34,12 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
     of_hydra = [argument for argument in arguments if argument.startswith(("hydra.", "hydra/"))]
     folders = [argument for argument in arguments if argument.startswith("--config-dir=")]
     overrides = [argument for argument in arguments if argument not in (*of_hydra, *folders)]
+    for argument in of_hydra:
+        if "submitit" in argument and importlib.util.find_spec("submitit") is None:
+            raise ConfigError(
+                f"{argument} needs the package hydra-submitit-launcher; pip install it, or leave it out for runs one "
+                "after another here"
+            )
     parsed = OverridesParser.create().parse_overrides(overrides)
     fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
     run_dir = next((str(o.value()) for o in parsed if o.key_or_group == "run.dir"), "runs/sweep")

@@ -113,11 +113,12 @@ def explain(error: Exception, overrides: Sequence[str], folders: Sequence[Path])
         where = _where(by[1], folders) if by and by[1] != "config" else ""
         names = [name for name in error.options or [] if name]
         return f"{where}{group}={option}: there is no {group} config of that name; {suggest(option, names)}"
-    for path in config_files(folders):
-        if wrong := _no_keys(path):
-            return f"{path} {wrong}"
     file = re.match(r"In '([^']+)':", str(error))
     where = _where(file[1], folders) if file else ""
+    suspects = [Path(where.removesuffix(": "))] if where else config_files(folders)
+    for path in suspects if where or isinstance(error, UnicodeDecodeError) else ():
+        if wrong := _no_keys(path):
+            return f"{path} {wrong}"
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
