@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_fp4.config.compose import compose_config, hydra_defaults, one_word
+from megatron_fp4.config.compose import compose_config, hydra_defaults, one_word, parse_override
 from megatron_fp4.config.schema import ConfigError
 from megatron_fp4.runtime.signals import SIGNALS
 
@@ -28,7 +28,6 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
     import hydra
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.hydra_config import HydraConfig
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     arguments = one_word(arguments)
     of_hydra = [argument for argument in arguments if argument.startswith(("hydra.", "hydra/"))]
@@ -40,7 +39,7 @@ def multirun(arguments: Sequence[str], program: Path, config_dir: Path) -> int:
                 f"{argument} needs the package hydra-submitit-launcher; pip install it, or leave it out for runs one "
                 "after another here"
             )
-    parsed = OverridesParser.create().parse_overrides(overrides)
+    parsed = [parse_override(override) for override in overrides]
     fixed = [override.key_or_group for override in parsed if not override.is_sweep_override()]
     run_dir = next((str(o.value()) for o in parsed if o.key_or_group == "run.dir"), "runs/sweep")
     if len(fixed) == len(parsed):

@@ -64,7 +64,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | Path) -> Config:
         raise ConfigError(f"config_dir={config_dir} has no config.yaml; name the folder that holds it")
     groups = group_options(*folders)
     for override in overrides:
-        _check_override(_parsed(override), override, groups)
+        _check_override(parse_override(override), override, groups)
     return _whole(_compose("config", overrides, folders), overrides, folders)
 
 
@@ -83,7 +83,7 @@ def config_from_saved(saved: Mapping[str, Any], overrides: Sequence[str], config
     overrides, folders = _folders(overrides, config_dir)
     recipes, changes = [], []
     for override in overrides:
-        parsed = _parsed(override)
+        parsed = parse_override(override)
         if parsed.key_or_group == "precision" and isinstance(parsed.value(), str):
             recipes.append(str(parsed.value()))
             continue
@@ -142,7 +142,8 @@ def _folders(arguments: Sequence[str], config_dir: str | Path) -> tuple[list[str
     return overrides, folders
 
 
-def _parsed(override: str) -> Override:
+def parse_override(override: str) -> Override:
+    """A word of the command line. Raises ConfigError."""
     with contextlib.suppress(HydraException):
         if (parsed := OverridesParser.create().parse_override(override)).key_or_group:
             return parsed
@@ -309,7 +310,7 @@ def _changed(keys: Any, changes: Sequence[str], folders: Sequence[Path]) -> Any:
     changed = OmegaConf.create(keys)
     try:
         for change in changes:
-            parsed = _parsed(change)
+            parsed = parse_override(change)
             OmegaConf.update(changed, parsed.key_or_group, parsed.value(), merge=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, changes, folders)) from error
