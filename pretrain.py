@@ -38,7 +38,7 @@ import torch
 
 from data import provider as data
 from exchange.exports import Exports, check_exports, last_exportable
-from inference.in_run import Prompts
+from inference.prompts import Prompts
 from megatron_fp4.checkpoint.initialize import check_initialization
 from megatron_fp4.config.compose import compose_config
 from megatron_fp4.config.launcher import check_launch

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -171,11 +171,13 @@ def _mamba(config: ModelConfig, ours: str, theirs: str) -> dict[str, list[Sectio
 @dataclass(frozen=True)
 class _ConfigKeys:
     """How an architecture's config.json relates to ours. keys: our setting -> its key. fixed: what it must have, or
-    leave out, for a model to be ours. defaults: what transformers takes a key for that is not there."""
+    leave out, for a model to be ours. defaults: what transformers takes a key for that is not there. others: key ->
+    what it is called in configurations of others, where it is not there."""
 
     keys: Mapping[str, str]
     fixed: Mapping[str, Any]
     defaults: Mapping[str, Any]
+    others: Mapping[str, str] = field(default_factory=dict)
 
 
 _COMMON = {
@@ -241,6 +243,7 @@ _CONFIGS = {
             "layer_norm_epsilon": 1e-5,
             "initializer_range": 0.02,
         },
+        {"head_dim": "attention_head_dim", "layer_norm_epsilon": "rms_norm_eps"},
     ),
 }
 
@@ -274,6 +277,11 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "time_step_floor": 1e-4,
         "hidden_dropout": 0.0,
         "rescale_prenorm_residual": True,
+        # Of NVIDIA's published configurations, for engines: what vLLM and TensorRT-LLM take layer_norm_epsilon and
+        # head_dim from, and the type of Mamba's states, which older vLLM otherwise keeps in the model's.
+        "rms_norm_eps": config.norm_eps,
+        "attention_head_dim": config.head_dim,
+        "mamba_ssm_cache_dtype": "float32",
         # Without attention, transformers' cache does not know how long it is, and a forward pass with one fails.
         "use_cache": "*" in config.pattern,
     }
@@ -285,7 +293,8 @@ def from_hf(found: Mapping[str, Any]) -> dict[str, Any]:
     if name not in _CONFIGS:
         raise ValueError(f"model_type={name} cannot be imported; {', '.join(_CONFIGS)} can")
     known = _CONFIGS[name]
-    config = {**known.defaults, **found}
+    renamed = {key: found[other] for key, other in known.others.items() if other in found}
+    config = {**known.defaults, **renamed, **found}
     for key, value in known.fixed.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key}={config[key]}, where only {value} can be imported")

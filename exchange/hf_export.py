@@ -178,7 +178,7 @@ def export_hf(
 
     Raises ValueError for a model that no architecture of transformers computes, a tokenizer that cannot be written, or
     an output that exists or lies inside the checkpoint; DamagedCheckpointError for a checkpoint that is not whole; and
-    OSError. Then nothing is left behind.
+    OSError. Then nothing is left.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 

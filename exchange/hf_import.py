@@ -14,6 +14,7 @@ from torch import Tensor
 from data.tokenizer import load_tokenizer
 from exchange.architectures import Section, Sections, from_hf, ours_of, sections_of, shape_of
 from exchange.hf_export import CARD, CONFIG, GENERATION, HUGGING_FACE, INDEX, SINGLE, SPECIAL_IDS
+from exchange.nvfp4 import decoded, layout_of
 from exchange.tokenizer import TOKENIZER_FILES
 from exchange.weights_only import NewTensor, write_weights_only
 from megatron_fp4.config.compose import compose_config
@@ -86,7 +87,8 @@ class Shards:
 def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | None = None) -> dict[str, Any]:
     """Write `checkpoint`, which must not exist, from the model in `folder`; returns its `model` settings.
 
-    name: what `model.name` becomes; None: the folder's. Weights become FP32 masters, exactly.
+    name: what `model.name` becomes; None: the folder's. Weights become FP32 masters, exactly; NVFP4 codes, in
+    ModelOpt's layout or compressed-tensors', what they stand for.
     Raises ValueError, one line that names file, key or tensor, for what is not such a folder or not one of our models.
     """
     content = read_config(folder)
@@ -99,9 +101,7 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
         raise ValueError(f"{folder / CONFIG}: {' '.join(str(error).split())}") from error
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{folder / CONFIG} does not describe a model ({error!r}); fetch the folder again") from error
-    if content.get("quantization_config"):
-        raise ValueError(f"{folder / CONFIG} has a quantization_config; import the folder of the weights in 16 bits")
-    tensors, sections, vocab_size = Shards(folder), sections_of(config.model), config.model.vocab_size
+    tensors, sections, vocab_size = _Weights(folder, content), sections_of(config.model), config.model.vocab_size
     dtypes = _check(folder, tensors, sections)
     has_tokenizer = any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model"))
     tokenizer = load_tokenizer(folder) if has_tokenizer else None
@@ -117,7 +117,8 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
         config,
         (NewTensor(ours, tuple(shape_of(p)), partial(_load, tensors, p)) for ours, p in sections.items()),
         imported={
-            "format": HUGGING_FACE,
+            # Only one without codes can be written again as it was.
+            "format": HUGGING_FACE if tensors.layout is None else f"{HUGGING_FACE}_{tensors.layout.name}",
             "from": folder.resolve().name,
             "model_type": content["model_type"],
             "sequence_length": length if type(length) is int and length > 0 else None,
@@ -132,9 +133,9 @@ def import_hf(folder: Path, checkpoint: Path, config_dir: Path, *, name: str | N
     return settings
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises ValueError if it is not there or not readable."""
-    path = folder / CONFIG
+def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """config.json of a folder, or another file of JSON. Raises ValueError if it is not there or not readable."""
+    path = folder / name
     try:
         content = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -146,22 +147,59 @@ def read_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _check(folder: Path, tensors: Shards, sections: Sections) -> dict[str, torch.dtype]:
+class _Weights(Shards):
+    """Of a folder whose weights may be NVFP4 codes. layout: of them, None without a `quantization_config`."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        super().__init__(folder)
+        beside = folder / "hf_quant_config.json"  # older folders of ModelOpt have nothing else
+        try:
+            if "quantization_config" not in config and beside.is_file():
+                config = {"quantization_config": {"quant_method": read_config(folder, beside.name)["producer"]["name"]}}
+            self.layout = layout_of(config)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{folder / CONFIG}: {error}; import the folder of the weights in 16 bits") from error
+
+    def parts(self, section: Section) -> list[str]:
+        """What the folder has of a section: the tensor, or codes, block scales and tensor scale."""
+        layout = self.layout
+        if layout is None or f"{section.module}.{layout.scales}" not in self.names:
+            return [section.name]
+        return [f"{section.module}.{kind}" for kind in (layout.codes, layout.scales, layout.weight_scale)]
+
+    def values(self, section: Section) -> Tensor:
+        """The weights: FP32 where they are codes, else as they are stored."""
+        codes, *scales = map(self.tensor, self.parts(section))
+        if not scales:
+            return codes
+        assert self.layout is not None
+        return self.layout.values(decoded(codes, scales[0]), scales[1])
+
+
+# What the activations of a quantized folder are scaled by, which weights do not need.
+_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+
+
+def _check(folder: Path, tensors: _Weights, sections: Sections) -> dict[str, torch.dtype]:
     """The type of each tensor, once all that the model needs are there, of the right shapes, and no others."""
     dtypes, names = {}, set(tensors.names)
     for part in (part for parts in sections.values() for part in parts):
-        if part.name not in names:
-            raise ValueError(f"{folder} has no tensor {part.name}, which its {CONFIG} asks for")
-        dtype, shape = tensors.stored(part.name)
+        stored = tensors.parts(part)
+        if missing := [name for name in stored if name not in names]:
+            raise ValueError(f"{folder} has no tensor {missing[0]}, which its {CONFIG} asks for")
+        dtype, shape = tensors.stored(stored[0])
+        if len(stored) > 1 and dtype == torch.uint8:
+            shape = (shape[0], 2 * shape[1])
+        elif dtype not in _FLOATS.values():
+            raise ValueError(f"{folder}: {stored[0]} is {dtype}; weights in 16 or 32 bits, or NVFP4, can be imported")
         if shape != part.shape:
-            raise ValueError(f"{folder}: {part.name} is {list(shape)}, {list(part.shape)} by its {CONFIG}")
-        if dtype not in _FLOATS.values():
-            raise ValueError(f"{folder}: {part.name} is {dtype}; weights in 16 or 32 bits can be imported")
-        dtypes[part.name] = dtype
-    if unknown := sorted(names - dtypes.keys()):
+            raise ValueError(f"{folder}: {stored[0]} is {list(shape)}, {list(part.shape)} by its {CONFIG}")
+        dtypes |= {name: tensors.stored(name)[0] for name in stored}
+    unknown = sorted(name for name in names - dtypes.keys() if not name.endswith(_OF_ACTIVATIONS))
+    if unknown:
         raise ValueError(f"{folder} has a tensor {unknown[0]}, which a model of its {CONFIG} does not have")
     return dtypes
 
 
-def _load(tensors: Shards, parts: list[Section]) -> Tensor:
-    return ours_of(parts, {part.name: tensors.tensor(part.name) for part in parts})
+def _load(tensors: _Weights, parts: list[Section]) -> Tensor:
+    return ours_of(parts, {part.name: tensors.values(part) for part in parts})

@@ -229,6 +229,10 @@ class Layout(ABC):
         """A tensor scale as it is stored, from the largest magnitude and what the largest block scale is mapped to."""
 
     @abstractmethod
+    def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
+        """FP32 weights, from `code * block scale` and the tensor scale as it is stored."""
+
+    @abstractmethod
     def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
         """config.json's `quantization_config`. excluded: full names of the linears in BF16, listed one by one, because
         engines match them as wildcards, substrings or regular expressions, and `layers.1` would also take `layers.10`.
@@ -252,6 +256,9 @@ class ModelOpt(Layout):
 
     def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
         return tensor_decode_scale(amax, scale_max).clone()
+
+    def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
+        return decoded * stored
 
     def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
         operand = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": _BLOCK}
@@ -290,6 +297,9 @@ class CompressedTensors(Layout):
     def stored_scale(self, amax: Tensor, scale_max: float) -> Tensor:
         # One element, not zero dimensions: compressed-tensors divides by a scalar in BF16.
         return encode_tensor_scale(amax, scale_max).reshape(1)
+
+    def values(self, decoded: Tensor, stored: Tensor) -> Tensor:
+        return decoded / stored
 
     def quantization_config(self, excluded: Iterable[str], calibrated: bool) -> dict[str, Any]:
         operand = {

@@ -132,7 +132,7 @@ def _converted(tokenizer: TextTokenizer) -> str:
             elif isinstance(tokenizer, SentencePieceTokenizer):
                 content = _from_sentence_piece(tokenizer, convert, Path(folder))
             else:
-                raise ValueError("nobody wrote a conversion")
+                raise ValueError("there is no conversion")
             other = HuggingFaceTokenizer(content, tokenizer.name, tokenizer.eod_token)
         except Exception as error:  # of converters and `tokenizers`
             reason = " ".join(str(error).split())

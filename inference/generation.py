@@ -1,26 +1,107 @@
 """Texts continued by a model in memory, many at once: prompts of any lengths, one token a row and call from then on.
 
 All linears compute each token by itself, whatever else is in the batch, as long as no activation is quantized; then a
-text depends on its prompt and the draws (sampling.py) alone, but for the rounding of GEMMs of other sizes. That the
-linears are such is for the caller to see to (weights.py, in_run.py).
+text depends on its prompt and the draws alone, but for the rounding of GEMMs of other sizes. `lower_weights` and
+`weights_as_trained` make a loaded model such; prompts.py does it for one that is trained.
+
+What is drawn for a text is a function of its prompt, the seed, the sample's number and the token's place alone. So a
+text does not change with the batch it is in, the machine or the number of ranks, as far as the logits do not.
 
 On a mesh all ranks call with the same prompts. They take part in the model's collectives, each holds all the texts, and
-the first rank's tokens count.
+the first rank's tokens count. Shapes: b rows, v ids.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from inference.sampling import GREEDY, NOT_FINITE, Draws, Sampling, choose
 from megatron_fp4.parallel.layers import all_gather_tokens
 from megatron_fp4.parallel.mesh import ParallelMesh
+from megatron_fp4.precision.plan import Plan
+from megatron_fp4.precision.recipe import FPROP_WEIGHT, Gemm, Operand, Recipe
 from models.hybrid import HybridModel
+
+NOT_FINITE = -1
+"""The token where logits are not finite."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature: logits are divided by it; 0 takes the likeliest token, of equally likely ones the first.
+    top_p: draws are among the likeliest tokens that together have at least this probability. seed: of the draws.
+
+    Raises ValueError for values out of their range.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature} is not a number from 0 on; 0 takes the likeliest token")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p} is not above 0 and at most 1; 1 draws among all tokens")
+
+
+GREEDY = Sampling()
+
+
+class TokenDraws:
+    """The draws of one text."""
+
+    def __init__(self, seed: int, sample: int, prompt: Sequence[int]) -> None:
+        self._key = hashlib.sha256(json.dumps([seed, sample, list(prompt)]).encode())
+
+    def __call__(self, place: int) -> float:
+        """Of the token at `place` after the prompt: uniform in [0, 1), 53 bits."""
+        digest = self._key.copy()
+        digest.update(place.to_bytes(8, "little"))
+        return (int.from_bytes(digest.digest()[:8], "little") >> 11) * 2.0**-53
+
+
+def choose(logits_bv: Tensor, sampling: Sampling, draws: Sequence[float]) -> list[int]:
+    """The next token of each row, NOT_FINITE where its logits are not.
+
+    draws: one a row, in [0, 1); with temperature 0 they are not looked at.
+    """
+    largest, likeliest = logits_bv.max(-1)
+    tokens = likeliest.where(largest.isfinite(), NOT_FINITE).tolist()
+    if sampling.temperature == 0:
+        return tokens
+    # On the CPU: there sums do not depend on the machine, and in FP64 not noticeably on their order.
+    logits = logits_bv.detach().to("cpu", torch.float64)
+    return [
+        token if token == NOT_FINITE else _drawn(row, sampling, draw)
+        for token, row, draw in zip(tokens, logits, draws, strict=True)
+    ]
+
+
+def _drawn(logits_v: Tensor, sampling: Sampling, draw: float) -> int:
+    # The largest first, so that a small temperature does not make infinities.
+    probabilities = ((logits_v - logits_v.max()) / sampling.temperature).softmax(-1)
+    if sampling.top_p == 1:
+        return _place_of(draw, probabilities)
+    ordered, ids = probabilities.sort(descending=True, stable=True)
+    # Those before which less than top_p lies: the first always.
+    kept = int((ordered.cumsum(-1) - ordered < sampling.top_p).sum())
+    return int(ids[_place_of(draw, ordered[: max(kept, 1)])])
+
+
+def _place_of(draw: float, weights: Tensor) -> int:
+    """Where a draw falls among weights laid end to end and stretched to 1; never on a weight of zero."""
+    ends = weights.cumsum(-1)
+    # A draw is at most 1 - 2^-53, so that the product is less than the last end in FP64 too.
+    return int(torch.searchsorted(ends, draw * ends[-1], right=True))
 
 
 class NotFiniteError(ArithmeticError):
@@ -29,7 +110,7 @@ class NotFiniteError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Request:
-    """A text to go on with. tokens: at least one. sample: which of several continuations of the same prompt."""
+    """A text to continue. tokens: at least one. sample: which of several continuations of the same prompt."""
 
     tokens: Sequence[int]
     sample: int = 0
@@ -46,7 +127,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Settings:
-    """How texts go on.
+    """How texts are continued.
 
     max_tokens: new ones of each. stop: the token that ends a text; None: nothing does. num_ids: only tokens below are
     chosen, where the model has more ids than its tokenizer; None: all. piece: columns of the prompts that go through
@@ -87,12 +168,13 @@ def stream(model: HybridModel, requests: Sequence[Request], settings: Settings) 
     mesh, sampling, max_tokens, piece = model.mesh, settings.sampling, settings.max_tokens, settings.piece
     prompts = [list(request.tokens) for request in requests]
     check_prompts(prompts, model.head.weight.shape[0])
-    draws = [Draws(sampling.seed, request.sample, prompt) for request, prompt in zip(requests, prompts, strict=True)]
+    pairs = zip(requests, prompts, strict=True)
+    draws = [TokenDraws(sampling.seed, request.sample, prompt) for request, prompt in pairs]
     # The last new token is not looked at by anything.
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + max_tokens - 1)
 
     def forward(columns: list[list[int]]) -> Tensor:
-        """Logits [b, v] behind each row's last token."""
+        """Logits [b, v] after each row's last token."""
         counts = [len(column) for column in columns]
         length = max(counts)
         padded = [column + [0] * (length - len(column)) for column in columns]
@@ -138,9 +220,60 @@ def logits_of_all_ids(logits: Tensor, mesh: ParallelMesh) -> Tensor:
 
 
 def agreed(tokens: list[int], mesh: ParallelMesh) -> list[int]:
-    """The first rank's: ranks that went on with different texts would end at different times, and wait for ever."""
+    """The first rank's: ranks that continue different texts would end at different times, and wait for ever."""
     if mesh.world_size == 1:
         return tokens
     sent = torch.tensor(tokens, device=mesh.device)
     dist.broadcast(sent, src=0)
     return sent.tolist()
+
+
+def lower_weights(model: HybridModel, dtype: torch.dtype) -> None:
+    """Every weight of a model that one process loaded in `dtype`, as the run's forward pass sees them, except those
+    that must stay FP32. In FP32 nothing changes; in BF16 they take half the memory."""
+    kept = {id(p) for unit in model.fp32_units() for p in unit.parameters()}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in kept and parameter.dtype != dtype:
+                assert isinstance(parameter, DTensor)
+                local = DTensor.from_local(
+                    parameter.to_local().detach().to(dtype), parameter.device_mesh, parameter.placements
+                )
+                module.register_parameter(name, nn.Parameter(local, requires_grad=False))
+
+
+def weights_as_trained(model: HybridModel, plan: Plan, trained_in: torch.dtype, shards: int) -> int:
+    """Let the linears whose weights the plan quantizes in fprop multiply with exactly these codes and scales, and with
+    activations that are not quantized, since an activation's maximum ties a token to the batch that it is in.
+
+    trained_in: the run's compute dtype, to which it rounded the masters first. shards: its tensor-parallel size.
+    Returns how many linears that are. Raises ValueError, in one line, where the codes do not follow from a checkpoint.
+    """
+    if trained_in == torch.float32 != model.embedding.dtype:
+        raise ValueError("the weights were quantized from FP32: compute in FP32 to have them as they were trained")
+    recipes = {row.linear.name: row.recipe for row in plan.rows if row.recipe[FPROP_WEIGHT].quantized}
+    for name, recipe in recipes.items():
+        _check_known(name, recipe, shards)
+    for name, linear in model.linears():
+        if name in recipes:
+            recipe, weight = recipes[name], recipes[name][FPROP_WEIGHT]
+            gemm = Gemm(Operand(), weight, recipe.fprop.rht)
+            # The same for dgrad, which never runs: what is quantized for both is kept from call to call.
+            linear.context.recipe = replace(recipe, fprop=gemm, dgrad=gemm, wgrad=Gemm())
+            linear.context.weight_cache = None
+            with torch.no_grad():
+                local = linear.weight.to_local()  # type: ignore[operator]
+                local.copy_(local.to(trained_in))
+    return len(recipes)
+
+
+def _check_known(name: str, recipe: Recipe, shards: int) -> None:
+    if recipe[FPROP_WEIGHT].rounding == "stochastic":
+        raise ValueError(f"{name} was trained with weights rounded stochastically, anew each step: take the masters")
+    if recipe.fprop.rht and recipe.rht_signs == "fresh":
+        raise ValueError(f"{name} was trained with weights transformed with the signs of a step: take the masters")
+    if recipe.amax == "shard" and shards > 1:
+        raise ValueError(
+            f"{name} was trained with a tensor scale for each of {shards} shards (precision.amax=shard), which one "
+            "process does not repeat: take the masters"
+        )

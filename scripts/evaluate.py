@@ -1,4 +1,4 @@
-"""Examine models by tasks, side by side; or hold a run's validation losses against its exported model's.
+"""Examine models by tasks, side by side; or compare a run's validation losses with its exported model's.
 
     python scripts/evaluate.py runs/bf16 runs/nvfp4                  by tasks made from the builtin corpus, no network
     python scripts/evaluate.py BF16=exports/a NVFP4=exports/b --tasks hellaswag,arc_easy --json scores.json
@@ -9,7 +9,7 @@
 
 A MODEL is a Hugging Face folder, or a checkpoint or run of ours (its newest checkpoint), which is exported into a
 temporary folder first, in FP32 unless --dtype says otherwise. NAME=MODEL names it in the table; the first is what the
-others are held against. Tasks are lm-eval's: names, groups, tags and patterns, separated by commas, or task files. The
+others are compared with. Tasks are lm-eval's: names, groups, tags and patterns, separated by commas, or task files. The
 tasks of ours and those that read local files use no network.
 
 With --validation the windows of all held-out sets of the run are scored in FP32 by the framework, from the checkpoint,
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from exchange.checkpoint import open_checkpoint
-from inference.evaluation.agreement import (
+from inference.agreement import (
     TOLERANCE,
     Losses,
     agreement_table,
@@ -45,9 +45,17 @@ from inference.evaluation.agreement import (
     open_windows,
     recorded_losses,
 )
-from inference.evaluation.folder import DTYPES, device_named, first_line, open_folder
-from inference.evaluation.models import Model, as_folder, models_of, tokenizers_of
-from inference.evaluation.tasks import prepare_environment, task_names
+from inference.models import (
+    DTYPES,
+    Model,
+    as_folder,
+    device_named,
+    first_line,
+    models_of,
+    open_folder,
+    tokenizers_of,
+)
+from inference.tasks import load_tasks, prepare_environment, task_names
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.logging.files import replace_file
@@ -139,15 +147,14 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
         print("\n".join(task_names(options.include_path)))
         return 0
     models, device = models_of(options.models, CONFIGS), device_named(options.device)
-    standard = prepare_environment(names, options.include_path)
-    # Behind the environment, which these read when they are imported.
-    from inference.evaluation.examine import examine
-    from inference.evaluation.table import evaluation_table, record
-    from inference.evaluation.tasks import load_tasks
+    prepare_environment(names)
+    tokenizers = tokenizers_of(models, options.tokenizer)
+    chosen = names, options.include_path, options.num_fewshot
+    load_tasks(*chosen)  # refused before anything that takes long
+    # After the environment, which lm-eval's libraries read when they are imported.
+    from inference.evaluation import evaluation_table, examine, record
 
     dtype, examined = options.dtype or "auto", []
-    tokenizers = tokenizers_of(models, options.tokenizer)
-    load_tasks(names, options.include_path, options.num_fewshot, standard)  # refused before anything that takes long
     settings = {name: getattr(options, name) for name in _OF_TASKS} | {"device": device}
     try:
         for model in models:
@@ -158,8 +165,8 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
                     examine(
                         model.name,
                         opened,
-                        # Anew, so that every model is shown the same examples: drawing them goes on where it was.
-                        load_tasks(names, options.include_path, options.num_fewshot, standard),
+                        # Anew, so that every model is shown the same examples: drawing them continues where it was.
+                        load_tasks(*chosen),
                         facts=model.facts,
                         limit=options.limit,
                         batch_rows=options.batch_size,
@@ -169,7 +176,7 @@ def tasks(options: argparse.Namespace, arguments: list[str]) -> int:
                 )
                 del opened
             _free()
-    finally:  # what took hours does not get lost with the model behind it
+    finally:  # what took hours is not lost with the next model
         if examined:
             print(evaluation_table(examined), flush=True)
             write(options.json, record(examined, ["evaluate.py", *arguments], settings))
@@ -182,7 +189,7 @@ def validation(options: argparse.Namespace, arguments: list[str]) -> int:
     if wrong := [text for text in options.set or () if not text.startswith(("data.", "validation."))]:
         raise ValueError(f"--set {wrong[0]} is not about the validation data; it takes data.* and validation.*")
     models = models_of(options.models, CONFIGS)
-    prepare_environment([], None)
+    prepare_environment([])
     torch.backends.cudnn.allow_tf32 = False  # FP32 is to be FP32, in convolutions too
     windows = open_windows(config_from_saved(checkpoint.trainer["config"], options.set or [], CONFIGS))
     shown = []
@@ -258,7 +265,7 @@ def _free() -> None:
 
 
 class ProgressLine:
-    """How far it is, on a terminal's stderr once a second; where nobody looks, nothing."""
+    """How far it is, on a terminal's stderr once a second; elsewhere nothing."""
 
     def __init__(self, what: str) -> None:
         self._what, self._last = what, 0.0

@@ -1,4 +1,4 @@
-"""Let a checkpoint's model go on with a text.
+"""Continue texts with a checkpoint's model.
 
     python scripts/generate.py runs/default --prompt "def main("
     python scripts/generate.py runs/default/checkpoints/step_00000200 --prompt Once --prompt Twice --samples 3
@@ -38,10 +38,15 @@ import torch
 
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
-from inference.generation import NotFiniteError, Settings, check_prompts
-from inference.sampling import Sampling
-from inference.weights import lower_weights, weights_as_trained
-from inference.writer import Writer, say, tokens_of
+from inference.generation import (
+    NotFiniteError,
+    Sampling,
+    Settings,
+    check_prompts,
+    lower_weights,
+    weights_as_trained,
+)
+from inference.text import Writer, say, tokens_of
 from megatron_fp4.checkpoint.files import DamagedCheckpointError
 from megatron_fp4.parallel.mesh import leave_distributed
 from megatron_fp4.precision.plan import plan_in_effect
@@ -72,7 +77,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or of a run: its newest one")
-    parser.add_argument("--prompt", action="append", default=[], help="a text to go on with; may be given again")
+    parser.add_argument("--prompt", action="append", default=[], help="a text to continue; may be given again")
     parser.add_argument("--file", type=Path, help="a file with a prompt on each line; empty lines are left out")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens of a text (default: 128)")
     parser.add_argument(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +15,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain
-from data.tokenizer import train_tokenizer
 from exchange.checkpoint import load_model, open_checkpoint
 from exchange.tokenizer import tokenizer_of
-from inference.generation import Request, Settings, generate
-from inference.sampling import Sampling
+from inference.generation import Request, Sampling, Settings, generate, lower_weights
 from inference.text import prompt_tokens
-from inference.weights import lower_weights
 from megatron_fp4.config.compose import config_from_saved
 from megatron_fp4.parallel.mesh import leave_distributed
 from pretrain import CONFIGS
@@ -185,25 +181,14 @@ def test_weights_as_trained_are_those_of_the_plan_in_effect(run: Path) -> None:
         leave_distributed()
 
 
-def test_texts_longer_than_what_was_trained_on_are_told(run: Path, said) -> None:
-    code, _, err = said(run, "--prompt", PROMPT, "--max-tokens", 70)
-    assert code == 0 and any("of a model trained on sequences of 64" in line for line in err)
-
-
 REFUSED = {
     "no folder": (["nowhere", "--prompt", "a"], "nowhere is not a folder"),
-    "temperature": (["RUN", "--prompt", "a", "--temperature", "-1"], "temperature -1.0 is not"),
-    "top-p": (["RUN", "--prompt", "a", "--top-p", "0"], "top-p 0.0 is not"),
-    "tokens": (["RUN", "--prompt", "a", "--max-tokens", "0"], "max_tokens 0 is less than 1"),
     "batch": (["RUN", "--prompt", "a", "--batch", "0"], "--batch 0 is less than 1"),
     "equal samples": (["RUN", "--prompt", "a", "--samples", "2", "--temperature", "0"], "would all be the same"),
-    "raw and tokenizer": (["RUN", "--prompt", "1", "--raw", "--tokenizer", "x"], "--raw needs no tokenizer"),
     "no ids": (["RUN", "--prompt", "a", "--raw"], "the prompt 'a' is no list of token ids"),
     "unknown ids": (["RUN", "--prompt", "512", "--raw"], "has the token 512; the model has ids from 0 to 511"),
     "no file": (["RUN", "--file", "nowhere"], "No such file or directory"),
-    "no text": (["RUN", "--file", sys.executable], "is not UTF-8 ("),
     "memory": (["RUN", "--prompt", "a", "--prompt", "b", "--max-tokens", "1" + 12 * "0"], "not enough memory"),
-    "no tokenizer there": (["RUN", "--prompt", "a", "--tokenizer", "nowhere"], "there is no tokenizer at nowhere"),
 }  # fmt: skip
 
 
@@ -214,26 +199,6 @@ def test_what_is_wrong_is_one_line(run: Path, said, name: str) -> None:
     assert (code, out) == (2, "")
     assert err[-1].startswith("generate.py: ") and wrong in err[-1]
     assert len([line for line in err if line.startswith("generate.py")]) == 1
-
-
-def test_another_tokenizer_is_refused_and_the_runs_own_may_have_moved(run: Path, said, tmp_path: Path) -> None:
-    train_tokenizer(["other"], 300).save(tmp_path / "other.json")
-    code, _, err = said(run, "--prompt", "a", "--tokenizer", tmp_path / "other.json")
-    assert code == 2 and "is not the tokenizer of the run" in err[-1]
-    own = tokenizer_of(open_checkpoint(run, CONFIGS))
-    own.save(tmp_path / "own.json")
-    assert said(run, "--prompt", "a", "--tokenizer", tmp_path / "own.json", "--max-tokens", 1)[0] == 0
-
-
-def test_damage_is_found_before_anything_is_said(run: Path, said, tmp_path: Path) -> None:
-    broken = tmp_path / "step_00000004"
-    shutil.copytree(run / "checkpoints" / "step_00000004", broken)
-    (file,) = broken.glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    code, out, err = said(broken, "--prompt", "a")
-    assert (code, out) == (2, "") and file.name in err[-1]
 
 
 def test_weights_alone(said, tmp_path: Path) -> None:
@@ -259,8 +224,8 @@ def test_weights_that_are_not_finite(said, tmp_path: Path) -> None:
     assert code == 2 and err[-1] == "generate.py: the model's logits are not finite"
 
 
-@pytest.mark.parametrize("when", ["at once", "while it writes"])
-def test_ctrl_c_ends_without_a_traceback(run: Path, when: str) -> None:
+def test_ctrl_c_ends_without_a_traceback(run: Path) -> None:
+    """Before torch is imported, too; here while it writes."""
     command = [sys.executable, str(ROOT / "scripts" / "generate.py"), str(run), "--raw", "--prompt", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -268,23 +233,9 @@ def test_ctrl_c_ends_without_a_traceback(run: Path, when: str) -> None:
         env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        assert process.stdout is not None
-        if when == "while it writes":
-            assert process.stdout.read(4).startswith("1 ")
-        else:
-            wait_for_handler(process.pid)
+        assert process.stdout is not None and process.stdout.read(4).startswith("1 ")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert "Traceback" not in err
-
-
-def wait_for_handler(pid: int) -> None:
-    """Until the process catches the interrupt itself, which is before it has imported torch."""
-    while True:
-        caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line)
-        mapped = Path(f"/proc/{pid}/maps").read_text()
-        if int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1 and "libtorch" in mapped:
-            return
+    assert process.returncode == 130 and "Traceback" not in err

@@ -232,7 +232,7 @@ class ValidationConfig:
 
     num_samples: held-out sequences of each set, spread evenly over it; null: all that it has.
     prompts: texts that the model goes on with after each validation: into the log, metrics.jsonl, TensorBoard and wandb
-        (inference/in_run.py). An empty one begins a new document. prompt_tokens: at most so many tokens each.
+        (inference/prompts.py). An empty one begins a new document. prompt_tokens: at most so many tokens each.
     """
 
     interval: AtLeastZero = 50

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from data.tokenizer import TextTokenizer
-from inference.generation import Continuation, Request, Settings, generate, logits_of_all_ids
-from inference.in_run import TextSample, text_samples
-from inference.sampling import Sampling
+from inference.generation import Continuation, Request, Sampling, Settings, generate, logits_of_all_ids
+from inference.prompts import TextSample, text_samples
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import OptimizerConfig, ValidationConfig
 from megatron_fp4.precision.plan import build_plan

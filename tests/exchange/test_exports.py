@@ -197,13 +197,6 @@ def test_what_fails_has_its_reason_and_an_export_by_hand_counts(tmp_path: Path) 
     assert list(job.log.failed) == [2]
 
 
-def test_a_program_that_cannot_be_started_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(tmp_path / "run")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "no_python"))
-    job.save(2)
-    assert "no_python" in job.log.failed[2][0]
-
-
 def test_another_checkpoint_of_the_same_step_is_exported_again(tmp_path: Path) -> None:
     """As after damage; what was there before keeps its files under another name."""
     job = Job(tmp_path / "run")

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.tokenizer import train_tokenizer
-from exchange.architectures import Section, architecture_of, to_hf
+from exchange.architectures import Section, architecture_of, from_hf, to_hf
 from exchange.check import Folder, FolderCheck
 from exchange.checkpoint import Checkpoint, load_model, open_checkpoint
 from exchange.hf_export import PlainEncoder, _losses, export_again, export_hf
@@ -160,6 +160,17 @@ def test_ids_of_an_import_without_a_tokenizer_stay(tmp_path: Path, mesh: Paralle
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == [2, 11]
 
 
+def test_engines_find_the_keys_of_published_configurations(tmp_path: Path, mesh: ParallelMesh) -> None:
+    """And theirs are read where transformers' own are not there."""
+    _, folder = exported(tmp_path, "hybrid", mesh)
+    config = json.loads((folder / "config.json").read_text())
+    model = CASES["hybrid"]
+    wanted = {"rms_norm_eps": model.norm_eps, "attention_head_dim": model.head_dim, "mamba_ssm_cache_dtype": "float32"}
+    assert {key: config[key] for key in wanted} == wanted
+    del config["head_dim"], config["layer_norm_epsilon"]
+    assert from_hf(config)["head_dim"] == model.head_dim and from_hf(config)["norm_eps"] == model.norm_eps
+
+
 def test_an_import_is_written_into_its_folder_alone(tmp_path: Path, mesh: ParallelMesh) -> None:
     _, folder = exported(tmp_path, "mamba", mesh)
     back = imported(folder, tmp_path / "back")
@@ -226,7 +237,7 @@ BAD_CONFIGS = [
     ({"vocab_size": 301}, r"backbone.embeddings.weight is \[300, 32\], \[301, 32\] by its config.json"),
     ({"hybrid_override_pattern": "M-*-"}, "has a tensor backbone.layers.4"),
     ({"hybrid_override_pattern": "M-*-M-M"}, "has no tensor backbone.layers.6"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method is 'fp8', not one of"),
 ]
 
 

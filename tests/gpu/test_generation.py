@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from inference.generation import Request, Settings, generate
-from inference.sampling import Sampling
-from inference.weights import lower_weights, weights_as_trained
+from inference.generation import Request, Sampling, Settings, generate, lower_weights, weights_as_trained
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.config.schema import ParallelConfig
 from megatron_fp4.parallel.mesh import ParallelMesh, build_mesh, init_distributed

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import pretrain
 from data.indexed import IndexedDatasetWriter
-from inference.evaluation.agreement import TOLERANCE, rows_of
+from inference.agreement import TOLERANCE, rows_of
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
 from tests.inference.folders import checkpoint_of, folder_of
@@ -116,45 +115,6 @@ def test_folders_are_judged_if_they_have_the_same_weights(
     assert found["agrees"] is False and "DIFFERS: transformers, FP32: wrong is " in capsys.readouterr().out
 
 
-def test_a_quantized_folder_is_scored_with_its_weights_decoded(data: list[str], tmp_path: Path) -> None:
-    """One linear packed in compressed-tensors' layout, and a plain folder with what that stands for."""
-    checkpoint = checkpoint_of(tmp_path / "checkpoint", "transformer", data)
-    plain, packed = (folder_of(tmp_path / name, checkpoint) for name in ("plain", "packed"))
-    name = "model.layers.0.mlp.up_proj"
-    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    values = torch.cat([magnitudes, -magnitudes])
-    tensors = load_file(plain / "model.safetensors")
-    rows, columns = tensors[f"{name}.weight"].shape
-    draws = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (rows, columns), generator=draws, dtype=torch.uint8)
-    scales = 2.0 ** torch.randint(1, 4, (rows, columns // 16), generator=draws)
-    tensors[f"{name}.weight"] = values[codes.int()] * scales.repeat_interleave(16, 1) / 64
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
-    del tensors[f"{name}.weight"]
-    tensors |= {
-        f"{name}.weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4,
-        f"{name}.weight_scale": scales.to(torch.float8_e4m3fn),
-        f"{name}.weight_global_scale": torch.tensor([64.0]),
-    }
-    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
-    settings = json.loads((packed / "config.json").read_text())
-    settings["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "ignore": [],
-        "config_groups": {"group_0": {"targets": [f"re:.*{name[6:]}$"], "weights": {**weights, "dynamic": False}}},
-    }
-    (packed / "config.json").write_text(json.dumps(settings))
-    # The plain one is in FP32 and not the checkpoint's.
-    found = validated(["--validation", str(checkpoint.folder), str(plain), str(packed)], tmp_path, code=4)["nats"]
-    decoded = found["transformers, FP32: packed (stored in nvfp4-pack-quantized)"]
-    for source, loss in found["transformers, FP32: plain"].items():
-        assert decoded[source] == pytest.approx(loss, abs=1e-6)
-        assert abs(found["framework, FP32"][source] - loss) > 1e-3
-
-
 def test_what_cannot_be_compared_is_one_line(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,15 +129,6 @@ def test_what_cannot_be_compared_is_one_line(
         assert evaluate.main([*given, *arguments]) == 2
         refusal = capsys.readouterr().err
         assert message in refusal and refusal.count("\n") == 1
-
-
-def test_a_run_without_validation_is_refused(
-    data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without = [text for text in data if not text.startswith("data.validation")]
-    checkpoint = checkpoint_of(tmp_path / "checkpoint", "hybrid", without)
-    assert evaluate.main(["--validation", str(checkpoint.folder)]) == 2
-    assert "the run has no validation set; name held-out data with --set data.validation=" in capsys.readouterr().err
 
 
 def test_rows_are_windows_or_pieces_of_documents() -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from data.builtin import CODE, PROSE
 from exchange.checkpoint import Checkpoint, load_model
-from inference.evaluation import builtin, scoring
-from inference.evaluation.folder import OpenedFolder, open_folder
-from inference.evaluation.scoring import Row, Scorer
+from inference import tasks
+from inference.models import OpenedFolder, Row, Scorer, open_folder
+from inference.tasks import _manager as manager
 from megatron_fp4.parallel.mesh import leave_distributed
 from scripts import evaluate
 from tests.inference.folders import MODELS, TEXT, checkpoint_of, folder_of, tokenizer
@@ -105,7 +105,7 @@ def test_log_likelihoods_are_those_of_our_model(
     name: str, checkpoints: dict[str, Checkpoint], opened: dict[str, OpenedFolder]
 ) -> None:
     """Documents of several lengths in one padded batch; windows of a text that is longer than one."""
-    from inference.evaluation.harness import FolderModel
+    from inference.evaluation import FolderModel
 
     model = FolderModel(opened[name], batch_rows=8)
     encode = opened[name].tokenizer.encode
@@ -135,9 +135,9 @@ def test_they_are_those_of_lm_evals_own_class(
     """With logits a few at a time: choices that share a context, a context that is too long, a whole text."""
     from lm_eval.models.huggingface import HFLM
 
-    from inference.evaluation.harness import FolderModel
+    from inference.evaluation import FolderModel
 
-    monkeypatch.setattr(scoring, "_LOGITS", 3 * 300)
+    monkeypatch.setattr("inference.models._LOGITS", 3 * 300)
     theirs = HFLM(pretrained=opened[name].model, tokenizer=opened[name].tokenizer, backend="causal", batch_size=3)
     model = FolderModel(opened[name])
     pairs = [(SHORT, f" {word}") for word in WORDS[:6]] + [(LONG, " fox jumps"), ("", SHORT), (SHORT, " quick brown")]
@@ -155,14 +155,12 @@ def test_they_are_those_of_lm_evals_own_class(
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_in_a_padded_batch_is_that_of_single_rows(name: str, opened: dict[str, OpenedFolder]) -> None:
     """And what recomputing the whole prefix says, token by token."""
-    from inference.evaluation.harness import FolderModel
+    from inference.evaluation import FolderModel
 
-    seen: list[tuple[int, int]] = []
-    model = FolderModel(opened[name], batch_rows=4, progress=lambda *progress: seen.append(progress))
+    model = FolderModel(opened[name], batch_rows=4)
     contexts = [" ".join(WORDS[:n]) for n in (1, 3, 7, 14)]
     settings = {"until": [], "max_gen_toks": 8}
     together = model.generate_until(requests(*((context, settings) for context in contexts)))
-    assert seen == [(4, 4)]
     for context, written in zip(contexts, together, strict=True):
         assert model.generate_until(requests((context, settings))) == [written]
         tokens = opened[name].tokenizer.encode(context)
@@ -190,13 +188,6 @@ def test_logits_that_are_scaled_behind_the_head_are_seen(opened: dict[str, Opene
         expected = log_probs[torch.arange(12), torch.arange(3, 15)]
         assert scored.log_probs == pytest.approx(expected, abs=1e-5)
         assert (scored.greedy == (log_probs.argmax(-1) == torch.arange(3, 15))).all()
-
-
-def test_batches_are_of_rows_of_like_length() -> None:
-    lengths = [5, 100, 7, 90, 3, 1000, 8]
-    found = list(scoring.batches(lengths, 200))
-    assert found == [[5], [1, 3], [6, 2, 0, 4]]
-    assert [len(batch) for batch in scoring.batches(lengths, 200, batch_rows=3)] == [3, 3, 1]
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +220,7 @@ def test_the_record_adds_up(examined: dict[str, Any], folders: dict[str, Path]) 
     apart = [b - a for a, b in zip(first, other, strict=True)]
     found = chosen["differences_to_first"]["other"]
     assert found["value"] == pytest.approx(statistics.fmean(apart)) and found["paired"]
-    assert found["stderr"] == pytest.approx(statistics.stdev(apart) / math.sqrt(10))
+    assert found["margin_95"] == pytest.approx(2.2622 * statistics.stdev(apart) / math.sqrt(10), rel=1e-4)
     bits = result(examined, "fox_text", "bits_per_byte")
     for model in ("folder", "other"):
         pairs = documents[model, "fox_text", "bits_per_byte"]
@@ -258,13 +249,10 @@ def test_the_same_model_twice_does_not_differ(
     folder = folders["hybrid"]
     tasks = ["--tasks", f"{task_files}/text.yaml", "--limit", "3", "--dtype", "float32", "--max-length", "32"]
     assert evaluate.main([f"a={folder}", f"b={folder}", *tasks]) == 0
-    printed = capsys.readouterr().out
-    (row,) = [line for line in printed.splitlines() if "bits_per_byte" in line]
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "bits_per_byte" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:3] == ["fox_text", "bits_per_byte (lower is better)", "3"]
-    assert cells[3] == cells[4] and re.fullmatch(r"\d+\.\d{4} ± \d+\.\d{4}", cells[3])
-    assert cells[5] == "+0.0000 ± 0.0000"
-    assert re.search(r"fox_text version .*: 3 documents, 0 examples before each, sha256 [0-9a-f]{12}", printed)
+    assert cells[3] == cells[4] and cells[5] == "+0.0000 [+0.0000, +0.0000]"
 
 
 def test_a_model_that_cannot_be_examined_takes_no_scores_with_it(
@@ -295,8 +283,8 @@ def test_shipped_tasks_run(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(builtin, "collect_documents", lambda library: corpus())
-    monkeypatch.setattr(builtin, "check_enough", lambda documents, library: None)
+    monkeypatch.setattr(tasks, "collect_documents", lambda library: corpus())
+    monkeypatch.setattr(tasks, "check_enough", lambda documents, library: None)
     record = tmp_path / "scores.json"
     assert evaluate.main([str(folders["transformer"]), "--limit", "6", "--json", str(record)]) == 0
     found = {(each["task"], each["metric"]) for each in json.loads(record.read_text())["results"]}
@@ -385,7 +373,7 @@ def test_what_a_user_gets_wrong_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("inference.evaluation.tasks.is_standard", lambda names, include: False)  # thousands of files
+    monkeypatch.setattr(tasks, "_manager", lambda include, own: manager(include, False))  # thousands of files
     gone = (task_files / "text.yaml").read_text().replace("fox_text", "fox_gone").replace("data.jsonl", "gone.jsonl")
     (task_files / "gone.yaml").write_text(gone)
     try:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from data.builtin import CODE, HELD_OUT_FRACTION, PROSE, Document, paragraphs, split_documents
-from inference.evaluation import builtin
-from inference.evaluation.builtin import item_folder, load_dataset, make_items
+from inference import tasks
+from inference.tasks import item_folder, load_dataset, make_items
 
 VERBS = ("returns", "raises", "holds", "ignores", "computes", "removes")
 
@@ -50,14 +50,9 @@ def test_a_cloze_item_is_a_line_without_its_last_word(items: dict[str, list[dict
             assert len(item["choices"]) == 4 == len(set(item["choices"])) and set(item["choices"]) <= words
             right = f"{item['context']} {item['choices'][item['answer']]}\n"
             assert right in texts[item["origin"]] and not item["context"].endswith(" ")
-            assert 60 <= len(item["context"]) <= builtin._CONTEXT_CHARACTERS + 60
+            assert 60 <= len(item["context"]) <= tasks._CONTEXT_CHARACTERS + 60
         places = [item["answer"] for item in items[f"cloze_{source}"]]
         assert len(places) > 100 and max(map(places.count, range(4))) < 0.4 * len(places)
-
-
-def test_passages_are_whole_lines_of_bounded_length(items: dict[str, list[dict]]) -> None:
-    for item in items[f"bytes_{CODE}"]:
-        assert item["text"].endswith("\n") and 0 < len(item["text"]) <= 2000
 
 
 def test_items_do_not_depend_on_the_order_of_documents(items: dict[str, list[dict]]) -> None:
@@ -66,8 +61,8 @@ def test_items_do_not_depend_on_the_order_of_documents(items: dict[str, list[dic
 
 def test_they_are_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(builtin, "collect_documents", lambda library: made.append(library) or corpus())
-    monkeypatch.setattr(builtin, "check_enough", lambda documents, library: None)
+    monkeypatch.setattr(tasks, "collect_documents", lambda library: made.append(library) or corpus())
+    monkeypatch.setattr(tasks, "check_enough", lambda documents, library: None)
     folders = {item_folder(tmp_path), item_folder(tmp_path)}
     assert len(made) == 1 == len(folders)
     (folder,) = folders
@@ -76,7 +71,7 @@ def test_they_are_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_damaged_cache_and_another_version_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtin, "item_folder", lambda: tmp_path)
+    monkeypatch.setattr(tasks, "item_folder", lambda: tmp_path)
     (tmp_path / "cloze_code.jsonl").write_text('{"context": ')
     with pytest.raises(ValueError, match=r"are damaged .*; delete the folder"):
         load_dataset("cloze", "code", version=1.0)

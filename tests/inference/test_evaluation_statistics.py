@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from inference.evaluation.statistics import Difference, Score, difference, score
+from inference.evaluation import Difference, Score, difference, difference_text, score
 
 
 def documents(values: list) -> dict:
@@ -58,13 +58,13 @@ def test_what_makes_documents_hard_for_both_cancels() -> None:
     found = [apart(*models(seed)) for seed in range(300)]
     spread = statistics.stdev(each.value for each in found)
     assert all(each.paired for each in found)
-    assert statistics.fmean(each.stderr or 0 for each in found) == pytest.approx(spread, rel=0.15)
+    assert statistics.fmean(each.margin or 0 for each in found) == pytest.approx(1.99 * spread, rel=0.15)
     first, other = models(0)
     alone = difference(
         Score(0.0, score(STATISTICS["bits"](first), None, documents(first)).stderr),
         Score(0.1, score(STATISTICS["bits"](other), None, documents(other)).stderr),
     )
-    assert not alone.paired and alone.stderr is not None and alone.stderr > 4 * spread
+    assert not alone.paired and alone.margin is not None and alone.margin > 8 * spread
 
 
 def test_a_perplexity_of_single_log_likelihoods_is_known() -> None:
@@ -79,8 +79,12 @@ def test_what_is_no_mean_and_no_quotient_stands_alone() -> None:
     assert found == Score(0.75, 0.1, None)
     assert score(0.5, None, documents([0.25, 0.25])).influences is None
     other = difference(found, Score(0.5, 0.2))
-    assert other.stderr == pytest.approx(math.hypot(0.1, 0.2)) and other.value == -0.25 and not other.paired
-    assert difference(found, Score(0.5, None)).exceeds is None
+    assert (
+        other.margin == pytest.approx(1.96 * math.hypot(0.1, 0.2), rel=1e-3)
+        and other.value == -0.25
+        and not other.paired
+    )
+    assert difference(found, Score(0.5, None)).margin is None
 
 
 def test_other_documents_are_not_paired() -> None:
@@ -90,9 +94,18 @@ def test_other_documents_are_not_paired() -> None:
 
 def test_one_document_has_no_error() -> None:
     found = score(1.0, None, documents([1.0]))
-    assert found.stderr is None and difference(found, found).stderr is None
+    assert found.stderr is None and difference(found, found).margin is None
 
 
-def test_a_difference_exceeds_its_error_or_not() -> None:
-    assert Difference(0.3, 0.2, True).exceeds and Difference(-0.3, 0.2, True).exceeds
-    assert not Difference(0.1, 0.2, True).exceeds
+def test_of_two_equal_models_one_difference_in_twenty_is_marked() -> None:
+    """And not one in three, as beyond one standard error."""
+    draws, clear = random.Random(0), 0
+    for _ in range(1000):
+        first = [draws.gauss(0, 1) for _ in range(12)]
+        other = [value + draws.gauss(0, 1) for value in first]
+        scores = [score(statistics.fmean(values), None, documents(values)) for values in (first, other)]
+        clear += difference(*scores).is_clear
+    assert 30 < clear < 70
+    assert difference_text(Difference(-0.025, 0.022, True)) == "-0.0250 [-0.0470, -0.0030] *"
+    assert difference_text(Difference(0.01, 0.022, False)) == "+0.0100 [-0.0120, +0.0320] ~"
+    assert difference_text(Difference(0.01, None, True)) == "+0.0100"

@@ -8,8 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference.generation import Continuation, NotFiniteError, Request, Settings, generate, stream
-from inference.sampling import Draws, Sampling, choose
+from inference.generation import (
+    Continuation,
+    NotFiniteError,
+    Request,
+    Sampling,
+    Settings,
+    TokenDraws,
+    choose,
+    generate,
+    stream,
+)
 from megatron_fp4.parallel.mesh import ParallelMesh
 from models.hybrid import HybridModel
 from tests.models.builders import build, small_config
@@ -28,7 +37,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 
 def recomputed(model: HybridModel, prompt: Sequence[int], settings: Settings, sample: int = 0) -> Continuation:
     """Token by token, each from the whole prefix, without a memory."""
-    draws, text = Draws(settings.sampling.seed, sample, prompt), list(prompt)
+    draws, text = TokenDraws(settings.sampling.seed, sample, prompt), list(prompt)
     for place in range(settings.max_tokens):
         with torch.no_grad():
             logits = model(torch.tensor([text]))[:, -1, : settings.num_ids]

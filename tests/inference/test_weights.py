@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference.generation import Request, Settings, generate
-from inference.weights import lower_weights, weights_as_trained
+from inference.generation import lower_weights, weights_as_trained
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig
 from megatron_fp4.parallel.mesh import ParallelMesh
 from megatron_fp4.precision.plan import Plan, build_plan
@@ -82,24 +81,6 @@ def test_activations_are_not_quantized(mesh: ParallelMesh) -> None:
     # One token, or with others: the same.
     with torch.no_grad():
         torch.testing.assert_close(linear(torch.cat((100 * x, x)))[5:], y, rtol=1e-5, atol=1e-5)
-
-
-def test_codes_are_made_once(mesh: ParallelMesh) -> None:
-    model = build(CONFIG, mesh)
-    weights_as_trained(model, plan_of(ONE_ROW), torch.bfloat16, shards=1)
-    generate(model, [Request([1, 2])], Settings(2))
-    kept = {name: context.weight_cache[1] for name, context in linears(model).items() if context.weight_cache}
-    assert len(kept) == 6
-    generate(model, [Request([3])], Settings(2))
-    assert all(context.weight_cache[1] is kept[name] for name, context in linears(model).items() if name in kept)
-
-
-def test_nothing_quantized_changes_nothing(mesh: ParallelMesh) -> None:
-    model = build(CONFIG, mesh)
-    assert weights_as_trained(model, plan_of(BF16), torch.bfloat16, shards=1) == 0
-    backward = Recipe("backward", dgrad=NVFP4.dgrad, wgrad=NVFP4.wgrad)
-    assert weights_as_trained(model, plan_of(backward), torch.bfloat16, shards=1) == 0
-    assert all(context.recipe == BF16 for context in linears(model).values())
 
 
 STOCHASTIC = Operand("nvfp4", (1, 16), "stochastic")

@@ -1,4 +1,4 @@
-"""What a model says while it is trained: `validation.prompts` continued after each validation.
+"""What a model writes while it is trained: `validation.prompts` continued after each validation.
 
 With the weights of the moment in the compute dtype, no operand quantized (as scripts/generate.py has it), drawn at
 temperature 0.8 with the run's seed. The draws are the same every time, so that texts differ by what was learned.
@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data.tokenizer import TextTokenizer
-from inference.generation import Continuation, NotFiniteError, Request, Settings, stream
-from inference.sampling import Sampling
+from inference.generation import Continuation, NotFiniteError, Request, Sampling, Settings, stream
 from inference.text import prompt_tokens
 from megatron_fp4.config.schema import ValidationConfig
 from megatron_fp4.precision.recipe import BF16
@@ -36,6 +35,30 @@ class TextSample:
     ended: bool
 
 
+class Prompts(Callback):
+    """Records what the model writes after each of `validation.prompts`, whenever it is validated."""
+
+    def start(self, done: int) -> None:
+        """A run that was killed after its last step lacks its last texts, too."""
+        missing = self.trainer.missing
+        if missing is not None and missing.validation:
+            self._record(done)
+
+    def after_step(self, step: Step) -> None:
+        """If it is due."""
+        config = self.trainer.config
+        if validation_is_due(config.validation.interval, step.done, config.train.steps):
+            self._record(step.done)
+
+    def _record(self, done: int) -> None:
+        trainer, config = self.trainer, self.trainer.config
+        if config.validation.prompts:
+            trainer.make_room()
+            trainer.progress.at(done, "text samples")
+            parts = trainer.model, trainer.precision, trainer.data.bundle.tokenizer
+            trainer.log.texts(done, text_samples(*parts, config.validation, config.run.seed, trainer.progress))
+
+
 def text_samples(
     model: HybridModel,
     controller: PrecisionController,
@@ -46,7 +69,7 @@ def text_samples(
 ) -> list[TextSample]:
     """The prompts of `config`, continued; the same on all ranks, which call it together.
 
-    progress: is told that this rank gets on.
+    progress: is told that this rank is alive.
     """
     sampling = Sampling(TEMPERATURE, seed=seed)
     settings = Settings(config.prompt_tokens, sampling, stop=tokenizer.eod_id, num_ids=tokenizer.vocab_size)
@@ -71,27 +94,3 @@ def text_samples(
         ended = finite and len(continuation.tokens) < config.prompt_tokens
         samples.append(TextSample(prompt, text if finite else None, ended))
     return samples
-
-
-class Prompts(Callback):
-    """Records what the model says to `validation.prompts`, whenever it is validated."""
-
-    def start(self, done: int) -> None:
-        """A run that was killed after its last step lacks its last texts, too."""
-        missing = self.trainer.missing
-        if missing is not None and missing.validation:
-            self._record(done)
-
-    def after_step(self, step: Step) -> None:
-        """If it is due."""
-        config = self.trainer.config
-        if validation_is_due(config.validation.interval, step.done, config.train.steps):
-            self._record(step.done)
-
-    def _record(self, done: int) -> None:
-        trainer, config = self.trainer, self.trainer.config
-        if config.validation.prompts:
-            trainer.make_room()
-            trainer.progress.at(done, "text samples")
-            parts = trainer.model, trainer.precision, trainer.data.bundle.tokenizer
-            trainer.log.texts(done, text_samples(*parts, config.validation, config.run.seed, trainer.progress))

@@ -1,8 +1,10 @@
-"""Tasks made from the text that every Python carries, of which no run on the builtin corpus saw anything.
+"""Tasks of lm-eval by name, their documents loaded; and those that are made from the text that every Python carries, of
+which no run on the builtin corpus saw anything.
 
-The documents are the held-out ones of `data/builtin.py`, as text: any tokenizer will do. Two tasks for each source:
+The documents of these are the held-out ones of `data/builtin.py`, as text: any tokenizer will do. Two tasks for each
+source, with their files in inference/task_files:
 
-`cloze`: a line of a document without its last word, behind up to 400 characters of what comes before it. Which word is
+`cloze`: a line of a document without its last word, after up to 400 characters of what comes before it. Which word is
 it? Of four, the others are last words of other held-out lines of the source, drawn at random; so the right one and the
 wrong ones have the same distribution, and knowing how frequent words are tells nothing. A quarter is right by guessing.
 
@@ -14,11 +16,15 @@ are made when they are first asked for, and kept in the cache folder; the reposi
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import hashlib
 import json
+import logging
+import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,20 +40,110 @@ from data.builtin import (
     standard_library,
 )
 from data.storage import build_once, default_cache_dir
+from inference.models import MISSING, first_line
 
-# Of the items: raise it, and that in inference/tasks, with any change to what is chosen.
+SHIPPED = Path(__file__).resolve().parent / "task_files"
+# Of the items: raise it, and that in inference/task_files, with any change to what is chosen.
 VERSION = 1
 CLOZE, BYTES = "cloze", "bytes"
 CLOZE_ITEMS, BYTES_ITEMS = 400, 64
 _DISTRACTORS = 3
 _CONTEXT_CHARACTERS, _LEAST_CONTEXT = 400, 60
 _PASSAGE_CHARACTERS = 2000
-# A space, and then a word with at most punctuation behind it: tokenizers cut there.
+# A space, and then a word with at most punctuation after it: tokenizers cut there.
 _LAST_WORD = re.compile(r"(.*\S) ([A-Za-z_][A-Za-z0-9_]{2,})[^A-Za-z0-9_]*")
 
 
+def is_shipped(name: str) -> bool:
+    """Whether a name or pattern is of tasks, or the tag, of inference/task_files alone; lm-eval is not imported."""
+    return bool(fnmatch.filter(["builtin", *(file.stem for file in SHIPPED.glob("*.yaml"))], name))
+
+
+def prepare_environment(names: Sequence[str]) -> None:
+    """Before lm-eval is imported, whose libraries read these variables then: no network if all tasks are shipped ones.
+    What the environment says already stays."""
+    if all(map(is_shipped, names)):
+        for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+            os.environ.setdefault(variable, "1")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Bootstraps would fork a process that has threads.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+
+
+def task_names(include: Path | None = None) -> list[str]:
+    """Shipped tasks, groups and tags and those of a folder; lm-eval's own are not among them."""
+    return sorted(_manager(include, own=False).all_tasks)
+
+
+def load_tasks(names: Sequence[str], include: Path | None = None, num_fewshot: int | None = None) -> Mapping[str, Any]:
+    """What lm-eval's `evaluate` takes: tasks and groups by name, their documents loaded.
+
+    names: of tasks, groups, tags, patterns of these, or task files. include: a folder with task files. Raises
+    ValueError, in one line, for an unknown name, documents that cannot be had, a task that runs what a model writes,
+    and examples where a task wants none.
+    """
+    if include is not None and not include.is_dir():
+        raise ValueError(f"--include-path {include} is not a folder; give the one with the task files")
+    manager = _manager(include, own=False)  # lm-eval's own are thousands of files
+    if not all(_is_file(name) or manager.match_tasks([name]) for name in names):
+        manager = _manager(include, own=True)
+    found: list[str] = []
+    for name in names:
+        matching = [name] if _is_file(name) else manager.match_tasks([name])
+        if not matching:
+            close = difflib.get_close_matches(name, manager.all_tasks, 3)
+            hint = f"did you mean {', '.join(close)}?" if close else "--tasks list names those that are shipped"
+            raise ValueError(f"there is no task {name!r}; {hint}")
+        found += matching
+    loaded: Any = {"tasks": {}, "groups": {}, "group_map": {}}
+    for name in dict.fromkeys(found):
+        try:
+            more = manager.load([name])
+        except Exception as error:  # any type: of datasets, of hub and network, of the task's own code
+            raise ValueError(
+                f"task {name} cannot be loaded ({first_line(error)}); a standard task needs a network once, or its "
+                "dataset in the cache of Hugging Face (HF_HOME)"
+            ) from error
+        for part in loaded:
+            loaded[part].update(more.get(part, {}))
+    for name, task in loaded["tasks"].items():
+        _prepare(name, task, num_fewshot)
+    return loaded
+
+
+def _manager(include: Path | None, own: bool) -> Any:
+    """own: with lm-eval's own tasks. Files in folders that are named later override."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    folders = [str(folder) for folder in (SHIPPED, include) if folder is not None]
+    return TaskManager(include_path=folders, include_defaults=own)
+
+
+def _is_file(name: str) -> bool:
+    return name.endswith((".yaml", ".yml"))
+
+
+def _prepare(name: str, task: Any, num_fewshot: int | None) -> None:
+    """As lm-eval's simple_evaluate does, but that nothing asked for is left out."""
+    if getattr(task, "UNSAFE_CODE", False):
+        raise ValueError(
+            f"task {name} runs the code that the model writes; export the model and run it with lm-eval's own command "
+            "in a sandbox (--confirm_run_unsafe_code)"
+        )
+    own = task.get_config("num_fewshot")
+    if num_fewshot is not None and own == 0 and num_fewshot != 0:
+        raise ValueError(f"task {name} takes no examples; leave out --num-fewshot {num_fewshot}, or the task")
+    if num_fewshot is not None or own is None:
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    task.set_fewshot_seed(seed=1234)
+
+
 def load_dataset(kind: str, source: str, version: float, **_: Any) -> dict[str, Any]:
-    """What the task files of inference/tasks name as their data, for lm-eval: the split `test`.
+    """What the task files of inference/task_files name as their data, for lm-eval: the split `test`.
 
     kind, source: CLOZE or BYTES, of CODE or PROSE. Raises ValueError for a Python without its sources, or a damaged
     cache.

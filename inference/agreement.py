@@ -20,10 +20,9 @@ from data.opening import open_held_out
 from data.sources import bytes_per_token
 from data.validation import ValidationSet, Yardstick
 from exchange.checkpoint import Checkpoint, load_model
-from inference.evaluation.folder import OpenedFolder
-from inference.evaluation.scoring import Progress, Row, Scorer
-from inference.evaluation.table import markdown
-from inference.weights import lower_weights
+from inference.generation import lower_weights
+from inference.models import OpenedFolder, Progress, Row, Scorer
+from inference.text import markdown
 from megatron_fp4.config.schema import Config
 from megatron_fp4.logging.metrics import last_validation
 from megatron_fp4.precision.plan import Plan

@@ -1,0 +1,432 @@
+"""Models examined by lm-eval, side by side: a score for each metric of each task, whether two models differ, from what
+each document contributed, and both as a table and a record.
+
+Requests, texts and scores are lm-eval's own. Log-likelihoods are computed in bounded memory (models.py), where lm-eval
+keeps the logits of whole batches.
+
+A mean over n documents, x = sum x_i / n, and a quotient of two sums over them, r = sum a_i / sum b_i (nats over bytes),
+passed through a function f, are both estimates whose error is, to first order, a mean of one number per document, its
+influence:
+
+    mean       u_i = x_i - x
+    quotient   u_i = f'(r) (a_i - r b_i) / (sum b / n)          f: to bits, or to a perplexity (the delta method)
+
+    standard error = sqrt( sum u_i^2 / (n (n - 1)) )
+
+For the mean this is the usual one, which lm-eval also gives; for bits per byte and perplexities lm-eval gives none.
+Two models that answer the same documents are compared document by document: the error of the difference is that of
+u_i^B - u_i^A. What makes a document hard for both models cancels, so it is often much smaller than
+sqrt(se_A^2 + se_B^2), which is taken where documents cannot be paired. All of this takes documents as independent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import logging
+import math
+import platform
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lm_eval.api.task
+import numpy as np
+import torch
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from scipy.stats import t as student
+from tqdm import tqdm
+
+from inference.models import OpenedFolder, Progress, Row, Scorer, first_line
+from inference.text import markdown
+
+# A bar for each task, which lm-eval has no option to leave out.
+lm_eval.api.task.tqdm = partial(tqdm, disable=True)
+# Rows that generate at a time, by default.
+_GENERATING_ROWS = 16
+# For the few metrics whose standard error lm-eval draws.
+_BOOTSTRAPS = 1000
+_CONFIDENCE = 0.95
+_PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "safetensors", "compressed-tensors")
+Metric = tuple[str, str]
+"""A task or group, and a metric of it."""
+Document = tuple[int, str]
+"""A document's number in its task, and the hash of it and of how it was asked."""
+
+
+class FolderModel(HFLM):
+    """A Hugging Face folder as lm-eval sees it. Generation is lm-eval's: contexts padded at the left, masked.
+
+    batch_rows: rows of a batch; None: by their length. max_length: tokens of a window; None: as the folder says.
+    """
+
+    def __init__(
+        self,
+        opened: OpenedFolder,
+        *,
+        batch_rows: int | None = None,
+        max_length: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        super().__init__(
+            pretrained=opened.model,
+            tokenizer=opened.tokenizer,
+            backend="causal",
+            batch_size=batch_rows or _GENERATING_ROWS,
+            max_length=max_length,
+        )
+        self._scorer, self._progress = Scorer(opened.model, batch_rows), progress
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Of each continuation after its context: nats, and whether it is what greedy decoding says."""
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
+        """Of each text, in nats, cut into windows of `max_length` that follow each other."""
+        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
+        """What the model writes after each context, up to a stop sequence."""
+        return super().generate_until(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = True, override_bs: Any = None
+    ) -> list[tuple[float, bool]]:
+        """(key, context, continuation) -> log-probability of the continuation, and whether it is the greedy one.
+
+        Choices that share all tokens but the last share a row. What is too long loses its beginning, as in lm-eval.
+        """
+        rows: dict[tuple[int, ...], list[int]] = {}  # what the model reads -> the requests
+        for number, (_, context, continuation) in enumerate(requests):
+            if not context or not 0 < len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"a continuation of {len(continuation)} tokens after a context of {len(context)} cannot be scored "
+                    f"in a window of {self.max_length}; raise --max-length"
+                )
+            rows.setdefault(tuple((context + continuation)[-(self.max_length + 1) :][:-1]), []).append(number)
+
+        def row(tokens: tuple[int, ...], numbers: list[int]) -> Row:
+            continuations = [requests[number][2] for number in numbers]
+            positions = [at for c in continuations for at in range(len(tokens) - len(c), len(tokens))]
+            return Row(tokens, positions, [token for c in continuations for token in c])
+
+        scored = self._scorer.score([row(*each) for each in rows.items()], self._progress)
+        found: dict[int, tuple[float, bool]] = {}
+        for numbers, each in zip(rows.values(), scored, strict=True):
+            lengths = [len(requests[number][2]) for number in numbers]
+            parts = zip(each.log_probs.split(lengths), each.greedy.split(lengths), strict=True)
+            for number, (log_probs, greedy) in zip(numbers, parts, strict=True):
+                found[number] = float(log_probs.sum()), bool(greedy.all())
+        return [found[number] for number in range(len(requests))]
+
+
+@dataclass(frozen=True)
+class Score:
+    """stderr: None if there is none. influences: of each document, None if the score is no mean and no quotient."""
+
+    value: float
+    stderr: float | None
+    influences: Mapping[Document, float] | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of a score to the first model's. margin: half of its 95% interval, None if there is none. paired: from documents
+    that both answered."""
+
+    value: float
+    margin: float | None
+    paired: bool
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether 0 lies outside of the interval."""
+        return self.margin is not None and abs(self.value) > self.margin
+
+
+def score(value: float, stderr: float | None, documents: Mapping[Document, Any]) -> Score:
+    """A score from its documents.
+
+    value: what lm-eval made of them; stderr: lm-eval's, taken where there is no other. documents: a number each, or
+    (log-likelihood, length) each. Which statistic it is shows in that it comes out again; if none does, the score
+    stands alone.
+    """
+    found = _influences(value, list(documents.values()))
+    if found is None:
+        return Score(value, stderr)
+    return Score(value, standard_error(found), dict(zip(documents, found, strict=True)))
+
+
+def difference(first: Score, other: Score) -> Difference:
+    """`other` less `first`."""
+    value = other.value - first.value
+    a, b = first.influences, other.influences
+    paired = a is not None and b is not None and a.keys() == b.keys()
+    count = math.inf
+    if paired:
+        assert a is not None and b is not None
+        stderr, count = standard_error([b[document] - a[document] for document in a]), len(a)
+    elif first.stderr is None or other.stderr is None:
+        stderr = None
+    else:
+        stderr = math.hypot(first.stderr, other.stderr)
+    margin = None if stderr is None else stderr * float(student.ppf((1 + _CONFIDENCE) / 2, count - 1))
+    return Difference(value, margin, paired)
+
+
+def standard_error(influences: Sequence[float]) -> float | None:
+    """Of what has these influences; None for a single document."""
+    n = len(influences)
+    return math.sqrt(sum(u * u for u in influences) / (n * (n - 1))) if n > 1 else None
+
+
+def _influences(value: float, documents: Sequence[Any]) -> list[float] | None:
+    if documents and all(isinstance(x, (int, float)) for x in documents):
+        mean = math.fsum(documents) / len(documents)
+        if _equal(mean, value):
+            return [x - mean for x in documents]
+        documents = [(x, 1) for x in documents]  # a perplexity of single log-likelihoods
+    if documents and all(isinstance(x, (tuple, list)) and len(x) == 2 for x in documents):
+        total, length = (math.fsum(x[part] for x in documents) for part in (0, 1))
+        if length <= 0:
+            return None
+        nats = -total / length
+        perplexity = math.exp(min(nats, 700))
+        # f and f' of the two statistics that lm-eval makes of such pairs.
+        for result, slope in ((nats / math.log(2), 1 / math.log(2)), (perplexity, perplexity)):
+            if _equal(result, value):
+                return [slope * (-a - nats * b) / (length / len(documents)) for a, b in documents]
+    return None
+
+
+def _equal(a: float, b: float) -> bool:
+    return math.isfinite(a) and math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12)
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """What a task was. sha256: of the documents and prompts that were used, in order."""
+
+    version: str
+    num_fewshot: int
+    documents: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The scores of one model. documents: what lm-eval made of each, by metric."""
+
+    name: str
+    facts: Mapping[str, Any]
+    scores: Mapping[Metric, Score]
+    higher_is_better: Mapping[Metric, bool | None]
+    tasks: Mapping[str, TaskFacts]
+    documents: Mapping[Metric, Mapping[Document, Any]]
+
+
+def examine(
+    name: str,
+    opened: OpenedFolder,
+    tasks: Any,
+    *,
+    facts: Mapping[str, Any],
+    limit: int | None = None,
+    batch_rows: int | None = None,
+    max_length: int | None = None,
+    progress: Progress | None = None,
+) -> Examined:
+    """Run loaded tasks (`tasks.load_tasks`) on an opened folder.
+
+    name: the model's in tables. facts: about it, for records. limit: documents of each task, from the first.
+    Raises ValueError for what lm-eval refuses.
+    """
+    # As lm-eval's own command: of what examples and answers are drawn.
+    random.seed(0)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
+    model = FolderModel(opened, batch_rows=batch_rows, max_length=max_length, progress=progress)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for the table
+            results: Any = evaluate(model, tasks, limit=limit, bootstrap_iters=_BOOTSTRAPS, log_samples=True)
+    except AssertionError as error:  # such as more to generate than a window has room for
+        raise ValueError(f"lm-eval refuses {name}: {first_line(error)}") from error
+    scores: dict[Metric, Score] = {}
+    higher: dict[Metric, bool | None] = {}
+    documents: dict[Metric, Mapping[Document, Any]] = {}
+    for task, metrics in results["results"].items():
+        members = _members(task, results["group_subtasks"])
+        listed = [str(metric.get("metric")) for metric in results["configs"].get(task, {}).get("metric_list") or ()]
+        order = {metric: place for place, metric in enumerate(listed)}
+        for key in sorted(metrics, key=lambda key: order.get(key.partition(",")[0], len(order))):
+            metric, comma, filtered = key.partition(",")
+            if not comma or metric.endswith("_stderr") or not isinstance(metrics[key], (int, float)):
+                continue
+            row = (task, metric if filtered == "none" else f"{metric} ({filtered})")
+            documents[row] = {
+                _key(sample, member if member != task else ""): plain(sample[metric])
+                for member in members
+                for sample in results["samples"].get(member, ())
+                if sample["filter"] == filtered and metric in sample
+            }
+            stderr = metrics.get(f"{metric}_stderr,{filtered}")
+            stderr = float(stderr) if isinstance(stderr, (int, float)) else None
+            scores[row] = score(float(metrics[key]), stderr, documents[row])
+            higher[row] = results["higher_is_better"].get(task, {}).get(metric)
+    facts = {
+        **facts,
+        "dtype": opened.dtype,
+        "stored_dtype": opened.stored,
+        "parameters": sum(parameter.numel() for parameter in opened.model.parameters()),
+        "max_length": model.max_length,
+    }
+    return Examined(name, facts, scores, higher, _tasks(results), documents)
+
+
+def _tasks(results: Mapping[str, Any]) -> dict[str, TaskFacts]:
+    found = {}
+    for task, samples in results["samples"].items():
+        hashes = dict.fromkeys(_key(sample) for sample in samples)
+        digest = hashlib.sha256("\n".join(of for _, of in hashes).encode()).hexdigest()
+        shots = int(results["n-shot"].get(task, 0))
+        found[task] = TaskFacts(str(results["versions"].get(task)), shots, len(hashes), digest)
+    return found
+
+
+def _members(task: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """The tasks of a group, those of its groups too; of a task itself."""
+    if task not in groups:
+        return [task]
+    return [member for child in groups[task] for member in _members(child, groups)]
+
+
+def _key(sample: Mapping[str, Any], task: str = "") -> Document:
+    """What makes an item the same for two models: the document, and the prompt with its examples. task: of a group."""
+    return sample["doc_id"], f"{task}{sample['doc_hash'][:16]}{sample['prompt_hash'][:16]}"
+
+
+def plain(value: Any) -> Any:
+    """A metric of a document as JSON has it: NumPy's numbers are Python's."""
+    if isinstance(value, (list, tuple)):
+        return [plain(part) for part in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def evaluation_table(models: Sequence[Examined]) -> str:
+    """Models beside each other, in the shape of the paper's table 2 (arXiv:2509.25149): a row for each task, a column
+    for each model, and the differences to the first; below it what marks and tasks are."""
+    first, *others = models
+    header = ["task", "metric", "n", first.name]
+    for other in others:
+        header += [other.name, f"less {first.name}"]
+    rows = []
+    for row in _rows(models):
+        task, metric = row
+        arrow = {True: " (higher is better)", False: " (lower is better)"}.get(first.higher_is_better.get(row), "")  # type: ignore[arg-type]
+        cells = [task, metric + arrow, f"{len(first.documents.get(row, ())):,}", score_text(first.scores.get(row))]
+        for other in others:
+            cells += [score_text(other.scores.get(row)), difference_text(_difference_of(first, other, row))]
+        rows.append(cells)
+    lines = [markdown(header, rows), "", "± is one standard error, over the documents of the task."]
+    if others:
+        lines.append(
+            "In brackets the 95% interval of a difference; * marks those whose interval does not hold 0: of two "
+            "equally good models, one difference in twenty. Differences are taken document by document; ~ marks those "
+            "that could not be."
+        )
+    lines += [
+        f"{task} version {facts.version}: {facts.documents:,} documents, {facts.num_fewshot} examples before each, "
+        f"sha256 {facts.sha256[:12]}"
+        for task, facts in first.tasks.items()
+    ]
+    return "\n".join(lines)
+
+
+def _rows(models: Sequence[Examined]) -> list[Metric]:
+    """The metrics of all models, as the first has them, then others."""
+    return list(dict.fromkeys(row for model in models for row in model.scores))
+
+
+def _difference_of(first: Examined, other: Examined, row: Metric) -> Difference | None:
+    """None if one of the two has no such score."""
+    if row not in first.scores or row not in other.scores:
+        return None
+    return difference(first.scores[row], other.scores[row])
+
+
+def score_text(found: Score | None) -> str:
+    """`0.4125 ± 0.0123`."""
+    if found is None:
+        return "-"
+    digits = _digits(found.stderr)
+    return f"{found.value:,.{digits}f}" + ("" if found.stderr is None else f" ± {found.stderr:,.{digits}f}")
+
+
+def difference_text(found: Difference | None) -> str:
+    """`-0.0250 [-0.0470, -0.0030] *`."""
+    if found is None:
+        return "-"
+    digits = _digits(found.margin)
+    text = f"{found.value:+,.{digits}f}"
+    if found.margin is not None:
+        text += f" [{found.value - found.margin:+,.{digits}f}, {found.value + found.margin:+,.{digits}f}]"
+    return text + (" *" if found.is_clear else "") + ("" if found.paired else " ~")
+
+
+def _digits(error: float | None) -> int:
+    """Decimals that a number with this error is written with."""
+    if error is None or error < 1:
+        return 4
+    return 2 if error < 100 else 0
+
+
+def record(models: Sequence[Examined], command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything, as JSON has it. Documents are lists of [number, hash, what lm-eval made of it]."""
+    first, results = models[0], []
+    for row in _rows(models):
+        scored = {model.name: model.scores[row] for model in models if row in model.scores}
+        differences = {other.name: _difference_of(first, other, row) for other in models[1:]}
+        results.append(
+            {
+                "task": row[0],
+                "metric": row[1],
+                "higher_is_better": first.higher_is_better.get(row),
+                "scores": {name: {"value": found.value, "stderr": found.stderr} for name, found in scored.items()},
+                "differences_to_first": {
+                    name: {"value": found.value, "margin_95": found.margin, "paired": found.paired}
+                    for name, found in differences.items()
+                    if found is not None
+                },
+            }
+        )
+    documents = {
+        model.name: [
+            {"task": task, "metric": metric, "documents": [[*document, value] for document, value in of.items()]}
+            for (task, metric), of in model.documents.items()
+        ]
+        for model in models
+    }
+    return {
+        "command": list(command),
+        "settings": dict(settings),
+        "versions": _versions(),
+        "models": {model.name: dict(model.facts) for model in models},
+        "tasks": {task: vars(facts) for model in reversed(models) for task, facts in model.tasks.items()},
+        "results": results,
+        "documents": documents,
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Of Python and of the packages that matter to a score."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

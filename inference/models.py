@@ -1,0 +1,277 @@
+"""The models of a command line: Hugging Face folders as they are, and checkpoints, exported for as long as they are
+looked at; opened by transformers, and the log-probabilities that they give to tokens, in bounded memory."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from data.tokenizer import TextTokenizer
+from exchange.checkpoint import Checkpoint, open_checkpoint
+from exchange.hf_export import CONFIG, PlainEncoder, export_hf
+from exchange.tokenizer import tokenizer_of
+from megatron_fp4.checkpoint.files import MANIFEST, step_of
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MISSING = 'lm-eval and transformers are not installed: pip install "megatron_fp4[eval]"'
+BATCH_TOKENS = 8192
+# FP32 elements of logits at a time: 256 MB.
+_LOGITS = 1 << 26
+Progress = Callable[[int, int], None]
+"""Is told how many of how many pieces of work are done."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the command line. checkpoint: None if it is a folder already."""
+
+    name: str
+    path: Path
+    checkpoint: Checkpoint | None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For the record."""
+        if self.checkpoint is None:
+            return {"path": str(self.path)}
+        return {"path": self.checkpoint.name, "step": self.checkpoint.step, "tokens": self.checkpoint.tokens}
+
+
+def models_of(texts: Sequence[str], config_dir: Path) -> list[Model]:
+    """The models that are named, each as MODEL or NAME=MODEL; without a name, a run's checkpoint
+    `runs/nvfp4/checkpoints/step_00000200` is `nvfp4@200`, another folder what it is called.
+
+    Raises ValueError for one that is not there, and for two of one name.
+    """
+    found = []
+    for text in texts:
+        name, equals, rest = text.partition("=")
+        if not equals or Path(text).exists():
+            name, rest = "", text
+        path, whole = Path(rest), Path(rest).resolve()
+        checkpoint = None if is_folder(path) else open_checkpoint(path, config_dir)
+        of_run = (whole / MANIFEST).is_file() and whole.parent.name == "checkpoints"
+        own = f"{whole.parent.parent.name}@{step_of(whole)}" if of_run else whole.name
+        found.append(Model(name or own, path, checkpoint))
+    names = [model.name for model in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two models are called {twice[0]}; name them, as first={twice[0]} second=...")
+    return found
+
+
+@contextmanager
+def as_folder(model: Model, dtype: str, tokenizer: TextTokenizer | None = None) -> Iterator[Path]:
+    """Its Hugging Face folder; of a checkpoint one that is there for as long as it is needed."""
+    if model.checkpoint is None:
+        yield model.path
+        return
+    with tempfile.TemporaryDirectory(prefix="megatron_fp4_evaluate_") as temporary:
+        folder = Path(temporary) / "model"
+        export_hf(model.checkpoint, folder, encoder=PlainEncoder(getattr(torch, dtype)), tokenizer=tokenizer)
+        yield folder
+
+
+def tokenizers_of(models: Sequence[Model], given: str | None) -> dict[str, TextTokenizer]:
+    """Of the models that are checkpoints, by name. Raises ValueError for one that is not there."""
+    found = {}
+    for model in models:
+        if model.checkpoint is not None:
+            tokenizer = tokenizer_of(model.checkpoint, given)
+            if tokenizer is None:
+                raise ValueError(f"{model.path}: its run knew of no tokenizer; give the one of its data as --tokenizer")
+            found[model.name] = tokenizer
+    if given is not None and not found:
+        raise ValueError(f"--tokenizer {given} is for checkpoints, and folders have their own; leave it out")
+    return found
+
+
+@dataclass(frozen=True)
+class OpenedFolder:
+    """model: of transformers, on its device, in evaluation mode. stored: the dtype that the folder says it has, or the
+    format of its quantized weights, which are decoded."""
+
+    model: Any
+    tokenizer: Any
+    stored: str
+
+    @property
+    def dtype(self) -> str:
+        """What it computes in."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a Hugging Face model may lie there."""
+    return (path / CONFIG).is_file()
+
+
+def open_folder(folder: Path, device: str, dtype: str = "auto", with_tokenizer: bool = True) -> OpenedFolder:
+    """Load a folder without a network.
+
+    dtype: one of DTYPES, that of the computation; auto: as the folder says. Raises ValueError, in one line, for what
+    transformers cannot load, weights that are missing or left over, and a tokenizer that is not there.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    quantized: dict[str, Any] = {}
+    model: Any = None
+    loading: Any = None
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        settings = dict(getattr(config, "quantization_config", None) or {})
+        if (method := settings.get("quant_method")) == "compressed-tensors":
+            # Left packed, weights are decoded when the whole model is first called, which scoring does not do.
+            quantized["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+        if method in (None, "compressed-tensors"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that `quantized` is not what the folder says
+                loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, local_files_only=True, output_loading_info=True, **quantized
+                )
+                model, loading = loaded
+    except Exception as error:  # transformers raises any type, with pages of text
+        raise ValueError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
+    if method not in (None, "compressed-tensors"):
+        raise ValueError(
+            f"{folder} is in the layout of {method}, which is not read here; export it again with "
+            "--format nvfp4-compressed-tensors, or without --format"
+        )
+    # transformers only warns, and draws what is missing at random.
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, loading[what])):
+            raise ValueError(
+                f"{folder} is not a whole model: {what.replace('_', ' ')} {', '.join(wrong[:3])}"
+                f"{f' and {len(wrong) - 3} more' if len(wrong) > 3 else ''}; export it again"
+            )
+    tokenizer = _tokenizer(folder, transformers) if with_tokenizer else None
+    stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    return OpenedFolder(model.to(device).eval(), tokenizer, str(settings.get("format")) if quantized else stored)
+
+
+def _tokenizer(folder: Path, transformers: Any) -> Any:
+    if not any(folder.glob("tokenizer*")):
+        raise ValueError(f"{folder} has no tokenizer, which tasks of text need; export it again with --tokenizer")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"the tokenizer of {folder} cannot be loaded: {first_line(error)}") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {folder} has no eos_token, by which a text without context begins; name it in "
+            "tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def first_line(error: BaseException, length: int = 240) -> str:
+    """What an error of another library says, in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:length]}{' ...' if len(text) > length else ''}"
+
+
+def device_named(name: str | None) -> str:
+    """The device of an option: None for CUDA if there is any. Raises ValueError for one that is not there."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except Exception as error:
+        raise ValueError(f"--device {name} is not here ({first_line(error, 80)}); use cpu, cuda or cuda:N") from error
+    return name
+
+
+@dataclass(frozen=True)
+class Row:
+    """tokens: what the model reads, at least one. The logits at positions[i] are to predict targets[i]; both [n]."""
+
+    tokens: Sequence[int]
+    positions: Sequence[int]
+    targets: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of a row's n targets, on the CPU: log_probs, FP64 nats; greedy: whether each is the most probable token."""
+
+    log_probs: Tensor
+    greedy: Tensor
+
+
+class Scorer:
+    """Log-probabilities of given tokens by a causal model of transformers.
+
+    Rows are scored longest first, so that those of a batch are about equally long and a batch that is too large fails
+    at once. A batch is padded at the right, unmasked and without a cache: in a causal model, attention or Mamba, no
+    position sees what follows it. The head multiplies only the positions that are asked for, some at a time, so logits
+    take some hundred MB however long the rows are and however large the vocabulary; their softmax is in FP32.
+
+    batch_rows: rows of a batch; None: as many as have BATCH_TOKENS padded tokens.
+    """
+
+    def __init__(self, model: Any, batch_rows: int | None = None) -> None:
+        self._model, self._batch_rows = model, batch_rows
+        self._plain_head: bool | None = None
+
+    @torch.no_grad()
+    def score(self, rows: Sequence[Row], progress: Progress | None = None) -> list[Scored]:
+        """Of each row, in order."""
+        found: dict[int, Scored] = {}
+        for batch in self.batches([len(row.tokens) for row in rows]):
+            found.update(zip(batch, self._score_batch([rows[number] for number in batch]), strict=True))
+            if progress is not None:
+                progress(len(found), len(rows))
+        return [found[number] for number in range(len(rows))]
+
+    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """The numbers of all rows in batches of neighbouring lengths, longest first."""
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        while order:
+            count = self._batch_rows or max(1, BATCH_TOKENS // max(lengths[order[0]], 1))
+            yield order[:count]
+            order = order[count:]
+
+    def _score_batch(self, rows: Sequence[Row]) -> list[Scored]:
+        device = self._model.device
+        tokens = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.int64)
+        for row, line in zip(rows, tokens, strict=True):
+            line[: len(row.tokens)] = torch.tensor(row.tokens)
+        which = torch.tensor([number for number, row in enumerate(rows) for _ in row.positions], device=device)
+        where = torch.tensor([position for row in rows for position in row.positions], device=device)
+        targets = torch.tensor([target for row in rows for target in row.targets], device=device)
+        states, head = self._states(tokens.to(device))
+        log_probs = torch.empty(len(targets), dtype=torch.float64)
+        greedy = torch.empty(len(targets), dtype=torch.bool)
+        size = max(1, _LOGITS // self._model.config.vocab_size)
+        for start in range(0, len(targets), size):
+            part = slice(start, start + size)
+            logits = head(states[which[part], where[part]]).float()
+            picked = logits.gather(-1, targets[part, None]).squeeze(-1)
+            log_probs[part] = (picked - logits.logsumexp(-1)).double().cpu()
+            greedy[part] = (logits.argmax(-1) == targets[part]).cpu()
+        ends = [len(row.targets) for row in rows]
+        return [Scored(*pair) for pair in zip(log_probs.split(ends), greedy.split(ends), strict=True)]
+
+    def _states(self, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What the head reads, [rows, length, hidden], and the head; or logits, and what leaves them as they are, of a
+        model that does more than its head to them (some cap or scale them)."""
+        head, decoder = self._model.get_output_embeddings(), self._model.get_decoder()
+        if self._plain_head is None:
+            probe = tokens[:1, :8]
+            theirs = self._model(probe, use_cache=False).logits.float()
+            ours = theirs.new_empty(0) if head is None else head(decoder(probe, use_cache=False)[0]).float()
+            self._plain_head = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3)
+        if self._plain_head:
+            return decoder(tokens, use_cache=False)[0], head
+        return self._model(tokens, use_cache=False).logits, lambda logits: logits
