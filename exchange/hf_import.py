@@ -182,7 +182,7 @@ _OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale"
 
 def _check(folder: Path, tensors: _Weights, sections: Sections) -> dict[str, torch.dtype]:
     """The type of each tensor, once all that the model needs are there, of the right shapes, and no others."""
-    dtypes, names = {}, set(tensors.names)
+    dtypes, names = dict[str, torch.dtype](), set(tensors.names)
     for part in (part for parts in sections.values() for part in parts):
         stored = tensors.parts(part)
         if missing := [name for name in stored if name not in names]:
