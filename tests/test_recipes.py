@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 NVFP4_KINDS = (
     "nvfp4_4over6_1x16",
+    "nvfp4_4over6_1x16_qkv_bf16",
     "nvfp4_all_the_way",
     "nvfp4_best",
     "nvfp4_nemotron_3",
@@ -32,6 +33,7 @@ GRADIENT_ERROR = {
     "nvfp4_all_the_way": 0.7,
     "nvfp4_nemotron_3": 0.6,
     "nvfp4_4over6_1x16": 0.6,
+    "nvfp4_4over6_1x16_qkv_bf16": 0.6,
     "nvfp4_best": 0.6,
     "nvfp4_quartet2": 0.6,
 }

@@ -224,6 +224,8 @@ def introduce(
         "model FLOPs quantized": f"{plan.quantized_flops_per_token / flops_per_token:.1%}",
     }
     console.table(facts_table("Numerics", {**recipe_facts(plan), **quantized, **facts}))
+    if warning := plan.warning(config.precision.name):
+        console.text(warning)
     console.table(batch_table(config.train, config.parallel, world_size, num_tokens))
     console.table(phases_table(phases))
 
@@ -256,7 +258,7 @@ def plan_table(plan: Plan, name: str, compact_above: int = 24) -> Table:
     their blocks: `blocks.{2..51}.mixer.in_proj` is this linear of every block from 2 to 51 that has it.
     """
     names = plan.recipe_names
-    table = _table(f"Precision plan {name}", plan_shares(plan))
+    table = _table(f"Precision plan {name}", f"{plan_shares(plan)}; {plan.share_in_4_bits:.1%} of all in 4 bits")
     compact = len(plan.rows) > compact_above
     _columns(table, "linear", *(["count>"] if compact else []), "out x in>", "recipe", "why")
     # Blocks of one kind alternate with others, so "neighbours" means in the sequence of blocks that have the linear.

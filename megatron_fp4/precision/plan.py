@@ -17,7 +17,12 @@ from typing import Any
 import yaml
 
 from megatron_fp4.config.precision_schema import Bf16BlocksConfig, ComposedException, ExceptionConfig, RecipeConfig
-from megatron_fp4.precision.recipe import BF16, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT, Recipe, recipe_from_config, switched_recipe
+from megatron_fp4.quantization.elements import E2M1_MAX
+from megatron_fp4.quantization.formats import FORMATS
+
+# Below this share of its weights a plan is hardly one of 4 bits, and says so.
+FEW_IN_4_BITS = 0.6
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,23 @@ class Plan:
     def linear_flops_per_token(self) -> int:
         """Forward FLOPs per token in all linears of the plan."""
         return sum(row.linear.flops_per_token for row in self.rows)
+
+    @property
+    def share_in_4_bits(self) -> float:
+        """Weights of the plan's linears that fprop multiplies as E2M1 codes over all of them, 0..1."""
+        four_bits = {name for name, form in FORMATS.items() if form.largest == E2M1_MAX}
+        weights = [row.linear.parameters for row in self.rows if row.recipe[FPROP_WEIGHT].format in four_bits]
+        return sum(weights) / max(1, sum(row.linear.parameters for row in self.rows))
+
+    def warning(self, name: str) -> str:
+        """A line if a plan in 4 bits, `name` in the configuration, leaves much of the model in others; else empty."""
+        share = self.share_in_4_bits
+        if not 0 < share < FEW_IN_4_BITS:
+            return ""
+        return (
+            f"WARNING: precision={name} has {share:.0%} of this model's linear weights in 4 bits; its bf16_blocks and "
+            "exceptions take the others. nvfp4_4over6_1x16_qkv_bf16 is for Transformers"
+        )
 
     def switched(self, other: Plan, scope: str) -> Plan:
         """The plan after a precision switch of `scope` to `other`, a plan of the same model."""

@@ -131,6 +131,8 @@ def _precision_lines(config: Config, models: ModelProvider) -> Iterator[str]:
     """How much is in which recipe, before the precision switch and after it."""
     before, after = plans_of(config, models)
     yield f"precision: {plan_shares(before)}"
+    if warning := before.warning(config.precision.name):
+        yield warning
     switch, steps = config.precision.switch, config.train.steps
     at = WSDSchedule.of(config).switch_step(switch.when)
     if after is not None and (at is None or at < steps):

@@ -15,11 +15,13 @@ from megatron_fp4.config.precision_schema import (
     SecondOperandConfig,
     WgradConfig,
 )
+from megatron_fp4.logging.console import plan_table
 from megatron_fp4.precision.linear import LinearContext, quantized_linear
 from megatron_fp4.precision.plan import LinearShape, Plan, build_plan, recipes_in
-from megatron_fp4.precision.recipe import BF16
+from megatron_fp4.precision.recipe import BF16, FPROP_WEIGHT
 from megatron_fp4.precision.rng import StepState
 from megatron_fp4.precision.switch import PrecisionController
+from tests.composing import composed, plans_of
 from tests.precision import reference as ref
 from tests.recipes import changed
 
@@ -355,3 +357,16 @@ def test_a_plan_of_another_model_is_not_applied():
     with pytest.raises(AssertionError, match="another model"):
         PrecisionController(linears, plan_of(), StepState(seed=0))
     assert quantized_linear(torch.randn(4, 4), torch.randn(4, 4), LinearContext()).shape == (4, 4)
+
+
+@pytest.mark.parametrize("model", ["transformer_30m", "transformer_60m", "transformer_1_2b"])
+def test_a_plan_says_which_share_of_the_weights_is_in_4_bits(model):
+    """Exceptions made for hybrids take half of a Transformer; the preset for Transformers keeps what its name says."""
+    for name, few in (("nvfp4_best", True), ("nvfp4_nemotron_3", True), ("nvfp4_4over6_1x16_qkv_bf16", False)):
+        plan, _ = plans_of(composed(f"model={model}", f"precision={name}"))
+        in_4_bits = sum(row.linear.parameters for row in plan.rows if row.recipe[FPROP_WEIGHT].format == "nvfp4")
+        share = in_4_bits / sum(row.linear.parameters for row in plan.rows)
+        assert plan.share_in_4_bits == pytest.approx(share) and (share < 0.6) == few
+        assert bool(plan.warning(name)) == few
+        assert f"{share:.1%} of all in 4 bits" in str(plan_table(plan, name).caption)
+    assert not plan_of(recipe=ref.MXFP8).warning("mxfp8")

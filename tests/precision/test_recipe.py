@@ -39,7 +39,7 @@ PUBLISHED = {
     "nvfp4_nemotron_3": replace(ref.NVFP4, name="nvfp4_nemotron_3"),
     **{
         name: changed(ref.NVFP4, name=name, fprop_activation=ref.SIX, fprop_weight=ref.SIX, dgrad_weight=ref.W)
-        for name in ("nvfp4_4over6_1x16", "nvfp4_best")
+        for name in ("nvfp4_4over6_1x16", "nvfp4_4over6_1x16_qkv_bf16", "nvfp4_best")
     },
     "nvfp4_quartet2": ref.QUARTET2,
     "nvfp4_all_the_way": replace(ref.ALL_THE_WAY, name="nvfp4_all_the_way"),
